@@ -1,0 +1,1 @@
+"""Turns LLMDeployments into running, tuned runtime replicas: on Kubernetes, or as processes on one machine."""

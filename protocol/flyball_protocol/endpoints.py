@@ -1,0 +1,25 @@
+"""Ports, paths and environment names that both sides must spell alike."""
+
+API_PORT = 8000
+ADMIN_PORT = 8001
+
+LIVEZ_PATH = "/livez"
+READYZ_PATH = "/readyz"
+HEALTH_PATH = "/health"
+METRICS_PATH = "/metrics"
+
+ADMIN_LIMITS_PATH = "/admin/limits"
+ADMIN_EVIDENCE_PATH = "/admin/evidence"
+ADMIN_DRAIN_PATH = "/admin/drain"
+
+ADMIN_TOKEN_ENV = "FLYBALL_ADMIN_TOKEN"
+"""The admin port's bearer token. An environment variable (from a Secret), because arguments are visible to every process."""
+
+EXIT_OK = 0
+"""Stopped by request; every accepted request was finished."""
+EXIT_CONFIG_ERROR = 2
+"""A setting, the model or the machine made start-up impossible; the last line of stderr says which."""
+EXIT_ENGINE_DIED = 3
+"""The engine process ended while serving; pending requests were failed."""
+EXIT_DRAIN_TIMEOUT = 4
+"""The drain deadline passed with requests still running; they were failed."""

@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI-compatible API, admin port, health and metrics."""

@@ -1,0 +1,1 @@
+"""Types that every layer shares. Nothing here imports torch."""

@@ -1,0 +1,109 @@
+"""The three families of errors. Each message gives the value, the limit and the way out."""
+
+
+class FlyballError(Exception):
+    """Base of every error that Flyball raises on purpose."""
+
+
+class ConfigError(FlyballError):
+    """A setting, the model or the machine makes start-up impossible; the process stops with EXIT_CONFIG_ERROR."""
+
+
+class EngineError(FlyballError):
+    """The engine loop is dead; pending requests fail and nothing new is accepted."""
+
+
+class RequestError(FlyballError):
+    """One request fails and the engine goes on.
+
+    Attributes:
+        status: HTTP status.
+        code: OpenAI error code, e.g. ``context_length_exceeded``.
+        param: the field at fault, or None.
+        retry_after_s: what to send as Retry-After, or None.
+    """
+
+    status: int = 400
+    code: str = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class InvalidRequest(RequestError):
+    """A field has a value that this server cannot take."""
+
+
+class PromptTooLong(RequestError):
+    code = "context_length_exceeded"
+
+    def __init__(self, num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
+        asked = f"prompt has {num_prompt_tokens} tokens"
+        if max_tokens is not None:
+            asked += f" and max_tokens is {max_tokens}, {num_prompt_tokens + max_tokens} together"
+        super().__init__(
+            f"{asked}; this model takes {max_model_len}. Shorten the prompt, lower max_tokens, or raise --max-model-len.",
+            param="messages" if max_tokens is None else "max_tokens",
+        )
+
+
+class EmptyPrompt(RequestError):
+    code = "empty_prompt"
+
+    def __init__(self) -> None:
+        super().__init__("the prompt has 0 tokens; at least 1 is needed. Send some text or token ids.", param="prompt")
+
+
+class TokenOutOfVocabulary(RequestError):
+    code = "token_out_of_vocabulary"
+
+    def __init__(self, token_id: int, vocab_size: int) -> None:
+        super().__init__(
+            f"token id {token_id} is outside the vocabulary; ids go from 0 to {vocab_size - 1}. Check the tokenizer.",
+            param="prompt",
+        )
+
+
+class QueueFull(RequestError):
+    status, code = 429, "queue_full"
+
+    def __init__(self, max_queued_requests: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"{max_queued_requests} requests are waiting, the limit of this replica (--max-queued-requests). "
+            f"Retry after {retry_after_s} s or add replicas.",
+            retry_after_s=retry_after_s,
+        )
+
+
+class Draining(RequestError):
+    status, code = 503, "draining"
+
+    def __init__(self, retry_after_s: int = 1) -> None:
+        super().__init__(
+            f"this replica is draining and takes no new requests. Retry after {retry_after_s} s; another replica will answer.",
+            retry_after_s=retry_after_s,
+        )
+
+
+class NotReady(RequestError):
+    status, code = 503, "not_ready"
+
+    def __init__(self, retry_after_s: int = 2) -> None:
+        super().__init__(
+            f"the model is still loading. Retry after {retry_after_s} s or watch /readyz.", retry_after_s=retry_after_s
+        )
+
+
+class EngineDead(RequestError):
+    status, code = 500, "engine_dead"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the engine stopped ({reason}); this replica must be restarted. The request was not finished."
+        )

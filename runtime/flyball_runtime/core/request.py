@@ -1,0 +1,52 @@
+"""What crosses between the API process and the engine: a request in, tokens and exactly one ending out."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from flyball_runtime.core.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """A tokenized request.
+
+    Attributes:
+        priority: lower runs first; used by the ``priority`` policy only.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+
+
+class Tokens(Struct, frozen=True, tag=True):
+    """New output tokens of one request, in order."""
+
+    request_id: str
+    token_ids: list[int]
+
+
+class Finished(Struct, frozen=True, tag=True):
+    """The ending of a request that ran. ``num_cached_tokens``: prompt tokens found in the prefix cache."""
+
+    request_id: str
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The ending of a request that did not; mirrors RequestError."""
+
+    request_id: str
+    status: int
+    code: str
+    message: str
+    retry_after_s: int | None = None
+
+
+RequestEvent = Tokens | Finished | Failed

@@ -1,0 +1,75 @@
+"""The state of one request inside the engine."""
+
+from enum import Enum
+
+from flyball_runtime.core.request import Request
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One request's tokens and progress; changed by the scheduler and the KV cache only.
+
+    A sequence has no phase: it wants ``len(token_ids)`` tokens computed and has ``num_computed_tokens``. The gap is a
+    prompt, a prompt's rest, a recompute after preemption, or the one token of a decode.
+
+    Attributes:
+        token_ids: prompt and output so far.
+        max_total_tokens: prompt and output may not grow past this.
+        stop_token_ids: ids that end the sequence (end-of-sequence ids included unless ignored).
+        num_computed_tokens: tokens whose K and V are in the cache.
+        block_table: KV block ids, in order of position.
+        block_hashes: chained hash of each full block that has been hashed so far.
+        row: index into the engine's persistent batch tensors while running, else None.
+        num_cached_tokens: tokens found in the prefix cache at the first admission.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_table",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "priority",
+        "request_id",
+        "row",
+        "sampling",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, *, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+        self.request_id = request.request_id
+        self.sampling = request.sampling
+        self.priority = request.priority
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        max_tokens = request.sampling.max_tokens
+        room = max_model_len - self.num_prompt_tokens
+        self.max_total_tokens = self.num_prompt_tokens + (room if max_tokens is None else min(max_tokens, room))
+        own_stops = frozenset(request.sampling.stop_token_ids)
+        self.stop_token_ids = own_stops if request.sampling.ignore_eos else own_stops | eos_token_ids
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0
+        self.block_table: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.row: int | None = None
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id}, {self.status.value}, {self.num_computed_tokens}/{len(self.token_ids)} computed, "
+            f"{len(self.block_table)} blocks)"
+        )

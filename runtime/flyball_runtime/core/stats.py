@@ -1,0 +1,50 @@
+"""What the engine reports after its steps; the API process turns it into metrics and evidence."""
+
+from flyball_protocol import KVBlocks, Limits
+from msgspec import Struct
+
+
+class StepStats(Struct, frozen=True, kw_only=True):
+    """State after one step, and what that step did. An idle engine sends one every second with ``num_tokens`` 0.
+
+    Attributes:
+        duration_s: plan, run and commit together.
+        blocked_by: why the head of the queue was not admitted in this step: none, seqs, kv, budget, step_time.
+        num_prefix_queried_tokens, num_prefix_hit_tokens: prompt tokens looked up at admission in this step, and found.
+    """
+
+    duration_s: float
+    num_tokens: int
+    num_prefill_tokens: int
+    num_decodes: int
+    num_running: int
+    num_waiting: int
+    blocked_by: str
+    kv_blocks: KVBlocks
+    num_preemptions: int
+    num_recomputed_tokens: int
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    revision: int
+    target: Limits
+    effective: Limits
+
+
+class EngineInfo(Struct, frozen=True, kw_only=True):
+    """Facts fixed once the engine is up.
+
+    Attributes:
+        startup_s: seconds by stage: import, config, weights, kv_cache, warmup.
+        attention_backend: which paged attention runs: cpp, torch or triton.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    attention_backend: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_kv_blocks: int
+    num_parameters: int
+    startup_s: dict[str, float]
