@@ -1,0 +1,67 @@
+"""What the API layer sees of an engine: EngineClient implements it, tests fake it."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
+
+from flyball_runtime.core.request import Request, RequestEvent
+from flyball_runtime.core.stats import EngineInfo, StepStats
+
+
+class EngineObserver(Protocol):
+    """Told about every engine step, on the API process's event loop."""
+
+    def step(self, stats: StepStats) -> None: ...
+
+
+class EngineFront(Protocol):
+    """A running engine. Every request accepted by ``submit`` ends in exactly one Finished or Failed."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts fixed at start-up. Raises NotReady before the engine is up."""
+        ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why the engine process ended, or None while it lives."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests accepted and not yet ended."""
+        ...
+
+    def submit(self, request: Request) -> AsyncIterator[RequestEvent]:
+        """Queue a request; the iterator yields Tokens any number of times, then one Finished or Failed.
+
+        Raises:
+            RequestError: at once, when the request can never run (PromptTooLong, EmptyPrompt, TokenOutOfVocabulary,
+                InvalidRequest) or not now (QueueFull, Draining, NotReady, EngineDead).
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; idempotent. Its iterator ends with ``Finished(reason="abort")``."""
+        ...
+
+    async def post_limits(self, update: LimitsUpdate) -> LimitsAck: ...
+
+    def limits(self) -> LimitsReport: ...
+
+    def latest_stats(self) -> StepStats | None: ...
+
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the engine loop last showed life; it does so at least once a second, idle or busy."""
+        ...
+
+    def start_drain(self) -> None:
+        """Refuse new requests from now on; running and waiting ones go on to their end."""
+        ...
