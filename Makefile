@@ -1,0 +1,45 @@
+# `make` or `make help` lists what can be done. Everything runs in .venv, which set-up fills once and again when
+# pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.flyball-installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format clean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv, install Flyball in it, build the CPU kernels (the others do this by themselves)
+
+demo: $(STAMP) ## serve examples/demo.yaml on this machine, send it traffic, tune it live, drain it (about a minute)
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP) ## run the tests
+	@$(BIN)/python -m pytest -q
+
+check: $(STAMP) ## run the formatter's check, the linter, the type checker and the layer contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## format the code and apply the linter's safe fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis out
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is $$($(PYTHON) -V 2>&1); Flyball needs Python 3.11 or newer. Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Setting up $(VENV) (once; a few minutes, mostly torch's download)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(BIN)/python -m flyball_kernels.cpu.build
+	@touch $(STAMP)
