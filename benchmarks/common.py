@@ -1,0 +1,127 @@
+"""What every benchmark shares: the machine's description, checkpoints of a given shape, result files."""
+
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+SHAPES: dict[str, dict[str, int]] = {
+    # 88M parameters with an 8k vocabulary: what a 2-core machine can serve at a useful rate
+    "small": {
+        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4
+    },
+    "tiny": {
+        "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2
+    },
+    # the shape of Qwen3-0.6B
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    },
+}
+
+
+def make_checkpoint(folder: Path, shape: str, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
+    """Write a random-weight checkpoint with a small byte-level tokenizer; an existing one is reused.
+
+    ``qwen3-*`` shapes are Qwen3, the others Llama.
+    """
+    path = folder / f"{shape}-{dtype}"
+    if (path / "model.safetensors").exists():
+        return path
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config_class, model_class = (
+        (Qwen3Config, Qwen3ForCausalLM) if shape.startswith("qwen3") else (LlamaConfig, LlamaForCausalLM)
+    )
+    sizes = {"vocab_size": 8192, "max_position_embeddings": 16384} | SHAPES[shape]
+    config = config_class(**sizes, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    model_class(config).to(getattr(torch, dtype)).save_pretrained(path)
+    _make_tokenizer(sizes["vocab_size"]).save_pretrained(path)
+    return path
+
+
+def _make_tokenizer(vocab_size: int) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|endoftext|>": 0} | {character: index + 1 for index, character in enumerate(alphabet)}
+    # Filler entries, so that every id a random model samples has a text.
+    vocabulary |= {f"<{index}>": index for index in range(len(vocabulary), vocab_size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    return fast
+
+
+def random_prompts(
+    num_prompts: int, lengths: Iterable[int], *, vocab_size: int = 8000, seed: int = 0
+) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(10, vocab_size) for _ in range(length)] for length in itertools.islice(lengths, num_prompts)]
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and commit, as they go into every result."""
+    import torch
+    import transformers
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+    return {
+        "device": device,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _commit() -> str:
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+
+    dirty = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + dirty
+
+
+def median_of(values: Iterable[float]) -> dict[str, float]:
+    kept = sorted(values)
+    return {"median": statistics.median(kept), "min": kept[0], "max": kept[-1], "runs": len(kept)}
+
+
+def save(name: str, result: dict[str, Any]) -> Path:
+    """Write ``results/NAME.json`` with the environment beside the figures."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+    print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
+    return path

@@ -1,0 +1,165 @@
+"""The command line: ``flyball serve | chat | bench``."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from flyball_protocol import endpoints
+
+from flyball_runtime import __version__
+from flyball_runtime.core import config as settings
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import ConfigError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    from flyball_runtime import bench, chat  # here, so that `import flyball_runtime.cli` stays light
+
+    parser = argparse.ArgumentParser(prog="flyball", description="Serve a language model; talk to it; measure it.")
+    parser.add_argument("--version", action="version", version=f"flyball {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="serve a model with an OpenAI-compatible API")
+    add_serve_arguments(serve)
+    serve.set_defaults(run=run_serve)
+    chat_command = commands.add_parser("chat", help="talk to a served model in the terminal")
+    chat.add_arguments(chat_command)
+    chat_command.set_defaults(run=chat.run)
+    bench_command = commands.add_parser("bench", help="measure a served model: latency, throughput, goodput")
+    bench.add_arguments(bench_command)
+    bench_command.set_defaults(run=bench.run)
+    return parser
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ``flyball serve``; names and meanings follow ``vllm serve`` where both have them."""
+    on_off = argparse.BooleanOptionalAction
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.add_argument("model", help="directory of a Hugging Face checkpoint, or a Hugging Face id")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use")
+    model.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
+    model.add_argument("--dtype", default="auto", choices=settings.DTYPES, help="auto takes the checkpoint's")
+    model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output")
+    model.add_argument("--seed", type=int, default=0, help="seeds the requests that bring no seed of their own")
+
+    engine = parser.add_argument_group("engine: the envelope inside which limits move live")
+    engine.add_argument("--device", default="auto", choices=settings.DEVICES)
+    engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="most sequences that run at once")
+    engine.add_argument(
+        "--max-num-batched-tokens", type=int, default=2048, metavar="TOKENS", help="most tokens one step computes"
+    )
+    engine.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="share of the GPU's memory to use"
+    )
+    engine.add_argument("--kv-cache-memory-bytes", metavar="SIZE", help="size of the KV cache, e.g. 2GiB")
+    engine.add_argument("--block-size", type=int, default=16, choices=settings.BLOCK_SIZES, help="tokens per KV block")
+    engine.add_argument("--enable-prefix-caching", default=True, action=on_off)
+    engine.add_argument("--enable-chunked-prefill", default=True, action=on_off)
+    engine.add_argument("--scheduling-policy", default="fcfs", choices=settings.SCHEDULING_POLICIES)
+    engine.add_argument(
+        *("--max-queued-requests", "--max-num-queued-reqs"),
+        **{"type": int, "default": 1024, "metavar": "N", "help": "requests that may wait; more get 429"},
+    )
+    engine.add_argument("--attention-backend", default="auto", choices=settings.ATTENTION_BACKENDS)
+    engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine (default: all cores)")
+
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="0.0.0.0", help="address to listen on")
+    server.add_argument("--port", type=int, default=endpoints.API_PORT)
+    server.add_argument("--admin-host", default="127.0.0.1")
+    server.add_argument("--admin-port", type=int, default=endpoints.ADMIN_PORT)
+    server.add_argument(
+        "--admin-token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"bearer token of the admin port (or set {endpoints.ADMIN_TOKEN_ENV}); without one the port is off",
+    )
+    server.add_argument(
+        *("--drain-timeout", "--shutdown-timeout"),
+        **{"type": float, "default": 120.0, "metavar": "S", "help": "seconds that running requests get after SIGTERM"},
+    )
+    server.add_argument("--log-level", default="info", choices=settings.LOG_LEVELS)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from transformers import AutoTokenizer  # slow to import: only when serving
+
+    from flyball_runtime.api.settings import ApiSettings
+    from flyball_runtime.model.hub import check_tokenizer_files, resolve_model_path
+    from flyball_runtime.serve import ServeConfig, run
+
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    path = resolve_model_path(args.model, args.revision)
+    check_tokenizer_files(path)
+    engine_config = engine_config_from(args, path)
+    config = ServeConfig(
+        host=args.host,
+        port=args.port,
+        admin_host=args.admin_host,
+        admin_port=args.admin_port,
+        admin_token=admin_token_from(args),
+        api=ApiSettings(served_model_names=tuple(args.served_model_name or [args.model])),
+        drain_timeout_s=args.drain_timeout,
+    )
+    return run(config, engine_config, AutoTokenizer.from_pretrained(path))
+
+
+def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
+    names = args.served_model_name or [args.model]
+    kv_bytes = None if args.kv_cache_memory_bytes is None else settings.parse_bytes(args.kv_cache_memory_bytes)
+    return EngineConfig(
+        model=str(path),
+        served_model_name=names[0],
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        kv_cache_memory_bytes=kv_bytes,
+        block_size=args.block_size,
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        scheduling_policy=args.scheduling_policy,
+        max_queued_requests=args.max_queued_requests,
+        attention_backend=args.attention_backend,
+        num_threads=args.num_threads,
+        seed=args.seed,
+        log_level=args.log_level,
+    )
+
+
+def admin_token_from(args: argparse.Namespace) -> str | None:
+    """The token from the file or the environment; None when neither is given. Raises ConfigError for an empty one."""
+    if args.admin_token_file is not None:
+        source = str(args.admin_token_file)
+        try:
+            token = args.admin_token_file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"cannot read --admin-token-file {source}: {error.strerror}.") from None
+    else:
+        source = endpoints.ADMIN_TOKEN_ENV
+        token = os.environ.get(endpoints.ADMIN_TOKEN_ENV)
+    if token is not None and len(token) < 8:
+        raise ConfigError(f"the admin token in {source} has {len(token)} characters; use 8 or more, or leave it out.")
+    return token
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Bad settings end with one line on stderr and EXIT_CONFIG_ERROR."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"flyball: error: {error}", file=sys.stderr)
+        return endpoints.EXIT_CONFIG_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

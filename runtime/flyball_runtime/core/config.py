@@ -1,0 +1,94 @@
+"""What the user sets at start-up: parsed once, checked once, never changed."""
+
+import re
+from dataclasses import dataclass
+
+from flyball_runtime.core.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "cpp", "torch", "triton")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The engine's settings; ``max_num_seqs``, ``max_num_batched_tokens`` and the KV memory form the envelope.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint.
+        served_model_name: the name that requests use.
+        dtype: weights and activations; auto takes the checkpoint's.
+        max_model_len: longest prompt plus output in tokens; None takes the checkpoint's maximum.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: most tokens one step computes.
+        gpu_memory_utilization: share of the device's total memory for weights, activations and KV cache, in (0, 1].
+        kv_cache_memory_bytes: size of the KV cache; None derives it from the device's memory.
+        block_size: tokens per KV block.
+        max_queued_requests: most requests that wait; more are refused with 429.
+        num_threads: CPU threads of the engine; None takes the cores this process may use.
+    """
+
+    model: str
+    served_model_name: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
+    max_queued_requests: int = 1024
+    attention_backend: str = "auto"
+    num_threads: int | None = None
+    seed: int = 0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("device", self.device, DEVICES)
+        _check_choice("attention-backend", self.attention_backend, ATTENTION_BACKENDS)
+        _check_choice("scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _check_choice("log-level", self.log_level, LOG_LEVELS)
+        _check_choice("block-size", self.block_size, BLOCK_SIZES)
+        _check_range("max-model-len", self.max_model_len, 2, 2**24)
+        _check_range("max-num-seqs", self.max_num_seqs, 1, 4096)
+        _check_range("max-num-batched-tokens", self.max_num_batched_tokens, 1, 2**20)
+        _check_range("max-queued-requests", self.max_queued_requests, 1, 2**20)
+        _check_range("num-threads", self.num_threads, 1, 1024)
+        _check_range("kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1, 2**50)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1].")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}: "
+                "a step could not give each running sequence its token. Raise the first or lower the second."
+            )
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"--{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
+
+
+def _check_range(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"--{name} is {value}; it must be from {low} to {high}.")
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a size such as ``2GiB``, ``512Mi``, ``1.5G`` or ``4096`` into bytes. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size; write bytes with an optional unit, such as 2GiB or 500M.")
+    number, unit = match.groups()
+    return int(float(number) * _UNITS[(unit or "").lower()])

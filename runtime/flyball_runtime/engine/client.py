@@ -1,0 +1,260 @@
+"""The API process's end of the engine: spawns the engine process and speaks to it over ZeroMQ."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import multiprocessing
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Self
+
+import zmq
+import zmq.asyncio
+from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
+
+from flyball_runtime.core.clock import Clock, MonotonicClock
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, EngineError, NotReady, QueueFull
+from flyball_runtime.core.request import Finished, Request
+from flyball_runtime.core.stats import EngineInfo, StepStats
+from flyball_runtime.engine import messages
+from flyball_runtime.engine.front import EngineObserver
+from flyball_runtime.engine.process import Addresses, run_engine
+from flyball_runtime.engine.router import RequestStream, Router
+from flyball_runtime.engine.validate import validate_request
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0
+MAX_RETRY_AFTER_S = 60
+
+
+class EngineClient:
+    """Implements EngineFront over an engine process of its own. Lives on one event loop.
+
+    Use as ``async with EngineClient(config) as client``; ``await client.wait_ready()`` for the model to be loaded.
+    """
+
+    def __init__(self, config: EngineConfig, observer: EngineObserver | None = None, clock: Clock | None = None) -> None:
+        self._config = config
+        self._observer = observer
+        self._clock = clock or MonotonicClock()
+        self._router = Router()
+        self._info: EngineInfo | None = None
+        self._limits: LimitsReport | None = None
+        self._stats: StepStats | None = None
+        self._last_sign_of_life_s = self._clock.now()
+        self._draining = False
+        self._dead: Exception | None = None
+        self._stopping = False
+        self._acks: list[asyncio.Future[LimitsAck]] = []
+        self._started = asyncio.Event()
+        self._drained = asyncio.Event()
+        self.died = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._folder = Path(tempfile.mkdtemp(prefix="flyball-"))
+        addresses = Addresses(to_engine=f"ipc://{self._folder}/to", from_engine=f"ipc://{self._folder}/from")
+        self._context = zmq.asyncio.Context()
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._inbox = self._context.socket(zmq.PULL)
+        for socket in (self._outbox, self._inbox):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+        self._outbox.bind(addresses.to_engine)
+        self._inbox.bind(addresses.from_engine)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=run_engine, args=(self._config, addresses, time.time()), name="flyball-engine", daemon=False
+        )
+        self._process.start()
+        asyncio.get_running_loop().add_reader(self._process.sentinel, self._process_ended)
+        self._reader = asyncio.create_task(self._read(), name="engine-inbox")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop the engine process; requests still open fail with EngineDead."""
+        self._stopping = True
+        if self._process.is_alive():
+            await self._send(messages.Stop())
+            await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
+        if self._process.is_alive():
+            logger.warning("the engine process did not stop within %g s; killing it", STOP_TIMEOUT_S)
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self._reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
+        self._fail_everything(EngineError("it was stopped"))
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def wait_ready(self) -> EngineInfo:
+        """Return once the model is loaded. Raises ConfigError or EngineError when it cannot be."""
+        await self._started.wait()
+        if self._dead is not None:
+            raise self._dead
+        return self.info
+
+    # --- EngineFront ---------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise NotReady
+        return self._info
+
+    @property
+    def ready(self) -> bool:
+        return self._info is not None and self._dead is None and not self._draining
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def dead_reason(self) -> str | None:
+        return None if self._dead is None else str(self._dead)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._router)
+
+    def submit(self, request: Request) -> RequestStream:
+        self._check_accepting()
+        validate_request(request, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+        self._check_queue()
+        stream = self._router.open(request.request_id, self.abort)
+        self._post(messages.Submit(request))
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._router:
+            self._post(messages.Abort(request_id))
+
+    async def post_limits(self, update: LimitsUpdate) -> LimitsAck:
+        if self._dead is not None:
+            raise EngineDead(str(self._dead))
+        if self._info is None:
+            raise NotReady
+        answer: asyncio.Future[LimitsAck] = asyncio.get_running_loop().create_future()
+        self._acks.append(answer)  # the engine answers in order
+        self._post(messages.PostLimits(update))
+        return await answer
+
+    def limits(self) -> LimitsReport:
+        if self._limits is None:
+            raise NotReady
+        return self._limits
+
+    def latest_stats(self) -> StepStats | None:
+        return self._stats
+
+    def heartbeat_age_s(self) -> float:
+        return self._clock.now() - self._last_sign_of_life_s
+
+    def start_drain(self) -> None:
+        if not self._draining:
+            logger.info("draining: no new requests; %d to finish", self.num_unfinished)
+        self._draining = True
+        self._note_drained()
+
+    async def wait_drained(self) -> None:
+        """Return once draining has begun and every accepted request has ended."""
+        await self._drained.wait()
+
+    def fail_unfinished(self, reason: str) -> None:
+        """End every open request with a 503: the drain's deadline has passed."""
+        self._router.fail_all(503, "stopped", f"{reason}. Retry; another replica will answer.")
+
+    # --- the wire ------------------------------------------------------------------------------------------------
+
+    def _check_accepting(self) -> None:
+        if self._dead is not None:
+            raise EngineDead(str(self._dead))
+        if self._draining:
+            raise Draining
+        if self._info is None:
+            raise NotReady
+
+    def _check_queue(self) -> None:
+        """Bound what waits: everything accepted, less what the last step reported as running."""
+        num_running = 0 if self._stats is None else self._stats.num_running
+        num_waiting = self.num_unfinished - num_running
+        if num_waiting >= self._config.max_queued_requests:
+            raise QueueFull(self._config.max_queued_requests, self._retry_after_s(num_running, num_waiting))
+
+    def _retry_after_s(self, num_running: int, num_waiting: int) -> int:
+        """A coarse guess: each batch of running requests takes about a second a queue's worth ahead."""
+        batches_ahead = num_waiting / max(1, num_running)
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(batches_ahead)))
+
+    def _post(self, message: messages.ToEngine) -> None:
+        # PUSH without a high-water mark never blocks, so the future is done at once.
+        self._outbox.send(messages.encode(message))
+
+    async def _send(self, message: messages.ToEngine) -> None:
+        await self._outbox.send(messages.encode(message))
+
+    async def _read(self) -> None:
+        while True:
+            message = messages.decode_from_engine(await self._inbox.recv())
+            self._last_sign_of_life_s = self._clock.now()
+            self._handle(message)
+
+    def _handle(self, message: messages.FromEngine) -> None:
+        match message:
+            case messages.StepOutput():
+                self._router.push_tokens(message.request_ids, message.token_ids)
+                for ending in message.endings:
+                    self._router.end(ending)
+                self._note_stats(message.stats)
+                self._note_drained()
+            case messages.LimitsAnswer(ack, report):
+                self._limits = report
+                self._acks.pop(0).set_result(ack)
+            case messages.LimitsMoved(report):
+                self._limits = report
+            case messages.Ready(info, report):
+                self._info, self._limits = info, report
+                self._started.set()
+            case messages.Died(reason, is_config_error):
+                self._fail_everything(ConfigError(reason) if is_config_error else EngineError(reason))
+
+    def _note_stats(self, stats: StepStats | None) -> None:
+        if stats is None:
+            return
+        self._stats = stats
+        if self._observer is not None:
+            self._observer.step(stats)
+
+    def _note_drained(self) -> None:
+        if self._draining and not self._router:
+            self._drained.set()
+
+    def _process_ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        if not self._stopping:
+            asyncio.create_task(self._fail_after_last_words())  # noqa: RUF006 - ends by itself, at once
+
+    async def _fail_after_last_words(self) -> None:
+        """The process is gone, but what it sent last (a reason, perhaps) may still be on its way."""
+        await asyncio.sleep(0.2)
+        self._process.join(0)
+        self._fail_everything(EngineError(f"the engine process ended with exit code {self._process.exitcode}"))
+
+    def _fail_everything(self, error: Exception) -> None:
+        if self._dead is None:
+            self._dead = error
+        dead = EngineDead(str(self._dead))
+        self._router.fail_all(dead.status, dead.code, dead.message)
+        for answer in self._acks:
+            if not answer.done():
+                answer.set_exception(dead)
+        self._acks.clear()
+        self._started.set()
+        self.died.set()
+        self._note_drained()

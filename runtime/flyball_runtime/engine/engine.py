@@ -1,0 +1,131 @@
+"""The engine of one replica, without processes or sockets: submit, step, abort, limits."""
+
+import random
+import time
+
+import msgspec
+from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
+
+from flyball_runtime.core.clock import Clock, MonotonicClock
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import RequestError
+from flyball_runtime.core.request import Failed, Finished, FinishReason, Request
+from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.core.stats import EngineInfo, StepStats
+from flyball_runtime.engine.messages import StepOutput
+from flyball_runtime.engine.runner import ModelRunner
+from flyball_runtime.engine.validate import validate_request
+from flyball_runtime.kv_cache import KVCache
+from flyball_runtime.model.sampler import with_seed
+from flyball_runtime.scheduler import BatchPlan, LimitsLedger, Scheduler, SchedulerConfig
+
+
+class Engine:
+    """One step is plan -> run -> commit. Not thread-safe: one loop owns it."""
+
+    def __init__(self, config: EngineConfig, clock: Clock | None = None, *, import_s: float = 0.0) -> None:
+        """Load the model and allocate the KV cache.
+
+        Args:
+            import_s: seconds that went into starting the process, reported as a stage of start-up.
+        Raises:
+            ConfigError: the model or the machine makes it impossible.
+        """
+        clock = clock or MonotonicClock()
+        self._runner = ModelRunner(config)
+        info = self._runner.info
+        self.info: EngineInfo = msgspec.structs.replace(info, startup_s={"import": round(import_s, 4)} | info.startup_s)
+        self.kv_cache = KVCache(info.num_kv_blocks, info.block_size, config.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_model_len=info.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                enable_chunked_prefill=config.enable_chunked_prefill,
+                policy=config.scheduling_policy,
+                max_queued_requests=config.max_queued_requests,
+            ),
+            self.kv_cache,
+            clock,
+        )
+        self._ledger = LimitsLedger(self.scheduler, clock)
+        self._draining_limits = False
+        self._sequences: dict[str, Sequence] = {}
+        self._rng = random.Random(config.seed)
+
+    def submit(self, request: Request) -> Failed | None:
+        """Queue a request, or return why it cannot run."""
+        info = self.info
+        try:
+            validate_request(request, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+            request = msgspec.structs.replace(request, sampling=with_seed(request.sampling, self._rng))
+            sequence = Sequence(request, max_model_len=info.max_model_len, eos_token_ids=self._runner.eos_token_ids)
+            self.scheduler.submit(sequence)
+        except RequestError as error:
+            return Failed(request.request_id, error.status, error.code, error.message, error.retry_after_s)
+        self._sequences[request.request_id] = sequence
+        return None
+
+    def abort(self, request_id: str) -> Finished | None:
+        """End a request now and free its blocks; None when it has ended already."""
+        if not self.scheduler.abort(request_id):
+            return None
+        return self._ending(self._sequences.pop(request_id), "abort")
+
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def step(self) -> StepOutput:
+        """Compute one step of whatever is waiting or running. Call it only while ``has_work``."""
+        start_s = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan is None:
+            raise RuntimeError(f"{len(self._sequences)} requests are unfinished, but the scheduler plans nothing")
+        results = self.scheduler.commit(plan, self._runner.run(plan))
+        endings = [self._ending(self._sequences.pop(seq.request_id), reason) for seq, reason in results if reason]
+        return StepOutput(
+            request_ids=[seq.request_id for seq, _ in results],
+            token_ids=[seq.token_ids[-1] for seq, _ in results],
+            endings=endings,
+            stats=self._stats(plan, time.perf_counter() - start_s),
+        )
+
+    def post_limits(self, update: LimitsUpdate) -> LimitsAck:
+        return self._ledger.post(update)
+
+    def limits(self) -> LimitsReport:
+        return self._ledger.report()
+
+    def tick(self) -> LimitsReport | None:
+        """Let a lease run out when its time has come; return the limits when they moved by themselves."""
+        expired = self._ledger.tick()
+        drains = self.scheduler.effective != self.scheduler.limits
+        drained, self._draining_limits = self._draining_limits and not drains, drains
+        return self.limits() if expired or drained else None
+
+    def idle_stats(self) -> StepStats:
+        """The state of an engine that has nothing to do."""
+        return self._stats(None, 0.0)
+
+    def _ending(self, seq: Sequence, reason: FinishReason) -> Finished:
+        return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens, seq.num_cached_tokens)
+
+    def _stats(self, plan: BatchPlan | None, duration_s: float) -> StepStats:
+        scheduler = self.scheduler
+        return StepStats(
+            duration_s=duration_s,
+            num_tokens=plan.num_tokens if plan else 0,
+            num_prefill_tokens=plan.num_prefill_tokens if plan else 0,
+            num_decodes=plan.num_decodes if plan else 0,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            blocked_by=scheduler.blocked_by if plan else "none",
+            kv_blocks=self.kv_cache.counts(),
+            num_preemptions=len(plan.preempted) if plan else 0,
+            num_recomputed_tokens=plan.num_recomputed_tokens if plan else 0,
+            num_prefix_queried_tokens=plan.num_prefix_queried_tokens if plan else 0,
+            num_prefix_hit_tokens=plan.num_prefix_hit_tokens if plan else 0,
+            revision=self._ledger.revision,
+            target=scheduler.limits,
+            effective=scheduler.effective,
+        )

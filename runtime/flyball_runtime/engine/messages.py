@@ -1,0 +1,81 @@
+"""Messages between the API process and the engine process, as tagged msgspec structs in msgpack."""
+
+import msgspec
+from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
+from msgspec import Struct
+
+from flyball_runtime.core.request import Failed, Finished, Request
+from flyball_runtime.core.stats import EngineInfo, StepStats
+
+
+class Submit(Struct, frozen=True, tag=True):
+    request: Request
+
+
+class Abort(Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class PostLimits(Struct, frozen=True, tag=True):
+    update: LimitsUpdate
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """Leave the loop now; whatever still runs is dropped (the client has answered for it)."""
+
+
+ToEngine = Submit | Abort | PostLimits | Stop
+
+
+class Ready(Struct, frozen=True, tag=True):
+    info: EngineInfo
+    limits: LimitsReport
+
+
+class StepOutput(Struct, frozen=True, tag=True):
+    """Everything one step produced: ``token_ids[i]`` is the new token of ``request_ids[i]``; endings come after tokens.
+
+    ``stats`` is None when nothing ran (an abort between steps).
+    """
+
+    request_ids: list[str]
+    token_ids: list[int]
+    endings: list[Finished | Failed]
+    stats: StepStats | None
+
+
+class LimitsAnswer(Struct, frozen=True, tag=True):
+    ack: LimitsAck
+    limits: LimitsReport
+
+
+class LimitsMoved(Struct, frozen=True, tag=True):
+    """The limits changed without a post: a lease ran out, or a lowered limit has drained."""
+
+    limits: LimitsReport
+
+
+class Died(Struct, frozen=True, tag=True):
+    """The engine's last words. ``is_config_error``: start-up was impossible as configured."""
+
+    reason: str
+    is_config_error: bool
+
+
+FromEngine = Ready | StepOutput | LimitsAnswer | LimitsMoved | Died
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(frame: bytes) -> ToEngine:
+    return _to_engine.decode(frame)
+
+
+def decode_from_engine(frame: bytes) -> FromEngine:
+    return _from_engine.decode(frame)

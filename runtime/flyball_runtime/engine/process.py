@@ -1,0 +1,111 @@
+"""The engine process: one loop that drains its inbox, steps, and sends what came of it."""
+
+import logging
+import os
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+
+import zmq
+
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.engine import messages
+from flyball_runtime.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """ZeroMQ endpoints, both bound by the client."""
+
+    to_engine: str
+    from_engine: str
+
+
+def run_engine(config: EngineConfig, addresses: Addresses, spawned_at_s: float) -> None:
+    """Entry point of the process. Its last message is Died when it ends for any reason but Stop.
+
+    Args:
+        spawned_at_s: ``time.time()`` when the process was asked for; what passed since then went into imports.
+    """
+    import_s = time.time() - spawned_at_s
+    # The terminal sends Ctrl-C to the whole group; when to stop is the API process's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.set_hwm(0)
+    outbox.set_hwm(0)
+    inbox.connect(addresses.to_engine)
+    outbox.connect(addresses.from_engine)
+    try:
+        EngineProcess(Engine(config, import_s=import_s), inbox, outbox).serve()
+    except ConfigError as error:
+        outbox.send(messages.encode(messages.Died(str(error), is_config_error=True)))
+        raise SystemExit(1) from None
+    except Exception as error:  # the loop's boundary: say why, then die loudly
+        logger.critical("the engine died:\n%s", traceback.format_exc())
+        outbox.send(messages.encode(messages.Died(f"{type(error).__name__}: {error}", is_config_error=False)))
+        raise SystemExit(1) from None
+    finally:
+        context.destroy(linger=1000)
+
+
+class EngineProcess:
+    """Serves an engine over two sockets until Stop, or until the API process is gone."""
+
+    def __init__(self, engine: Engine, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._outbox = outbox
+        self._parent_pid = os.getppid()
+        self._next_heartbeat_s = 0.0
+        self._stopped = False
+
+    def serve(self) -> None:
+        self._send(messages.Ready(self._engine.info, self._engine.limits()))
+        while not self._stopped and os.getppid() == self._parent_pid:
+            self._drain_inbox()
+            if (moved := self._engine.tick()) is not None:
+                self._send(messages.LimitsMoved(moved))
+            if self._engine.has_work():
+                self._send(self._engine.step())
+            else:
+                self._idle()
+
+    def _drain_inbox(self) -> None:
+        while not self._stopped:
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(messages.decode_to_engine(frame))
+
+    def _handle(self, message: messages.ToEngine) -> None:
+        match message:
+            case messages.Submit(request):
+                if (failed := self._engine.submit(request)) is not None:
+                    self._send(messages.StepOutput([], [], [failed], None))
+            case messages.Abort(request_id):
+                if (finished := self._engine.abort(request_id)) is not None:
+                    self._send(messages.StepOutput([], [], [finished], None))
+            case messages.PostLimits(update):
+                ack = self._engine.post_limits(update)
+                self._send(messages.LimitsAnswer(ack, self._engine.limits()))
+            case messages.Stop():
+                self._stopped = True
+
+    def _idle(self) -> None:
+        """Wait for a message; show life meanwhile."""
+        if time.monotonic() >= self._next_heartbeat_s:
+            self._send(messages.StepOutput([], [], [], self._engine.idle_stats()))
+            self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
+        self._inbox.poll(HEARTBEAT_S * 1000)
+
+    def _send(self, message: messages.FromEngine) -> None:
+        self._outbox.send(messages.encode(message))

@@ -1,0 +1,92 @@
+"""Facts found at start-up: which device and dtype, how long a sequence may be, how many KV blocks fit."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.model_config import DType, ModelConfig
+
+logger = logging.getLogger(__name__)
+
+MAX_DEFAULT_CPU_KV_BYTES = 4 * 2**30
+"""Most that the KV cache takes on a CPU unless told: the box runs other things too."""
+
+def resolve_device(requested: str) -> torch.device:
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but torch finds no CUDA device. Use --device cpu, or check the driver.")
+    if requested == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(requested)
+
+
+def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the longest sequence in tokens. Raises ConfigError when the flag exceeds what the model was made for."""
+    if config.max_model_len is None:
+        return model.max_context_len
+    if config.max_model_len > model.max_context_len:
+        raise ConfigError(
+            f"--max-model-len is {config.max_model_len}; this model's positions end at "
+            f"{model.max_context_len}. Lower the flag or leave it out."
+        )
+    return config.max_model_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSize:
+    """How many blocks the KV cache has, and what it cost."""
+
+    num_blocks: int
+    bytes_per_block: int
+
+
+def resolve_kv_cache(
+    config: EngineConfig, model: ModelConfig, *, dtype: DType, device: torch.device, max_model_len: int
+) -> KVCacheSize:
+    """Size the KV cache after the weights are loaded; never more than ``max_num_seqs`` full-length sequences need.
+
+    Raises:
+        ConfigError: not one sequence of ``max_model_len`` tokens would fit.
+    """
+    bytes_per_block = config.block_size * model.kv_bytes_per_token(dtype)
+    blocks_per_sequence = -(-max_model_len // config.block_size)
+    budget_bytes = config.kv_cache_memory_bytes or _default_kv_bytes(config, model, device)
+    num_blocks = min(budget_bytes // bytes_per_block, config.max_num_seqs * blocks_per_sequence)
+    if num_blocks < blocks_per_sequence:
+        longest = max(0, num_blocks) * config.block_size
+        raise ConfigError(
+            f"the KV cache would get {max(0, budget_bytes)} bytes, {max(0, num_blocks)} blocks of {bytes_per_block} bytes: room for "
+            f"{longest} tokens, but --max-model-len is {max_model_len}. Raise --kv-cache-memory-bytes to at least "
+            f"{blocks_per_sequence * bytes_per_block} or lower --max-model-len."
+        )
+    return KVCacheSize(num_blocks=num_blocks, bytes_per_block=bytes_per_block)
+
+
+def _default_kv_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
+    if device.type == "cpu":
+        return min(MAX_DEFAULT_CPU_KV_BYTES, available_memory_bytes() // 2)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    spare_bytes = int(total_bytes * (1.0 - config.gpu_memory_utilization))
+    return free_bytes - spare_bytes - _activation_bytes(config, model)
+
+
+def _activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Upper bound of what one step allocates beside the cache: the widest layer's tensors, and fp32 logits with copies."""
+    heads = 2 * model.num_attention_heads + 4 * model.num_key_value_heads
+    widest = 4 * model.hidden_size + 3 * model.intermediate_size + heads * model.head_dim
+    layer_bytes = config.max_num_batched_tokens * widest * 4
+    logits_bytes = config.max_num_seqs * model.vocab_size * 4 * 4
+    return layer_bytes + logits_bytes
+
+
+def available_memory_bytes() -> int:
+    """Memory this process may still take: the machine's, or its cgroup's when that is tighter."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    machine = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and current.exists() and (text := limit.read_text().strip()) != "max":
+        return min(machine, int(text) - int(current.read_text()))
+    return machine

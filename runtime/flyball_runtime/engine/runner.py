@@ -1,0 +1,108 @@
+"""Runs one plan on the device: input tensors -> model -> sampler -> token ids."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.core.stats import EngineInfo
+from flyball_runtime.engine.inputs import InputBuilder
+from flyball_runtime.engine.kv_tensors import allocate_kv_tensors
+from flyball_runtime.engine.resolve import resolve_device, resolve_kv_cache, resolve_max_model_len
+from flyball_runtime.model.attention import use_attention_backend
+from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
+from flyball_runtime.model.loader import load_model
+from flyball_runtime.model.sampler import SamplingTensors
+from flyball_runtime.scheduler import BatchPlan
+
+
+class ModelRunner:
+    """Owns everything that lives on the device: weights, KV tensors, sampler state.
+
+    Raises:
+        ConfigError: the checkpoint, a setting or the machine makes start-up impossible.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        stages = _Stages()
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        model_config = ModelConfig.from_dir(config.model)
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, model_config)
+        max_model_len = resolve_max_model_len(config, model_config)
+        attention_backend = use_attention_backend(config.attention_backend, device)
+        stages.done("config")
+
+        self._model = load_model(
+            config.model, model_config, dtype=TORCH_DTYPES[dtype], device=device, max_model_len=max_model_len
+        )
+        stages.done("weights")
+
+        kv_size = resolve_kv_cache(config, model_config, dtype=dtype, device=device, max_model_len=max_model_len)
+        self._kv = allocate_kv_tensors(
+            model_config,
+            num_blocks=kv_size.num_blocks,
+            block_size=config.block_size,
+            dtype=TORCH_DTYPES[dtype],
+            device=device,
+        )
+        stages.done("kv_cache")
+        self._builder = InputBuilder(
+            max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, block_size=config.block_size, device=device
+        )
+        self._sampling = SamplingTensors(config.max_num_seqs, device)
+        # Which sequence a row's sampling settings are of.
+        self._sampling_of: list[Sequence | None] = [None] * config.max_num_seqs
+        self._device = device
+        self.eos_token_ids = model_config.eos_token_ids
+        self.info = EngineInfo(
+            model=config.served_model_name,
+            dtype=dtype,
+            device=str(device),
+            attention_backend=attention_backend,
+            max_model_len=max_model_len,
+            vocab_size=model_config.vocab_size,
+            block_size=config.block_size,
+            num_kv_blocks=kv_size.num_blocks,
+            num_parameters=model_config.num_parameters,
+            startup_s=stages.seconds,
+        )
+
+    def run(self, plan: BatchPlan) -> list[int]:
+        """Compute the plan and return one token for each sequence that samples, in the plan's order."""
+        logits = self._model.forward(self._builder.build(plan), self._kv)
+        sampled = [seq for seq, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
+        if not sampled:
+            return []
+        token_ids = self._sample(logits, sampled)
+        self._builder.remember(np.array([seq.row for seq in sampled]), token_ids)
+        return token_ids.tolist()
+
+    def _sample(self, logits: torch.Tensor, sampled: list[Sequence]) -> np.ndarray:
+        rows = []
+        for seq in sampled:
+            row = seq.row
+            rows.append(row)
+            if self._sampling_of[row] is not seq:
+                self._sampling.set_row(row, seq.sampling)
+                self._sampling_of[row] = seq
+        positions = torch.tensor([len(seq.token_ids) for seq in sampled], device=self._device)
+        return self._sampling.sample(logits, rows, positions).cpu().numpy()
+
+
+class _Stages:
+    """Seconds by stage of start-up, each since the one before."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last_s = time.monotonic()
+
+    def done(self, stage: str) -> None:
+        now_s = time.monotonic()
+        self.seconds[stage] = round(now_s - self._last_s, 4)
+        self._last_s = now_s

@@ -1,0 +1,185 @@
+"""Wires one replica together: sockets, engine process, API and admin servers, signals, drain, exit code."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import uvicorn
+from fastapi import FastAPI
+from flyball_protocol import endpoints
+from transformers import PreTrainedTokenizerBase
+
+from flyball_runtime.api.admin import create_admin_app
+from flyball_runtime.api.app import create_app
+from flyball_runtime.api.metrics import Metrics
+from flyball_runtime.api.settings import ApiSettings
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import ConfigError, EngineError
+from flyball_runtime.engine.client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+DEATH_GRACE_S = 2.0
+"""How long a replica whose engine died goes on answering, so that failed requests and a red /livez get out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """The replica's face: addresses, names, drain.
+
+    Attributes:
+        admin_token: bearer token of the admin port; None leaves the port closed.
+        drain_timeout_s: how long running requests may go on after SIGTERM.
+    """
+
+    host: str
+    port: int
+    admin_host: str
+    admin_port: int
+    admin_token: str | None
+    api: ApiSettings
+    drain_timeout_s: float
+
+
+class QuietServer(uvicorn.Server):
+    """A uvicorn server that leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """Bind before the model loads, so that a taken port costs no minutes. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}). Choose another {flag}, or stop what uses it."
+        ) from None
+    listener.set_inheritable(True)
+    return listener
+
+
+async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Serve until a signal or the engine's death; return the exit code of ``flyball_protocol.endpoints``."""
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(contextlib.closing(bind(config.host, config.port, "--port")))
+        admin_listener = None
+        if config.admin_token is not None:
+            admin_listener = sockets.enter_context(
+                contextlib.closing(bind(config.admin_host, config.admin_port, "--admin-port"))
+            )
+        metrics = Metrics(model_name=engine_config.served_model_name)
+        async with EngineClient(engine_config, observer=metrics) as client:
+            replica = Replica(config, client)
+            replica.add_server(create_app(client, tokenizer, config.api, metrics), listener)
+            if admin_listener is not None and config.admin_token is not None:
+                replica.add_server(create_admin_app(client, metrics, config.admin_token), admin_listener)
+            else:
+                logger.info("admin port is off: set %s or --admin-token-file to open it", endpoints.ADMIN_TOKEN_ENV)
+            return await replica.run()
+
+
+class Replica:
+    """The life of one replica: loading, ready, draining, gone."""
+
+    def __init__(self, config: ServeConfig, client: EngineClient) -> None:
+        self._config = config
+        self._client = client
+        self._servers: list[tuple[QuietServer, socket.socket]] = []
+        self._stop_asked = asyncio.Event()
+        self._kill_asked = asyncio.Event()
+
+    def add_server(self, app: FastAPI, listener: socket.socket) -> None:
+        # Endings are ours: by the time a server shuts down, every request has been answered or failed.
+        settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+        self._servers.append((QuietServer(settings), listener))
+
+    async def run(self) -> int:
+        self._take_signals()
+        servers = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in self._servers]
+        try:
+            return await self._live()
+        finally:
+            for server, _ in self._servers:
+                server.should_exit = True
+            await asyncio.gather(*servers)
+
+    async def _live(self) -> int:
+        if not await self._load():
+            return endpoints.EXIT_OK
+        await self._first_of(self._client.died.wait(), self._stop_asked.wait())
+        if not self._client.died.is_set():
+            return await self._drain()
+        logger.critical("the engine died: %s", self._client.dead_reason)
+        await asyncio.sleep(DEATH_GRACE_S)
+        return endpoints.EXIT_ENGINE_DIED
+
+    async def _load(self) -> bool:
+        """Wait for the model; False when told to stop meanwhile. Raises ConfigError or EngineError."""
+        loading = asyncio.create_task(self._client.wait_ready())
+        await self._first_of(asyncio.shield(loading), self._stop_asked.wait())
+        if not loading.done():
+            loading.cancel()
+            logger.info("told to stop while loading; nothing was accepted yet")
+            return False
+        info = await loading
+        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in info.startup_s.items())
+        logger.info(
+            "ready: %s, %.1fM parameters, %s on %s, attention %s, %d KV blocks of %d tokens; seconds: %s",
+            *(info.model, info.num_parameters / 1e6, info.dtype, info.device, info.attention_backend),
+            *(info.num_kv_blocks, info.block_size, stages),
+        )
+        for _, listener in self._servers:
+            logger.info("listening on http://%s:%d", *listener.getsockname()[:2])
+        return True
+
+    async def _drain(self) -> int:
+        self._client.start_drain()
+        deadline = asyncio.sleep(self._config.drain_timeout_s)
+        await self._first_of(self._client.wait_drained(), deadline, self._kill_asked.wait(), self._client.died.wait())
+        if self._client.died.is_set():
+            return endpoints.EXIT_ENGINE_DIED
+        if left := self._client.num_unfinished:
+            why = "a second signal" if self._kill_asked.is_set() else f"--drain-timeout {self._config.drain_timeout_s:g} s"
+            logger.error("%s ended the drain with %d requests unfinished; failing them", why, left)
+            self._client.fail_unfinished("this replica was stopped before the request was finished")
+            return endpoints.EXIT_DRAIN_TIMEOUT
+        logger.info("drained: every accepted request was finished")
+        return endpoints.EXIT_OK
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._stop_asked.is_set():
+            self._kill_asked.set()
+        self._stop_asked.set()
+
+    @staticmethod
+    async def _first_of(*awaitables) -> None:  # type: ignore[no-untyped-def]
+        tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def run(config: ServeConfig, engine_config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Blocking form of ``serve``; turns a death while loading into its exit code."""
+    try:
+        return asyncio.run(serve(config, engine_config, tokenizer))
+    except EngineError as error:
+        logger.critical("%s", error)
+        return endpoints.EXIT_ENGINE_DIED

@@ -1,0 +1,84 @@
+import asyncio
+
+import pytest
+
+from flyball_runtime.core.request import Failed, Finished, Tokens
+from flyball_runtime.engine.router import RequestStream, Router
+
+FINISHED = Finished("a", "stop", 3, 2)
+
+
+def collect(stream: RequestStream) -> list[object]:
+    async def read() -> list[object]:
+        return [event async for event in stream]
+
+    return asyncio.run(read())
+
+
+def open_stream(router: Router, request_id: str = "a") -> RequestStream:
+    return router.open(request_id, on_close=lambda request_id: None)
+
+
+def test_tokens_that_wait_for_the_reader_merge_and_the_ending_comes_last() -> None:
+    router = Router()
+    stream = open_stream(router)
+    router.push_tokens(["a"], [1])
+    router.push_tokens(["a"], [2])
+    router.end(FINISHED)
+    assert collect(stream) == [Tokens("a", [1, 2]), FINISHED]
+
+
+def test_a_reader_that_keeps_up_gets_each_token() -> None:
+    async def scenario() -> list[object]:
+        router = Router()
+        stream = open_stream(router)
+        events: list[object] = []
+
+        async def read() -> None:
+            async for event in stream:
+                events.append(event)
+
+        reader = asyncio.create_task(read())
+        for token_id in (1, 2):
+            router.push_tokens(["a"], [token_id])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        router.end(FINISHED)
+        await reader
+        return events
+
+    assert asyncio.run(scenario()) == [Tokens("a", [1]), Tokens("a", [2]), FINISHED]
+
+
+def test_the_first_ending_counts_and_later_tokens_are_dropped() -> None:
+    router = Router()
+    stream = open_stream(router)
+    router.end(FINISHED)
+    router.end(Failed("a", 500, "engine_dead", "too late"))
+    router.push_tokens(["a", "unknown"], [1, 2])
+    assert collect(stream) == [FINISHED]
+    assert len(router) == 0
+
+
+def test_fail_all_ends_every_open_stream_once() -> None:
+    router = Router()
+    streams = [open_stream(router, name) for name in "abc"]
+    router.end(FINISHED)
+    router.fail_all(500, "engine_dead", "gone")
+    endings = [collect(stream)[-1] for stream in streams]
+    assert endings == [FINISHED, *(Failed(name, 500, "engine_dead", "gone") for name in "bc")]
+
+
+@pytest.mark.parametrize(("ended", "aborts"), [(False, ["a"]), (True, [])])
+def test_closing_a_stream_aborts_what_still_runs(ended: bool, aborts: list[str]) -> None:
+    async def scenario() -> list[str]:
+        closed: list[str] = []
+        router = Router()
+        stream = router.open("a", on_close=closed.append)
+        if ended:
+            router.end(FINISHED)
+        await stream.aclose()
+        assert [event async for event in stream] == []
+        return closed
+
+    assert asyncio.run(scenario()) == aborts
