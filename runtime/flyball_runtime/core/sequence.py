@@ -26,14 +26,18 @@ class Sequence:
         block_hashes: chained hash of each full block that has been hashed so far.
         row: index into the engine's persistent batch tensors while running, else None.
         num_cached_tokens: tokens found in the prefix cache at the first admission.
+        arrival_index: how many sequences were submitted before this one.
+        num_lost_tokens: computed tokens that the last preemption threw away; 0 while running.
     """
 
     __slots__ = (
+        "arrival_index",
         "block_hashes",
         "block_table",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
@@ -63,6 +67,8 @@ class Sequence:
         self.row: int | None = None
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_lost_tokens = 0
+        self.arrival_index = 0
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,0 +1,92 @@
+"""Causal attention over a paged KV cache, prefill chunks and decodes in one call."""
+
+import torch
+from torch import Tensor
+
+from flyball_kernels.backend import backend_for
+from flyball_kernels.checks import check_contiguous, check_dtype, check_shape
+from flyball_kernels.paged_attention import reference
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    cu_query_lens: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attend each query token to its sequence's keys up to itself (Kwon et al. 2023, flash-style online softmax).
+
+    Sequence ``i`` owns query rows ``cu_query_lens[i]:cu_query_lens[i + 1]``: the last ones of its ``context_lens[i]``
+    tokens, all of which are in the cache already (see ``kv_write``). Query head ``h`` reads KV head
+    ``h // (num_q_heads // num_kv_heads)``. Accumulates in fp32.
+
+    Args:
+        query: ``[num_tokens, num_q_heads, head_dim]``, contiguous.
+        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous, dtype of ``query``.
+        block_tables: ``[num_seqs, max_blocks]`` int32; entries past a context's last block are not read.
+        cu_query_lens: ``[num_seqs + 1]`` int32, cumulative, from 0 to num_tokens.
+        context_lens: ``[num_seqs]`` int32, at least the sequence's query length.
+        scale: factor on the scores, commonly ``head_dim ** -0.5``.
+        max_query_len: the longest query of this call; sizes the GPU grid.
+        sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None sees all.
+        out: written in place when given, like ``query`` in shape, dtype and layout.
+    Returns:
+        ``out``, or a new ``[num_tokens, num_q_heads, head_dim]``.
+    Raises:
+        ValueError: a shape, dtype or layout is not as above. Values are not checked: ids past the cache are undefined.
+    """
+    _check(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, sliding_window)
+    if out is None:
+        out = torch.empty_like(query)
+    else:
+        check_shape("out", out, *query.shape)
+        check_dtype("out", out, query.dtype)
+        check_contiguous("out", out)
+    backend = backend_for(query)
+    tensors = (query, k_cache, v_cache, block_tables, cu_query_lens, context_lens)
+    if backend == "cpp":
+        torch.ops.flyball.paged_attention(*tensors, scale, sliding_window, out)
+        return out
+    return reference.paged_attention(*tensors, scale=scale, sliding_window=sliding_window, out=out)
+
+
+def _check(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    cu_query_lens: Tensor,
+    context_lens: Tensor,
+    sliding_window: int | None,
+) -> None:
+    check_shape("query", query, None, None, None)
+    num_q_heads, head_dim = query.shape[1:]
+    check_shape("k_cache", k_cache, None, None, None, head_dim)
+    check_shape("v_cache", v_cache, *k_cache.shape)
+    if k_cache.shape[2] == 0 or num_q_heads % k_cache.shape[2]:
+        raise ValueError(
+            f"query has {num_q_heads} heads; it must be a multiple of the cache's {k_cache.shape[2]} heads."
+        )
+    for name, tensor in (("query", query), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_dtype(name, tensor, query.dtype if name != "query" else tensor.dtype)
+        check_contiguous(name, tensor)
+    num_seqs = context_lens.shape[0] if context_lens.dim() else 0
+    check_shape("context_lens", context_lens, num_seqs)
+    check_shape("block_tables", block_tables, num_seqs, None)
+    check_shape("cu_query_lens", cu_query_lens, num_seqs + 1)
+    for name, tensor in (
+        ("block_tables", block_tables),
+        ("cu_query_lens", cu_query_lens),
+        ("context_lens", context_lens),
+    ):
+        check_dtype(name, tensor, torch.int32)
+        check_contiguous(name, tensor)
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None for no window.")

@@ -1,0 +1,48 @@
+"""RMSNorm, alone or with the residual addition before it. CUDA runs the torch reference."""
+
+import torch
+from torch import Tensor
+
+from flyball_kernels.backend import backend_for
+from flyball_kernels.checks import check_dtype, check_shape
+from flyball_kernels.rms_norm import reference
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale the last dimension of ``x`` to unit root mean square, times ``weight``.
+
+    Args:
+        x: ``[..., hidden]`` bf16, fp16 or fp32.
+        weight: ``[hidden]``, dtype of ``x``.
+        eps: added to the mean square.
+    Returns:
+        A new contiguous tensor like ``x``; computed in fp32 and rounded once.
+    Raises:
+        ValueError: weight does not fit ``x``.
+    """
+    _check(x, weight)
+    if backend_for(x) == "cpp":
+        return torch.ops.flyball.rms_norm(x, weight, eps)
+    return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return ``(rms_norm(x + residual, weight, eps), x + residual)``, both new tensors, in one pass over memory.
+
+    Args:
+        x, residual: ``[..., hidden]``, same shape and dtype.
+        weight, eps: as ``rms_norm``.
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    _check(x, weight)
+    check_shape("residual", residual, *x.shape)
+    check_dtype("residual", residual, x.dtype)
+    if backend_for(x) == "cpp":
+        return torch.ops.flyball.add_rms_norm(x, residual, weight, eps)
+    return reference.add_rms_norm(x, residual, weight, eps)
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    check_shape("weight", weight, x.shape[-1])
+    check_dtype("weight", weight, x.dtype)

@@ -1,0 +1,52 @@
+"""Choose the next token of each row. CUDA runs the torch reference."""
+
+import torch
+from torch import Tensor
+
+from flyball_kernels.backend import backend_for
+from flyball_kernels.checks import check_dtype, check_shape
+from flyball_kernels.sampling import reference
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Sample one token id per row; a row's id depends on nothing else in the batch.
+
+    A row of temperature 0 takes the argmax (lowest id of equals). Any other row scales its logits by 1 / temperature,
+    filters by min_p, then top_k, then top_p on what is left (vLLM's order; equal weights rank by lower id first), and
+    inverts the cumulative distribution, in id order, at one uniform number hashed from (seed, position).
+
+    Args:
+        logits: ``[n, vocab]`` fp32, finite or -inf.
+        temperature: ``[n]`` fp32, >= 0; None means that every row is greedy.
+        top_k: ``[n]`` int64; 0 is off. None means that no row uses it; likewise below.
+        top_p: ``[n]`` fp32 in (0, 1]; 1 is off.
+        min_p: ``[n]`` fp32 in [0, 1]; 0 is off.
+        seeds: ``[n]`` int64, the request's seed.
+        positions: ``[n]`` int64, how many tokens come before the sampled one; makes each step's number new.
+    Returns:
+        ``[n]`` int64.
+    Raises:
+        ValueError: a shape or dtype is not as above.
+    """
+    check_shape("logits", logits, None, None)
+    check_dtype("logits", logits, torch.float32)
+    _check_rows(logits.shape[0], torch.float32, temperature=temperature, top_p=top_p, min_p=min_p)
+    _check_rows(logits.shape[0], torch.int64, top_k=top_k, seeds=seeds, positions=positions)
+    if backend_for(logits) == "cpp":
+        return torch.ops.flyball.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+
+
+def _check_rows(num_rows: int, dtype: torch.dtype, **settings: Tensor | None) -> None:
+    for name, setting in settings.items():
+        if setting is not None:
+            check_shape(name, setting, num_rows)
+            check_dtype(name, setting, dtype)

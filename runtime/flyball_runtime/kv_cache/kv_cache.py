@@ -1,0 +1,110 @@
+"""Block tables of sequences, over one block pool."""
+
+from typing import NamedTuple
+
+from flyball_protocol import KVBlocks
+
+from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.kv_cache.block_hash import extend_block_hashes
+from flyball_runtime.kv_cache.block_pool import BlockPool
+
+
+class PrefixMatch(NamedTuple):
+    """What the prefix cache holds of a sequence; valid until the cache changes.
+
+    Attributes:
+        blocks: ids of the blocks that hold its first ``num_tokens`` tokens.
+        num_blocks_needed: blocks that admission would turn from free or cached into used.
+    """
+
+    blocks: list[int]
+    num_tokens: int
+    num_blocks_needed: int
+
+
+class KVCache:
+    """Which blocks hold which tokens of which sequence.
+
+    Only full blocks are shared, and only after the step that computed them was committed. A sequence gets the blocks of
+    all its tokens when it is admitted and one more each time its output crosses a block edge, so prompts never compete
+    half-way. While a sequence runs its block table only grows.
+
+    The owner of the tensors computes addresses from ids: ``slot = block_id * block_size + offset``.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 16, enable_prefix_caching: bool = True) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}; a KV block needs at least 1 token. 16 is usual.")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._pool = BlockPool(num_blocks)
+
+    @property
+    def capacity(self) -> int:
+        return self._pool.capacity
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._pool.num_used
+
+    @property
+    def num_growable_blocks(self) -> int:
+        """Blocks that running sequences may still take."""
+        return self._pool.num_growable
+
+    def counts(self) -> KVBlocks:
+        return self._pool.counts()
+
+    def num_refs(self, block: int) -> int:
+        """In how many block tables the block is."""
+        return self._pool.num_refs(block)
+
+    def set_capacity(self, num_blocks: int) -> None:
+        """Limit used plus cached blocks; see BlockPool. Raises ValueError outside 1..num_blocks."""
+        self._pool.set_capacity(num_blocks)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match_prefix(self, seq: Sequence) -> PrefixMatch:
+        """Look a waiting sequence up. Its last token is never matched: it must be computed, to get logits."""
+        num_tokens = len(seq.token_ids)
+        blocks: list[int] = []
+        if self.enable_prefix_caching:
+            extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, num_tokens // self.block_size)
+            blocks = self._pool.find(seq.block_hashes[: (num_tokens - 1) // self.block_size])
+        num_shared = sum(self._pool.num_refs(block) > 0 for block in blocks)
+        return PrefixMatch(blocks, len(blocks) * self.block_size, self.num_blocks_for(num_tokens) - num_shared)
+
+    def can_admit(self, match: PrefixMatch) -> bool:
+        return match.num_blocks_needed <= self._pool.num_admissible
+
+    def admit(self, seq: Sequence, match: PrefixMatch) -> None:
+        """Give a waiting sequence blocks for all its tokens. ``match`` is fresh and ``can_admit`` said yes."""
+        for block in match.blocks:  # before anything is taken, which might evict them
+            self._pool.share(block)
+        num_new = self.num_blocks_for(len(seq.token_ids)) - len(match.blocks)
+        seq.block_table = match.blocks + [self._pool.take() for _ in range(num_new)]
+        seq.num_computed_tokens = match.num_tokens
+
+    def grow(self, seq: Sequence) -> None:
+        """Append one block to a running sequence. The caller has checked ``num_growable_blocks``."""
+        seq.block_table.append(self._pool.take())
+
+    def register(self, seq: Sequence, start: int, end: int) -> None:
+        """Make the blocks findable that tokens ``[start, end)``, just computed, have filled."""
+        first, last = start // self.block_size, end // self.block_size
+        if first == last or not self.enable_prefix_caching:
+            return
+        extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, last)
+        for i in range(first, last):
+            self._pool.register(seq.block_table[i], seq.block_hashes[i])
+
+    def free(self, seq: Sequence) -> None:
+        """Give all blocks of a sequence back, tail first: a prefix is then evicted from its end, and its head, which
+        more sequences share, last."""
+        self._pool.release(reversed(seq.block_table))
+        seq.block_table = []
+        seq.num_computed_tokens = 0

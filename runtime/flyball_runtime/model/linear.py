@@ -1,0 +1,44 @@
+"""Linear layers over one input, stacked into one matrix."""
+
+from collections.abc import Callable, Iterator
+
+from flyball_kernels.linear import PackedLinear
+from torch import Tensor
+
+Empty = Callable[..., Tensor]
+"""``torch.empty`` with the model's dtype and device bound."""
+
+
+class FusedLinear:
+    """Several projections of the same input (q, k and v; gate and up) computed by one matmul.
+
+    The checkpoint's tensors are rows of one buffer, so loading fills it in place. ``pack`` must be called once the
+    weights are in; from then on the layer can be called.
+
+    Args:
+        parts: out_features of each projection by its name in the checkpoint, in the order of the output.
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, empty: Empty) -> None:
+        out_features = sum(parts.values())
+        self._parts = parts
+        self._weight: Tensor | None = empty(out_features, in_features)
+        self._bias = empty(out_features) if bias else None
+        self._packed: PackedLinear | None = None
+
+    def destinations(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Names in the checkpoint, and the rows that each tensor is to be copied into."""
+        for kind, buffer in (("weight", self._weight), ("bias", self._bias)):
+            if buffer is not None:
+                for name, rows in zip(self._parts, buffer.split(list(self._parts.values())), strict=True):
+                    yield f"{prefix}{name}.{kind}", rows
+
+    def pack(self) -> None:
+        """Give the weights the layout that is fastest on their device; the buffer that was filled is let go."""
+        assert self._weight is not None, "packed twice"
+        self._packed = PackedLinear(self._weight, self._bias)
+        self._weight = self._bias = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self._packed is not None, "called before pack"
+        return self._packed(x)

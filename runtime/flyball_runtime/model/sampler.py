@@ -1,0 +1,70 @@
+"""Sampling settings of the running sequences, and the choice of their next tokens."""
+
+import random
+
+import msgspec
+import numpy as np
+import torch
+from flyball_kernels.sampling import sample
+from torch import Tensor
+
+from flyball_runtime.core.sampling import MAX_SEED, SamplingParams
+
+
+def with_seed(sampling: SamplingParams, rng: random.Random) -> SamplingParams:
+    """The same settings with a seed, drawn from ``rng`` if the request named none.
+
+    Called once per request, so that a preempted sequence goes on with the seed that it began with.
+    """
+    if sampling.seed is not None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=rng.randint(0, MAX_SEED))
+
+
+class SamplingTensors:
+    """One row of settings per running sequence, written when a sequence takes the row and only read after that.
+
+    They live on the host, where a step sees without waiting for the device which filters it can leave out.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._temperature = np.zeros(num_rows, np.float32)
+        self._top_k = np.zeros(num_rows, np.int64)
+        self._top_p = np.ones(num_rows, np.float32)
+        self._min_p = np.zeros(num_rows, np.float32)
+        self._seeds = np.zeros(num_rows, np.int64)
+
+    def set_row(self, row: int, sampling: SamplingParams) -> None:
+        """Take over the settings of the sequence that now owns ``row``; they have a seed (see ``with_seed``)."""
+        assert sampling.seed is not None, "a request gets its seed before it gets a row"
+        self._temperature[row] = sampling.temperature
+        self._top_k[row] = sampling.top_k
+        self._top_p[row] = sampling.top_p
+        self._min_p[row] = sampling.min_p
+        self._seeds[row] = sampling.seed
+
+    def sample(self, logits: Tensor, rows: list[int], positions: Tensor) -> Tensor:
+        """Choose one token per row; what a row gets depends on its own logits, settings and position alone.
+
+        Args:
+            logits: ``[n, vocab]`` fp32.
+            rows: n rows, in the order of ``logits``.
+            positions: ``[n]`` int64, how many tokens the sequence has before the sampled one.
+        Returns:
+            ``[n]`` int64 token ids on the device of ``logits``.
+        """
+        temperature = self._gather(self._temperature, rows, off=0.0)
+        if temperature is None:
+            top_k = top_p = min_p = None
+        else:
+            top_k = self._gather(self._top_k, rows, off=0)
+            top_p = self._gather(self._top_p, rows, off=1.0)
+            min_p = self._gather(self._min_p, rows, off=0.0)
+        seeds = torch.from_numpy(self._seeds[rows]).to(self._device)
+        return sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+
+    def _gather(self, values: np.ndarray, rows: list[int], *, off: float) -> Tensor | None:
+        """The rows' values on the device; None when every one of them is off."""
+        chosen = values[rows]
+        return None if (chosen == off).all() else torch.from_numpy(chosen).to(self._device)

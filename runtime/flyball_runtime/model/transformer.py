@@ -1,0 +1,190 @@
+"""Decoder-only transformers of the Llama and Qwen families over a paged KV cache.
+
+Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and a call costs no more than a call.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from flyball_kernels.linear import PackedLinear
+from flyball_kernels.paged_attention import paged_attention
+from flyball_kernels.rms_norm import add_rms_norm, rms_norm
+from flyball_kernels.rope_kv_write import rope_kv_write
+from flyball_kernels.swiglu import swiglu
+from torch import Tensor
+from torch.nn import functional as F
+
+from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.model.inputs import StepInputs
+from flyball_runtime.model.linear import Empty, FusedLinear
+from flyball_runtime.model.rope import cos_sin_cache
+
+KVTensors = list[tuple[Tensor, Tensor]]
+"""Per layer (k_cache, v_cache), each ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous."""
+
+Destinations = Iterator[tuple[str, Tensor]]
+"""Tensor names of a checkpoint, and where their values go."""
+
+
+class Attention:
+    """Causal self-attention with grouped KV heads; queries and keys optionally normed per head (Qwen3)."""
+
+    def __init__(self, config: ModelConfig, layer: int, empty: Empty) -> None:
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = FusedLinear(config.hidden_size, qkv, bias=config.qkv_bias, empty=empty)
+        self.o_proj = FusedLinear(q_size, {"o_proj": config.hidden_size}, bias=config.output_bias, empty=empty)
+        self.q_norm = empty(config.head_dim) if config.qk_norm else None
+        self.k_norm = empty(config.head_dim) if config.qk_norm else None
+        self.eps = config.rms_norm_eps
+        self.scale = config.head_dim**-0.5
+        self.sliding_window = config.sliding_windows[layer]
+
+    def destinations(self, prefix: str) -> Destinations:
+        yield from self.qkv_proj.destinations(prefix)
+        yield from self.o_proj.destinations(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            yield f"{prefix}q_norm.weight", self.q_norm
+            yield f"{prefix}k_norm.weight", self.k_norm
+
+    def pack(self) -> None:
+        self.qkv_proj.pack()
+        self.o_proj.pack()
+
+    def __call__(self, x: Tensor, inputs: StepInputs, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        query = rope_kv_write(
+            self.qkv_proj(x),
+            inputs.positions,
+            cos_sin,
+            k_cache,
+            v_cache,
+            inputs.slot_mapping,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            eps=self.eps,
+        )
+        attended = paged_attention(
+            query,
+            k_cache,
+            v_cache,
+            inputs.block_tables,
+            inputs.cu_query_lens,
+            inputs.context_lens,
+            scale=self.scale,
+            max_query_len=inputs.max_query_len,
+            sliding_window=self.sliding_window,
+        )
+        return self.o_proj(attended.flatten(1))
+
+
+class MLP:
+    """SwiGLU feed-forward (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig, empty: Empty) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = FusedLinear(hidden, gate_up, bias=config.mlp_bias, empty=empty)
+        self.down_proj = FusedLinear(inner, {"down_proj": hidden}, bias=config.mlp_bias, empty=empty)
+
+    def destinations(self, prefix: str) -> Destinations:
+        yield from self.gate_up_proj.destinations(prefix)
+        yield from self.down_proj.destinations(prefix)
+
+    def pack(self) -> None:
+        self.gate_up_proj.pack()
+        self.down_proj.pack()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_up_proj(x)))
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm. ``residual`` is the running sum; ``x`` is what is still to be added."""
+
+    def __init__(self, config: ModelConfig, layer: int, empty: Empty) -> None:
+        self.attention = Attention(config, layer, empty)
+        self.mlp = MLP(config, empty)
+        self.input_norm = empty(config.hidden_size)
+        self.post_attention_norm = empty(config.hidden_size)
+        self.eps = config.rms_norm_eps
+
+    def destinations(self, prefix: str) -> Destinations:
+        yield from self.attention.destinations(f"{prefix}self_attn.")
+        yield from self.mlp.destinations(f"{prefix}mlp.")
+        yield f"{prefix}input_layernorm.weight", self.input_norm
+        yield f"{prefix}post_attention_layernorm.weight", self.post_attention_norm
+
+    def pack(self) -> None:
+        self.attention.pack()
+        self.mlp.pack()
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        inputs: StepInputs,
+        cos_sin: Tensor,
+        kv: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            x, residual = rms_norm(x, self.input_norm, self.eps), x
+        else:
+            x, residual = add_rms_norm(x, residual, self.input_norm, self.eps)
+        x = self.attention(x, inputs, cos_sin, *kv)
+        x, residual = add_rms_norm(x, residual, self.post_attention_norm, self.eps)
+        return self.mlp(x), residual
+
+
+class CausalLM:
+    """Embeddings, decoder layers and the head. Built empty: fill ``destinations``, then ``pack``, then call.
+
+    Args:
+        max_len: positions go from 0 to max_len - 1.
+    """
+
+    def __init__(self, config: ModelConfig, *, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.config = config
+        self.embedding = empty(config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, layer, empty) for layer in range(config.num_hidden_layers)]
+        self.norm = empty(config.hidden_size)
+        self.head_weight = self.embedding if config.tie_word_embeddings else empty(*self.embedding.shape)
+        self.cos_sin = cos_sin_cache(config.rope, config.head_dim, max_len, device)
+
+    def destinations(self) -> Destinations:
+        """Every tensor that a checkpoint must hold; tied embeddings appear once."""
+        yield "model.embed_tokens.weight", self.embedding
+        for index, layer in enumerate(self.layers):
+            yield from layer.destinations(f"model.layers.{index}.")
+        yield "model.norm.weight", self.norm
+        if not self.config.tie_word_embeddings:
+            yield "lm_head.weight", self.head_weight
+
+    def pack(self) -> None:
+        """Hand the weights, now filled, to the kernels' layout."""
+        for layer in self.layers:
+            layer.pack()
+        self.lm_head = PackedLinear(self.head_weight)
+        del self.head_weight
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, kv: KVTensors) -> Tensor:
+        """Run one step, writing K and V of its tokens into ``kv``.
+
+        Returns:
+            Logits ``[num_sampled, vocab_size]`` fp32 of the tokens at ``inputs.logits_indices``.
+        """
+        x, residual = F.embedding(inputs.token_ids, self.embedding), None
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x, residual = layer(x, residual, inputs, self.cos_sin, layer_kv)
+        # most tokens of a prefill are not sampled from: drop them before the largest matmul of all
+        wanted = inputs.logits_indices
+        if not wanted.shape[0]:
+            return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        hidden, _ = add_rms_norm(x[wanted], residual[wanted], self.norm, self.config.rms_norm_eps)
+        return self.lm_head(hidden).float()
+
+    __call__ = forward

@@ -1,0 +1,67 @@
+"""Tensors of a safetensors checkpoint, one at a time, straight from the memory-mapped file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.json_fields import read_json_object
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+
+def iter_weights(files: list[Path]) -> Iterator[tuple[Path, str, Tensor]]:
+    """Yield (file, name, tensor). A tensor is a view of the mapped file: copy what must outlive the iteration.
+
+    Raises:
+        ConfigError: a file is not safetensors, or is cut short.
+    """
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  safe_open is no mapping
+                    yield file, name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{file} is not a readable safetensors file ({error}). It may be corrupt, cut short or a git-lfs "
+                f"pointer; it has {file.stat().st_size} bytes. Download it again."
+            ) from error
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory, sorted: those that the index names, else the single file.
+
+    Raises:
+        ConfigError: there are none, or one that the index names is missing.
+    """
+    index = path / INDEX_FILE
+    if index.is_file():
+        files = sorted(path / name for name in _shard_names(index))
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(f"{file} is missing, but {INDEX_FILE} names it. Download it again.")
+        return files
+    if not (path / SINGLE_FILE).is_file():
+        raise ConfigError(_no_weights_message(path))
+    return [path / SINGLE_FILE]
+
+
+def _shard_names(index: Path) -> set[str]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
+        raise ConfigError(
+            f"{index} has no usable weight_map; it must map tensor names to file names. Download it again."
+        )
+    return set(weight_map.values())
+
+
+def _no_weights_message(path: Path) -> str:
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in path.glob(pattern))
+    if pickles:
+        return (
+            f"{path} has weights in {pickles[0]} but none in safetensors, and pickled weights can run code when loaded. "
+            "Convert them: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)."
+        )
+    return f"{path} has no weights: looked for {SINGLE_FILE} and {INDEX_FILE}."

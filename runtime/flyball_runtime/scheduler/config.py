@@ -1,0 +1,86 @@
+"""Settings of the scheduler, fixed at start-up."""
+
+from dataclasses import dataclass
+
+from flyball_protocol import Envelope, Limits
+
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.scheduler.policies import POLICIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """The upper bounds that live limits move under, and what cannot change while serving.
+
+    Attributes:
+        max_model_len: longest sequence (prompt and output) in tokens.
+        max_num_seqs: most sequences that may run at once; rows of the engine's batch tensors.
+        max_num_batched_tokens: most tokens in one step.
+        enable_chunked_prefill: False computes each prompt whole, in one step.
+        policy: ``fcfs`` or ``priority``; see policies.py.
+        max_queued_requests: requests that may wait; one more is refused with QueueFull.
+
+    Raises:
+        ConfigError: a value is out of range, or two do not fit together.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    policy: str = "fcfs"
+    max_queued_requests: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 1.")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"--scheduling-policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}; "
+                "a step must have room for one token of every running sequence. Raise the one or lower the other."
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below the model length {self.max_model_len}, "
+                "and without chunked prefill a whole prompt must fit into one step. "
+                "Raise it, lower --max-model-len, or leave --enable-chunked-prefill on."
+            )
+
+    def start_limits(self) -> Limits:
+        """The limits in force until others are posted: everything that was allocated."""
+        return Limits(
+            max_num_seqs=self.max_num_seqs, kv_cache_fraction=1.0, max_num_batched_tokens=self.max_num_batched_tokens
+        )
+
+    def envelope(self, num_kv_blocks: int, block_size: int) -> Envelope:
+        """What live limits may be with this many KV blocks.
+
+        The smallest KV fraction and token budget are the least with which any one sequence can always be computed to
+        its end, so no limits inside the envelope can stop progress.
+
+        Raises:
+            ConfigError: one sequence of ``max_model_len`` tokens does not fit into the KV cache.
+        """
+        num_needed = -(-self.max_model_len // block_size)
+        if num_needed > num_kv_blocks:
+            raise ConfigError(
+                f"the KV cache has {num_kv_blocks} blocks of {block_size} tokens, {num_kv_blocks * block_size} tokens; "
+                f"one sequence of --max-model-len {self.max_model_len} needs {num_needed} blocks. "
+                "Lower --max-model-len, or raise --kv-cache-memory-bytes or --gpu-memory-utilization."
+            )
+        return Envelope(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            min_num_batched_tokens=1 if self.enable_chunked_prefill else self.max_model_len,
+            num_kv_blocks=num_kv_blocks,
+            min_kv_cache_fraction=num_needed / num_kv_blocks,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,180 @@
+"""Live limits: which are asked for, by which revision, until when."""
+
+import logging
+from typing import Protocol
+
+from flyball_protocol import Envelope, Limits, LimitsAck, LimitsChange, LimitsReport, LimitsStatus, LimitsUpdate
+
+from flyball_runtime.core.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+
+class LimitsEnforcer(Protocol):
+    """What obeys the limits: the scheduler."""
+
+    @property
+    def envelope(self) -> Envelope: ...
+
+    @property
+    def limits(self) -> Limits:
+        """The target."""
+        ...
+
+    @property
+    def effective(self) -> Limits:
+        """What holds this moment; above the target while a lowered limit drains."""
+        ...
+
+    def set_limits(self, limits: Limits) -> None: ...
+
+
+class LimitsLedger:
+    """Decides on updates and passes accepted ones on.
+
+    *Revision*: a lower one than the one in force is stale. An equal one with equal content renews the lease and changes
+    nothing else (or restores its limits, when the lease ran out in between); with other content it is rejected.
+
+    *Last known good*: the whole target that resulted from the last update without ttl, at first the start-up limits.
+
+    *Lease*: an update with ttl holds for that long. When it runs out unrenewed, each target falls to its last known
+    good value or stays where it is, whichever is lower, so a runtime that nobody tends never takes on more. The
+    revision stays. An update without ttl ends the lease: what results is the new last known good, fields taken over
+    from the lease included.
+    """
+
+    def __init__(self, enforcer: LimitsEnforcer, clock: Clock) -> None:
+        self._enforcer = enforcer
+        self._clock = clock
+        self._last_known_good = enforcer.limits
+        self._revision = 0
+        self._update: LimitsUpdate | None = None  # the last one accepted
+        self._resolved = enforcer.limits  # the whole target that it asked for
+        self._lease_end_s: float | None = None
+
+    @property
+    def revision(self) -> int:
+        """Of the last accepted update; 0 before the first."""
+        return self._revision
+
+    @property
+    def target(self) -> Limits:
+        return self._enforcer.limits
+
+    def post(self, update: LimitsUpdate) -> LimitsAck:
+        """Take an update or refuse it; never raises for a well-formed one."""
+        self.tick()
+        if update.revision < self._revision:
+            return self._refuse(
+                LimitsStatus.STALE,
+                f"revision {update.revision} is older than {self._revision}, in force here; post one above it.",
+            )
+        if update.revision == self._revision and update != self._update:
+            return self._refuse(
+                LimitsStatus.REJECTED,
+                f"revision {update.revision} is in force with other content; post a change under a revision above it.",
+            )
+        reasons = violations(update.limits, self._enforcer.envelope)
+        if reasons:
+            return self._refuse(LimitsStatus.REJECTED, " ".join(reasons))
+        return self._accept(update)
+
+    def tick(self) -> bool:
+        """Let a lease that has run out fall back; True when one just did. Call it every step, and while idle."""
+        if self._lease_end_s is None or self._clock.now() < self._lease_end_s:
+            return False
+        self._lease_end_s = None
+        fallback = lower_of(self.target, self._last_known_good)
+        logger.warning(
+            "limits revision %d ran out unrenewed; target falls from %s to %s", self._revision, self.target, fallback
+        )
+        self._enforcer.set_limits(fallback)
+        return True
+
+    def report(self) -> LimitsReport:
+        self.tick()
+        return LimitsReport(
+            revision=self._revision,
+            target=self.target,
+            effective=self._enforcer.effective,
+            envelope=self._enforcer.envelope,
+            last_known_good=self._last_known_good,
+            lease_expires_in_s=None if self._lease_end_s is None else self._lease_end_s - self._clock.now(),
+        )
+
+    def _accept(self, update: LimitsUpdate) -> LimitsAck:
+        if update.revision > self._revision:
+            self._resolved = update.limits.applied_to(self.target)
+        self._revision, self._update = update.revision, update
+        if update.ttl_s is None:
+            self._last_known_good, self._lease_end_s = self._resolved, None
+        else:
+            self._lease_end_s = self._clock.now() + update.ttl_s
+        self._enforcer.set_limits(self._resolved)
+        reason = "; ".join(_draining(self.target, self._enforcer.effective))
+        status = LimitsStatus.DEFERRED if reason else LimitsStatus.APPLIED
+        return self._ack(status, reason)
+
+    def _refuse(self, status: LimitsStatus, reason: str) -> LimitsAck:
+        logger.warning("limits update %s: %s", status.value, reason)
+        return self._ack(status, reason)
+
+    def _ack(self, status: LimitsStatus, reason: str) -> LimitsAck:
+        return LimitsAck(
+            status=status,
+            revision=self._revision,
+            target=self.target,
+            effective=self._enforcer.effective,
+            reason=reason,
+        )
+
+
+def violations(change: LimitsChange | Limits, envelope: Envelope) -> list[str]:
+    """Return a sentence for each limit outside the envelope: its value, the range, the way out."""
+    ranges: tuple[tuple[str, float | None, float, float, str], ...] = (
+        ("max_num_seqs", change.max_num_seqs, 1, envelope.max_num_seqs, "start with a higher --max-num-seqs"),
+        (
+            "kv_cache_fraction",
+            change.kv_cache_fraction,
+            envelope.min_kv_cache_fraction,
+            1.0,
+            f"one sequence of {envelope.max_model_len} tokens must fit; start with a lower --max-model-len",
+        ),
+        (
+            "max_num_batched_tokens",
+            change.max_num_batched_tokens,
+            envelope.min_num_batched_tokens,
+            envelope.max_num_batched_tokens,
+            "start with a higher --max-num-batched-tokens, or with chunked prefill to go lower",
+        ),
+    )
+    reasons = [
+        f"{name} is {value}; this runtime takes {low:.6g} to {high:.6g}. Stay inside, or {way_out}."
+        for name, value, low, high, way_out in ranges
+        if value is not None and not low <= value <= high
+    ]
+    if change.step_time_target_ms is not None:
+        reasons.append(
+            f"step_time_target_ms is {change.step_time_target_ms:g}; this runtime does not support it yet. "
+            "Leave it out and move max_num_batched_tokens."
+        )
+    return reasons
+
+
+def lower_of(a: Limits, b: Limits) -> Limits:
+    """Return the lower of each limit. No step-time target is the higher one: it limits nothing."""
+    targets = [t for t in (a.step_time_target_ms, b.step_time_target_ms) if t is not None]
+    return Limits(
+        max_num_seqs=min(a.max_num_seqs, b.max_num_seqs),
+        kv_cache_fraction=min(a.kv_cache_fraction, b.kv_cache_fraction),
+        max_num_batched_tokens=min(a.max_num_batched_tokens, b.max_num_batched_tokens),
+        step_time_target_ms=min(targets, default=None),
+    )
+
+
+def _draining(target: Limits, effective: Limits) -> list[str]:
+    return [
+        f"{name} drains from {getattr(effective, name):.6g} to {getattr(target, name):.6g} as running sequences end"
+        for name in ("max_num_seqs", "kv_cache_fraction", "max_num_batched_tokens")
+        if getattr(effective, name) > getattr(target, name)
+    ]

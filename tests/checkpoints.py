@@ -1,0 +1,133 @@
+"""Tiny random-weight Hugging Face checkpoints, one per supported architecture, made with transformers' own classes.
+
+They say nothing sensible, but everything that a real checkpoint has is there: config.json, generation_config.json,
+safetensors, a byte-level BPE tokenizer and a chat template. transformers itself is then the outside reference.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 384
+BOS, EOS, TURN, TURN_END = "<s>", "</s>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (BOS, EOS, TURN, TURN_END)
+BOS_ID, EOS_ID, TURN_ID, TURN_END_ID = range(4)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_TEXT = (
+    "A flyball governor keeps an engine at its speed: two balls swing out as the shaft turns faster, and their sleeve "
+    "closes the valve. Watt fitted one to a steam engine in 1788; Maxwell wrote the theory eighty years later. "
+    "When the load grows, the balls fall, the valve opens, and the engine takes more steam. Nobody has to watch it."
+)
+
+# Sizes that no two dimensions share, so that a mixed-up axis is a shape error or a wrong number.
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    # wide enough that attention is far from uniform: a wrong position or mask then changes the logits
+    "initializer_range": 0.2,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # with head_dim 16 this leaves wavelengths on both sides of the band and one inside it
+    "original_max_position_embeddings": 64,
+}
+
+ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama2": (LlamaConfig, {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "llama3": (LlamaConfig, {"rope_parameters": _LLAMA3_ROPE, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
+    "mistral": (MistralConfig, {"sliding_window": 24, "head_dim": 20}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True, "num_attention_heads": 8, "head_dim": 8}),
+    "qwen3": (Qwen3Config, {"head_dim": 24}),
+}
+
+
+def make_checkpoint(
+    directory: Path,
+    arch: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write a checkpoint of ``arch`` (a key of ARCHITECTURES) into ``directory``, made if needed; returns it.
+
+    ``overrides`` replace fields of the transformers config. A small ``max_shard_size`` ("100KB") gives several
+    safetensors files with an index. The same arguments give the same weights.
+    """
+    config_class, own_sizes = ARCHITECTURES[arch]
+    config = config_class(**{**_SIZES, **own_sizes, **overrides})
+    model = _random_model(config, seed).to(dtype)
+    model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=[EOS_ID, TURN_END_ID])
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of VOCAB_SIZE entries with a chat template."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_bpe_json()),
+        bos_token=BOS,
+        eos_token=EOS,
+        additional_special_tokens=[TURN, TURN_END],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+    )
+
+
+def _random_model(config: PreTrainedConfig, seed: int) -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        # transformers starts norms at one and biases at zero, where leaving them out would go unnoticed
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    return model.eval()
+
+
+@cache
+def _bpe_json() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TEXT], trainer)
+    return str(tokenizer.to_str())

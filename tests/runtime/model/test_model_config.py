@@ -1,0 +1,208 @@
+"""ModelConfig against transformers' own reading of the same config.json, and every way a directory can be refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import ARCHITECTURES, EOS_ID, TURN_END_ID, make_checkpoint
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.model_config import ModelConfig, check_tokenizer_files
+from flyball_runtime.core.rope_config import RopeConfig
+from safetensors import safe_open
+from transformers import AutoConfig
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MINIMAL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def write_config(tmp_path: Path):
+    """Write MINIMAL with changes (None removes a field) as config.json; returns its directory."""
+
+    def write(**changes: Any) -> Path:
+        fields = {key: value for key, value in {**MINIMAL, **changes}.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_agrees_with_transformers_and_with_the_weights(arch: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, arch)
+    ours, theirs = ModelConfig.from_dir(path), AutoConfig.from_pretrained(path)
+    same_names = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+        "max_position_embeddings rms_norm_eps tie_word_embeddings"
+    )
+    for name in same_names.split():
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+    assert ours.dtype == "float32"
+    assert ours.eos_token_ids == {EOS_ID, TURN_END_ID}  # the second is in generation_config.json only
+    with safe_open(path / "model.safetensors", "pt") as tensors:
+        num_parameters = sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118
+    assert ours.num_parameters == num_parameters
+
+
+def test_parameters_with_every_bias(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama2", attention_bias=True, mlp_bias=True)
+    config = ModelConfig.from_dir(path)
+    with safe_open(path / "model.safetensors", "pt") as tensors:
+        assert config.num_parameters == sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118
+    assert config.weight_bytes("bfloat16") == 2 * config.num_parameters
+
+
+def test_kv_bytes_per_token(write_config) -> None:
+    config = ModelConfig.from_dir(write_config(num_key_value_heads=2))
+    assert config.kv_bytes_per_token("float32") == 2 * 2 * 2 * 16 * 4  # k and v, layers, heads, head_dim, bytes
+    assert config.kv_bytes_per_token("bfloat16") == 2 * 2 * 2 * 16 * 2
+
+
+def test_a_minimal_config_gets_the_defaults_of_transformers(write_config) -> None:
+    config = ModelConfig.from_dir(write_config())
+    assert config.num_key_value_heads == 4
+    assert config.head_dim == 16
+    assert config.rms_norm_eps == 1e-6
+    assert config.rope == RopeConfig("default", 10_000.0)
+    assert config.dtype == "float32"
+    assert config.eos_token_ids == frozenset()
+    assert config.sliding_windows == (None, None)
+    assert not (config.tie_word_embeddings or config.qkv_bias or config.output_bias or config.mlp_bias)
+    assert ModelConfig.from_dir(write_config(architectures=["Qwen3ForCausalLM"])).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig("default", 5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, RopeConfig("default", 5e5)),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, RopeConfig("linear", 1e4, 4.0)),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE}, RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 64)),
+        ({"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5e5}}, RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 64)),
+    ],
+)
+def test_rope_of_transformers_4_and_5(write_config, fields: dict[str, Any], rope: RopeConfig) -> None:
+    assert ModelConfig.from_dir(write_config(**fields)).rope == rope
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3"])
+def test_only_linear_scaling_stretches_the_context(write_config, rope_type: str) -> None:
+    config = ModelConfig.from_dir(write_config(rope_parameters={**LLAMA3_ROPE, "rope_type": rope_type}))
+    assert config.max_context_len == {"linear": 2048, "llama3": 256}[rope_type]
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_under_either_name(write_config, key: str) -> None:
+    assert ModelConfig.from_dir(write_config(**{key: "bfloat16"})).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "windows"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 8}, (8, 8)),
+        ("MistralForCausalLM", {}, (None, None)),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": False}, (None, None)),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
+        (
+            "Qwen3ForCausalLM",
+            {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            (8, None),
+        ),
+        ("LlamaForCausalLM", {"sliding_window": 8}, (None, None)),
+    ],
+)
+def test_sliding_windows(write_config, architecture: str, fields: dict[str, Any], windows: tuple) -> None:
+    assert ModelConfig.from_dir(write_config(architectures=[architecture], **fields)).sliding_windows == windows
+
+
+def test_end_of_sequence_ids_of_both_files_count(write_config) -> None:
+    path = write_config(eos_token_id=[7, 8])
+    (path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert ModelConfig.from_dir(path).eos_token_ids == {7, 8, 9}
+
+
+def test_not_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere is not a directory"):
+        ModelConfig.from_dir(tmp_path / "nowhere")
+
+
+def test_no_config_json(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        ModelConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"vocab_size": ', "is not valid JSON"),
+        (b"\xff\xfe\x00", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b"[1, 2]", "holds a JSON list"),
+    ],
+)
+def test_unreadable_json(write_config, name: str, content: bytes, message: str) -> None:
+    path = write_config()
+    (path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{name} {message}"):
+        ModelConfig.from_dir(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported.*Qwen3ForCausalLM"),
+        ({"architectures": None}, "architectures is None; it must be a list with one of LlamaForCausalLM"),
+        ({"vocab_size": None}, "has no vocab_size"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number of at least 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"num_attention_heads": 5}, "hidden_size is 64; it must be a multiple of num_attention_heads, 5"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must be a divisor of num_attention_heads, 4"),
+        ({"head_dim": 15}, "head_dim is 15; .* must be even"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number above 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be one of bfloat16, float16, float32"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; it must be one of bfloat16"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "has quantization_config: quantized checkpoints are not"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "RoPE type 'yarn' is not supported; .*llama3"),
+        ({"rope_scaling": {"type": "linear"}}, r"has no rope_scaling\.factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
+        ({"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "high_freq_factor is 1.0; .*above"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id is"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "layer_types is .* it must be 2 entries",
+        ),
+    ],
+)
+def test_unsupported_or_malformed_fields(write_config, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dir(write_config(**fields))
+
+
+def test_tokenizer_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no tokenizer: looked for tokenizer\.json, tokenizer\.model"):
+        check_tokenizer_files(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    check_tokenizer_files(tmp_path)
