@@ -17,10 +17,18 @@ RESULTS = Path(__file__).parent / "results"
 SHAPES: dict[str, dict[str, int]] = {
     # 88M parameters with an 8k vocabulary: what a 2-core machine can serve at a useful rate
     "small": {
-        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
     },
     "tiny": {
-        "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     },
     # the shape of Qwen3-0.6B
     "qwen3-0.6b": {

@@ -150,7 +150,11 @@ class Replica:
         if self._client.died.is_set():
             return endpoints.EXIT_ENGINE_DIED
         if left := self._client.num_unfinished:
-            why = "a second signal" if self._kill_asked.is_set() else f"--drain-timeout {self._config.drain_timeout_s:g} s"
+            why = (
+                "a second signal"
+                if self._kill_asked.is_set()
+                else f"--drain-timeout {self._config.drain_timeout_s:g} s"
+            )
             logger.error("%s ended the drain with %d requests unfinished; failing them", why, left)
             self._client.fail_unfinished("this replica was stopped before the request was finished")
             return endpoints.EXIT_DRAIN_TIMEOUT

@@ -18,7 +18,7 @@ from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, EngineError, NotReady, QueueFull
-from flyball_runtime.core.request import Finished, Request
+from flyball_runtime.core.request import Request
 from flyball_runtime.core.stats import EngineInfo, StepStats
 from flyball_runtime.engine import messages
 from flyball_runtime.engine.front import EngineObserver
@@ -38,7 +38,9 @@ class EngineClient:
     Use as ``async with EngineClient(config) as client``; ``await client.wait_ready()`` for the model to be loaded.
     """
 
-    def __init__(self, config: EngineConfig, observer: EngineObserver | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, observer: EngineObserver | None = None, clock: Clock | None = None
+    ) -> None:
         self._config = config
         self._observer = observer
         self._clock = clock or MonotonicClock()

@@ -48,7 +48,7 @@ def run_engine(config: EngineConfig, addresses: Addresses, spawned_at_s: float) 
     except ConfigError as error:
         outbox.send(messages.encode(messages.Died(str(error), is_config_error=True)))
         raise SystemExit(1) from None
-    except Exception as error:  # the loop's boundary: say why, then die loudly
+    except Exception as error:  # noqa: BLE001 - the loop's boundary: say why, then die loudly
         logger.critical("the engine died:\n%s", traceback.format_exc())
         outbox.send(messages.encode(messages.Died(f"{type(error).__name__}: {error}", is_config_error=False)))
         raise SystemExit(1) from None

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_CPU_KV_BYTES = 4 * 2**30
 """Most that the KV cache takes on a CPU unless told: the box runs other things too."""
 
+
 def resolve_device(requested: str) -> torch.device:
     if requested == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch finds no CUDA device. Use --device cpu, or check the driver.")
@@ -56,10 +57,10 @@ def resolve_kv_cache(
     budget_bytes = config.kv_cache_memory_bytes or _default_kv_bytes(config, model, device)
     num_blocks = min(budget_bytes // bytes_per_block, config.max_num_seqs * blocks_per_sequence)
     if num_blocks < blocks_per_sequence:
-        longest = max(0, num_blocks) * config.block_size
+        num_blocks, budget_bytes = max(0, num_blocks), max(0, budget_bytes)
         raise ConfigError(
-            f"the KV cache would get {max(0, budget_bytes)} bytes, {max(0, num_blocks)} blocks of {bytes_per_block} bytes: room for "
-            f"{longest} tokens, but --max-model-len is {max_model_len}. Raise --kv-cache-memory-bytes to at least "
+            f"the KV cache would get {budget_bytes} bytes, {num_blocks} blocks of {bytes_per_block} bytes: "
+            f"room for {num_blocks * config.block_size} tokens, but --max-model-len is {max_model_len}. Raise --kv-cache-memory-bytes to at least "
             f"{blocks_per_sequence * bytes_per_block} or lower --max-model-len."
         )
     return KVCacheSize(num_blocks=num_blocks, bytes_per_block=bytes_per_block)

@@ -1,7 +1,6 @@
 """Runs one plan on the device: input tensors -> model -> sampler -> token ids."""
 
 import time
-from pathlib import Path
 
 import numpy as np
 import torch

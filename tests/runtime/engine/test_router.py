@@ -1,7 +1,6 @@
 import asyncio
 
 import pytest
-
 from flyball_runtime.core.request import Failed, Finished, Tokens
 from flyball_runtime.engine.router import RequestStream, Router
 

@@ -1,0 +1,63 @@
+"""Engines on tiny checkpoints, and what transformers says of the same prompts."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.request import Finished, Request
+from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.engine.engine import Engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+def make_engine(path: Path, **settings: Any) -> Engine:
+    defaults = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 256}
+    return Engine(EngineConfig(model=str(path), served_model_name="test", **(defaults | settings)))
+
+
+def random_prompts(lengths: list[int], seed: int = 0, vocab_size: int = 384) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(4, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def generate(engine: Engine, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
+    """Run the prompts to their ends, all at once; return the output tokens. Every request must end exactly once."""
+    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    ended: list[str] = []
+    for request_id, prompt in zip(outputs, prompts, strict=True):
+        failed = engine.submit(Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling))
+        if failed is not None:
+            raise RuntimeError(failed.message)
+    while engine.has_work():
+        output = engine.step()
+        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            outputs[request_id].append(token_id)
+        for ending in output.endings:
+            assert isinstance(ending, Finished)
+            assert ending.num_output_tokens == len(outputs[ending.request_id])
+            ended.append(ending.request_id)
+    assert sorted(ended) == sorted(outputs)
+    return list(outputs.values())
+
+
+class Reference:
+    """Greedy tokens of transformers, one prompt at a time."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 24) -> list[list[int]]:
+        return [self._generate(prompt, max_tokens) for prompt in prompts]
+
+    @torch.inference_mode()
+    def _generate(self, prompt: list[int], max_tokens: int) -> list[int]:
+        inputs = torch.tensor([prompt])
+        output = self._model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+        )
+        return output[0, len(prompt) :].tolist()

@@ -1,0 +1,168 @@
+"""What an engine does beside tokens: abort, limits, seeds, refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from checkpoints import make_checkpoint
+from engines import GREEDY, generate, make_engine, random_prompts
+from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
+
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.request import Failed, Finished, Request
+from flyball_runtime.core.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def request(name: str = "a", prompt: list[int] | None = None, **sampling: Any) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=[5, 6, 7] if prompt is None else prompt,
+        sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling}),
+    )
+
+
+def test_a_seed_gives_the_same_output_whatever_else_runs(path: Path) -> None:
+    engine = make_engine(path)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True)
+    prompts = random_prompts([12, 30, 5, 44])
+    alone = generate(engine, prompts[:1], sampling)
+    together = generate(engine, prompts, sampling)
+    assert together[0] == alone[0]
+    other = generate(engine, prompts[:1], msgspec.structs.replace(sampling, seed=8))
+    assert other != alone
+
+
+def test_without_a_seed_two_runs_differ_and_the_engine_seed_repeats_them(path: Path) -> None:
+    sampling = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    first = make_engine(path, seed=1, enable_prefix_caching=False)
+    runs = [generate(first, [[5, 6, 7]], sampling) for _ in range(2)]
+    assert runs[0] != runs[1]
+    second = make_engine(path, seed=1, enable_prefix_caching=False)
+    assert [generate(second, [[5, 6, 7]], sampling) for _ in range(2)] == runs
+
+
+def test_abort_frees_the_blocks_at_once_and_is_idempotent(path: Path) -> None:
+    engine = make_engine(path, enable_prefix_caching=False)
+    engine.submit(request("a", prompt=list(range(4, 100))))
+    engine.submit(request("b"))
+    engine.step()
+    assert engine.kv_cache.counts().used > 6
+    assert engine.abort("a") == Finished("a", "abort", 96, 1)
+    assert engine.abort("a") is None
+    assert engine.kv_cache.counts().used == 1
+    assert engine.step().request_ids == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "says"),
+    [
+        ({"prompt": []}, "empty_prompt", "0 tokens"),
+        ({"prompt": [5] * 256}, "context_length_exceeded", "256 tokens; this model takes 256"),
+        ({"prompt": [5] * 200, "max_tokens": 57}, "context_length_exceeded", "257 together"),
+        ({"prompt": [5, 384]}, "token_out_of_vocabulary", "token id 384"),
+        ({"prompt": [-1]}, "token_out_of_vocabulary", "token id -1"),
+        ({"temperature": float("nan")}, "invalid_request", "temperature is nan"),
+        ({"temperature": -0.1}, "invalid_request", "temperature is -0.1"),
+        ({"top_p": 0.0}, "invalid_request", "top_p is 0.0"),
+        ({"min_p": 1.5}, "invalid_request", "min_p is 1.5"),
+        ({"top_k": -1}, "invalid_request", "top_k is -1"),
+        ({"max_tokens": 0}, "invalid_request", "max_tokens is 0"),
+        ({"stop": ("",)}, "invalid_request", "empty string"),
+        ({"stop": ("x",) * 17}, "invalid_request", "17 entries"),
+        ({"stop_token_ids": (384,)}, "invalid_request", "stop_token_ids is 384"),
+    ],
+)
+def test_one_bad_request_fails_alone(path: Path, bad: dict[str, Any], code: str, says: str) -> None:
+    engine = make_engine(path)
+    engine.submit(request("good"))
+    failed = engine.submit(request("bad", **bad))
+    assert isinstance(failed, Failed)
+    assert (failed.request_id, failed.status, failed.code) == ("bad", 400, code)
+    assert says in failed.message
+    endings = []
+    while engine.has_work():
+        endings += engine.step().endings
+    assert endings == [Finished("good", "length", 3, 8)]
+
+
+def test_the_queue_is_bounded(path: Path) -> None:
+    engine = make_engine(path, max_queued_requests=2)
+    failures = [engine.submit(request(name)) for name in "abc"]
+    assert failures[:2] == [None, None]
+    assert isinstance(failures[2], Failed)
+    assert (failures[2].status, failures[2].code) == (429, "queue_full")
+    assert failures[2].retry_after_s is not None
+
+
+def test_output_stops_at_the_context_length(path: Path) -> None:
+    engine = make_engine(path, max_model_len=32)
+    (output,) = generate(engine, [[5] * 30], SamplingParams(temperature=0.0, ignore_eos=True))
+    assert len(output) == 2
+
+
+def test_lowered_limits_drain_and_change_no_token(path: Path) -> None:
+    prompts = random_prompts([20, 33, 47, 8, 15, 26])
+    expected = generate(make_engine(path), prompts)
+    engine = make_engine(path)
+    for index, prompt in enumerate(prompts):
+        engine.submit(Request(request_id=str(index), prompt_token_ids=prompt, sampling=GREEDY))
+    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    changes = [
+        LimitsChange(max_num_seqs=2),
+        LimitsChange(kv_cache_fraction=0.3, max_num_batched_tokens=9),
+        LimitsChange(max_num_seqs=8, kv_cache_fraction=1.0, max_num_batched_tokens=256),
+    ]
+    statuses, step = [], 0
+    while engine.has_work():
+        if step % 5 == 3 and changes:
+            ack = engine.post_limits(LimitsUpdate(revision=4 - len(changes), limits=changes.pop(0)))
+            statuses.append(ack.status)
+        output = engine.step()
+        step += 1
+        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            outputs[request_id].append(token_id)
+    assert list(outputs.values()) == expected
+    assert statuses[0] is LimitsStatus.DEFERRED
+    assert statuses[-1] is LimitsStatus.APPLIED
+
+
+def test_tick_tells_when_a_lowered_limit_has_drained(path: Path) -> None:
+    engine = make_engine(path)
+    for name in "abcd":
+        engine.submit(request(name, max_tokens=4 if name < "c" else 8))
+    engine.step()
+    ack = engine.post_limits(LimitsUpdate(revision=1, limits=LimitsChange(max_num_seqs=2)))
+    assert (ack.status, ack.effective.max_num_seqs) == (LimitsStatus.DEFERRED, 4)
+    moved = None
+    while engine.has_work() and moved is None:
+        engine.step()
+        moved = engine.tick()
+    assert moved is not None
+    assert moved.effective == moved.target
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kv_cache_memory_bytes": 1000}, "0 blocks"),
+        ({"max_model_len": 513}, "positions end at 512"),
+        ({"dtype": "int4"}, "--dtype is 'int4'"),
+        ({"max_num_seqs": 0}, "--max-num-seqs is 0"),
+        ({"max_num_seqs": 300}, "--max-num-batched-tokens is 256, below --max-num-seqs 300"),
+        ({"device": "cuda"}, "no CUDA device"),
+        ({"attention_backend": "triton"}, "--attention-backend triton"),
+    ],
+)
+def test_settings_that_cannot_work_stop_the_start(
+    path: Path, settings: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=says):
+        make_engine(path, **settings)

@@ -1,0 +1,82 @@
+"""Greedy tokens equal those of transformers, however the scheduler cuts the work up."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from checkpoints import ARCHITECTURES, make_checkpoint
+from engines import GREEDY, Reference, generate, make_engine, random_prompts
+
+from flyball_runtime.core.request import Request
+
+LENGTHS = [1, 5, 16, 17, 40, 100]
+
+
+@dataclass(frozen=True)
+class Case:
+    path: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    path = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    prompts = random_prompts(LENGTHS)
+    return Case(path, prompts, Reference(path).generate(prompts))
+
+
+def test_alone(case: Case) -> None:
+    engine = make_engine(case.path, enable_prefix_caching=False)
+    assert [generate(engine, [prompt])[0] for prompt in case.prompts] == case.expected
+
+
+def test_batched(case: Case) -> None:
+    assert generate(make_engine(case.path), case.prompts) == case.expected
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 100])
+def test_chunked(case: Case, chunk: int) -> None:
+    engine = make_engine(case.path, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk)
+    assert generate(engine, case.prompts) == case.expected
+
+
+def test_prefix_cached(case: Case) -> None:
+    engine = make_engine(case.path)
+    generate(engine, case.prompts)
+    hits = 0
+    for index, prompt in enumerate(case.prompts):
+        engine.submit(Request(request_id=str(index), prompt_token_ids=prompt, sampling=GREEDY))
+    outputs: dict[str, list[int]] = {}
+    while engine.has_work():
+        output = engine.step()
+        assert output.stats is not None
+        hits += output.stats.num_prefix_hit_tokens
+        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            outputs.setdefault(request_id, []).append(token_id)
+    assert [outputs[str(index)] for index in range(len(case.prompts))] == case.expected
+    # whole blocks of 16 before each prompt's last token: 16 of 17, 32 of 40, 96 of 100
+    assert hits == 16 + 32 + 96
+
+
+def test_preempted(case: Case) -> None:
+    """Ten blocks for six growing sequences: some must lose theirs and be computed again."""
+    engine = make_engine(case.path, max_model_len=144, kv_cache_memory_bytes=_bytes_of_blocks(case, 10))
+    preempted = 0
+    outputs: dict[str, list[int]] = {}
+    for index, prompt in enumerate(case.prompts):
+        engine.submit(Request(request_id=str(index), prompt_token_ids=prompt, sampling=GREEDY))
+    while engine.has_work():
+        output = engine.step()
+        assert output.stats is not None
+        preempted += output.stats.num_preemptions
+        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            outputs.setdefault(request_id, []).append(token_id)
+    assert preempted > 0
+    assert [outputs[str(index)] for index in range(len(case.prompts))] == case.expected
+
+
+def _bytes_of_blocks(case: Case, num_blocks: int) -> int:
+    from flyball_runtime.core.model_config import ModelConfig
+
+    return num_blocks * 16 * ModelConfig.from_dir(case.path).kv_bytes_per_token("float32")
