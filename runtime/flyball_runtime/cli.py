@@ -61,7 +61,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--scheduling-policy", default="fcfs", choices=settings.SCHEDULING_POLICIES)
     engine.add_argument(
         *("--max-queued-requests", "--max-num-queued-reqs"),
-        type=int, default=1024, metavar="N", help="requests that may wait; more get 429",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="requests that may wait; more get 429",
     )
     engine.add_argument("--attention-backend", default="auto", choices=settings.ATTENTION_BACKENDS)
     engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine (default: all cores)")
@@ -79,7 +82,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument(
         *("--drain-timeout", "--shutdown-timeout"),
-        type=float, default=120.0, metavar="S", help="seconds that running requests get after SIGTERM",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds that running requests get after SIGTERM",
     )
     server.add_argument("--log-level", default="info", choices=settings.LOG_LEVELS)
 

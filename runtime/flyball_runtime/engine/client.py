@@ -164,6 +164,12 @@ class EngineClient:
         self._draining = True
         self._note_drained()
 
+    @property
+    def engine_pid(self) -> int:
+        if self._process.pid is None:
+            raise NotReady
+        return self._process.pid
+
     async def wait_drained(self) -> None:
         """Return once draining has begun and every accepted request has ended."""
         await self._drained.wait()

@@ -1,0 +1,169 @@
+"""The engine as a process: streams, abort, limits, drain, death."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
+
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, NotReady, PromptTooLong, QueueFull
+from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
+from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.core.stats import StepStats
+from flyball_runtime.engine.client import EngineClient
+
+Scenario = Callable[[EngineClient], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama3")
+
+
+def request(name: str, *, prompt_len: int = 5, **sampling: Any) -> Request:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling})
+    return Request(request_id=name, prompt_token_ids=list(range(4, 4 + prompt_len)), sampling=params)
+
+
+async def collect(stream: AsyncIterator[RequestEvent]) -> tuple[list[int], Finished | Failed]:
+    """Return a stream's tokens and its only ending."""
+    tokens: list[int] = []
+    endings = []
+    async for event in stream:
+        if isinstance(event, Tokens):
+            assert not endings
+            tokens += event.token_ids
+        else:
+            endings.append(event)
+    (ending,) = endings
+    return tokens, ending
+
+
+def settings(path: Path, **changes: Any) -> EngineConfig:
+    defaults = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": 512, "num_threads": 1, "log_level": "warning"}
+    defaults["enable_prefix_caching"] = False
+    return EngineConfig(model=str(path), served_model_name="test", **(defaults | changes))
+
+
+def run(path: Path, scenario: Scenario, observer: Any = None, **changes: Any) -> None:
+    async def session() -> None:
+        async with EngineClient(settings(path, **changes), observer) as client:
+            await scenario(client)
+
+    asyncio.run(session())
+
+
+def test_streams_abort_limits_and_drain(path: Path) -> None:
+    class Observer:
+        steps: list[StepStats] = []  # noqa: RUF012 - one per test
+
+        def step(self, stats: StepStats) -> None:
+            self.steps.append(stats)
+
+    async def scenario(client: EngineClient) -> None:
+        with pytest.raises(NotReady):
+            client.submit(request("early"))
+        info = await client.wait_ready()
+        assert (info.vocab_size, info.max_model_len, client.ready) == (384, 512, True)
+        assert set(info.startup_s) == {"import", "config", "weights", "kv_cache"}
+
+        streams = [client.submit(request(str(index), prompt_len=index + 1)) for index in range(20)]
+        results = await asyncio.gather(*map(collect, streams))
+        assert [len(tokens) for tokens, _ in results] == [8] * 20
+        assert [ending for _, ending in results] == [Finished(str(i), "length", i + 1, 8) for i in range(20)]
+
+        with pytest.raises(PromptTooLong):
+            client.submit(request("long", prompt_len=512))
+
+        endless = client.submit(request("endless", max_tokens=500))
+        first = await anext(endless)
+        assert isinstance(first, Tokens)
+        client.abort("endless")
+        client.abort("endless")
+        _, ending = await collect(endless)
+        assert isinstance(ending, Finished)
+        assert (ending.reason, ending.num_prompt_tokens) == ("abort", 5)
+
+        dropped = client.submit(request("dropped", max_tokens=500))
+        await anext(dropped)
+        await dropped.aclose()
+        while client.num_unfinished:
+            await asyncio.sleep(0.01)
+
+        ack = await client.post_limits(LimitsUpdate(revision=3, limits=LimitsChange(max_num_seqs=2), ttl_s=0.3))
+        assert (ack.status, client.limits().effective.max_num_seqs) == (LimitsStatus.APPLIED, 2)
+        stale = await client.post_limits(LimitsUpdate(revision=2, limits=LimitsChange(max_num_seqs=4)))
+        assert stale.status is LimitsStatus.STALE
+        while client.limits().lease_expires_in_s is not None:  # the engine says so by itself
+            await asyncio.sleep(0.05)
+        assert client.limits().target.max_num_seqs == 2, "an expired lease never grows a limit"
+
+        last = client.submit(request("last", max_tokens=50))
+        client.start_drain()
+        with pytest.raises(Draining):
+            client.submit(request("refused"))
+        await client.wait_drained()
+        assert len((await collect(last))[0]) == 50
+        assert client.heartbeat_age_s() < 5
+
+    run(path, scenario, Observer())
+    assert sum(stats.num_prefill_tokens for stats in Observer.steps) >= sum(range(1, 21))
+    assert Observer.steps[-1].kv_blocks.used == 0
+
+
+def test_a_killed_engine_fails_every_request_and_says_so(path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        streams = [client.submit(request(name, max_tokens=500)) for name in "abc"]
+        await anext(streams[0])
+        limits = asyncio.create_task(_post_until_it_fails(client))
+        os.kill(client.engine_pid, signal.SIGKILL)
+        for stream in streams:
+            _, ending = await collect(stream)
+            assert isinstance(ending, Failed)
+            assert (ending.status, ending.code) == (500, "engine_dead")
+            assert "exit code -9" in ending.message
+        assert client.died.is_set()
+        assert not client.ready
+        assert client.dead_reason is not None
+        with pytest.raises(EngineDead):
+            client.submit(request("late"))
+        with pytest.raises(EngineDead):
+            await limits
+
+    run(path, scenario)
+
+
+async def _post_until_it_fails(client: EngineClient) -> None:
+    revision = 0
+    while True:
+        revision += 1
+        await client.post_limits(LimitsUpdate(revision=revision, limits=LimitsChange(max_num_seqs=4)))
+
+
+def test_a_model_that_cannot_be_loaded_is_a_config_error(path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        with pytest.raises(ConfigError, match="the KV cache would get 1000 bytes"):
+            await client.wait_ready()
+
+    run(path, scenario, kv_cache_memory_bytes=1000)
+
+
+def test_the_queue_is_bounded_before_the_engine_sees_it(path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        streams = [client.submit(request(name, max_tokens=300)) for name in "ab"]
+        with pytest.raises(QueueFull, match="2 requests are waiting") as refused:
+            client.submit(request("c"))
+        assert refused.value.retry_after_s is not None
+        results = await asyncio.gather(*map(collect, streams))
+        assert [len(tokens) for tokens, _ in results] == [300, 300]
+        assert [len((await collect(client.submit(request("d"))))[0])] == [8]
+
+    run(path, scenario, max_queued_requests=2, max_num_seqs=1)
