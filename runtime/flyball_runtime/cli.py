@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from flyball_protocol import endpoints
-
 from flyball_runtime import __version__
 from flyball_runtime.core import config as settings
 from flyball_runtime.core.config import EngineConfig

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import uvicorn
 from fastapi import FastAPI
-from flyball_protocol import endpoints
 from transformers import PreTrainedTokenizerBase
 
+from flyball_protocol import endpoints
 from flyball_runtime.api.admin import create_admin_app
 from flyball_runtime.api.app import create_app
 from flyball_runtime.api.metrics import Metrics

@@ -1,7 +1,8 @@
 """What the engine reports after its steps; the API process turns it into metrics and evidence."""
 
-from flyball_protocol import KVBlocks, Limits
 from msgspec import Struct
+
+from flyball_protocol import KVBlocks, Limits
 
 
 class StepStats(Struct, frozen=True, kw_only=True):

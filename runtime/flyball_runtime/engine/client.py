@@ -13,8 +13,8 @@ from typing import Self
 
 import zmq
 import zmq.asyncio
-from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 
+from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, EngineError, NotReady, QueueFull

@@ -4,8 +4,8 @@ import random
 import time
 
 import msgspec
-from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 
+from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import RequestError

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
-
 from flyball_runtime.core.request import Request, RequestEvent
 from flyball_runtime.core.stats import EngineInfo, StepStats
 

@@ -1,9 +1,9 @@
 """Messages between the API process and the engine process, as tagged msgspec structs in msgpack."""
 
 import msgspec
-from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from msgspec import Struct
 
+from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.stats import EngineInfo, StepStats
 

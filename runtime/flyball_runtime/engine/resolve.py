@@ -60,8 +60,8 @@ def resolve_kv_cache(
         num_blocks, budget_bytes = max(0, num_blocks), max(0, budget_bytes)
         raise ConfigError(
             f"the KV cache would get {budget_bytes} bytes, {num_blocks} blocks of {bytes_per_block} bytes: "
-            f"room for {num_blocks * config.block_size} tokens, but --max-model-len is {max_model_len}. Raise --kv-cache-memory-bytes to at least "
-            f"{blocks_per_sequence * bytes_per_block} or lower --max-model-len."
+            f"room for {num_blocks * config.block_size} tokens, but --max-model-len is {max_model_len}. "
+            f"Raise --kv-cache-memory-bytes to at least {blocks_per_sequence * bytes_per_block} or lower --max-model-len."
         )
     return KVCacheSize(num_blocks=num_blocks, bytes_per_block=bytes_per_block)
 

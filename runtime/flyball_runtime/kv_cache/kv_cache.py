@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from flyball_protocol import KVBlocks
-
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.kv_cache.block_hash import extend_block_hashes
 from flyball_runtime.kv_cache.block_pool import BlockPool

@@ -1,8 +1,8 @@
 """Which attention implementation runs; the engine asks here, because only this layer knows the kernels."""
 
 import torch
-from flyball_kernels.backend import set_attention_backend
 
+from flyball_kernels.backend import set_attention_backend
 from flyball_runtime.core.errors import ConfigError
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from flyball_kernels.linear import PackedLinear
 from torch import Tensor
+
+from flyball_kernels.linear import PackedLinear
 
 Empty = Callable[..., Tensor]
 """``torch.empty`` with the model's dtype and device bound."""

@@ -5,9 +5,9 @@ import random
 import msgspec
 import numpy as np
 import torch
-from flyball_kernels.sampling import sample
 from torch import Tensor
 
+from flyball_kernels.sampling import sample
 from flyball_runtime.core.sampling import MAX_SEED, SamplingParams
 
 

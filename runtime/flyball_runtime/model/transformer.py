@@ -6,14 +6,14 @@ Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and 
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from flyball_kernels.linear import PackedLinear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_kernels.swiglu import swiglu
-from torch import Tensor
-from torch.nn import functional as F
-
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.inputs import StepInputs
 from flyball_runtime.model.linear import Empty, FusedLinear

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from flyball_protocol import Envelope, Limits
-
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.scheduler.policies import POLICIES
 

@@ -4,7 +4,6 @@ import logging
 from typing import Protocol
 
 from flyball_protocol import Envelope, Limits, LimitsAck, LimitsChange, LimitsReport, LimitsStatus, LimitsUpdate
-
 from flyball_runtime.core.clock import Clock
 
 logger = logging.getLogger(__name__)

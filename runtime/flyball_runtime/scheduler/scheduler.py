@@ -4,7 +4,6 @@ import heapq
 import logging
 
 from flyball_protocol import Envelope, Limits
-
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong, QueueFull
 from flyball_runtime.core.request import FinishReason

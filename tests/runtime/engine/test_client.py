@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from checkpoints import make_checkpoint
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
-
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, NotReady, PromptTooLong, QueueFull
 from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens

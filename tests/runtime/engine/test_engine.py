@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from checkpoints import make_checkpoint
 from engines import GREEDY, generate, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
-
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.sampling import SamplingParams

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+
 from flyball_runtime.core.request import Failed, Finished, Tokens
 from flyball_runtime.engine.router import RequestStream, Router
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from checkpoints import ARCHITECTURES, make_checkpoint
 from engines import GREEDY, Reference, generate, make_engine, random_prompts
-
 from flyball_runtime.core.request import Request
 
 LENGTHS = [1, 5, 16, 17, 40, 100]

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from transformers import AutoConfig
+
 from checkpoints import ARCHITECTURES, EOS_ID, TURN_END_ID, make_checkpoint
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig, check_tokenizer_files
 from flyball_runtime.core.rope_config import RopeConfig
-from safetensors import safe_open
-from transformers import AutoConfig
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

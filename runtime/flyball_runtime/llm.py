@@ -1,0 +1,144 @@
+"""The engine in this process, for scripts and notebooks: ``LLM("path").generate(["Hello"])``."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from flyball_runtime.api.output import OutputText
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import InvalidRequest
+from flyball_runtime.core.request import Failed, Request
+from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.engine.engine import Engine
+from flyball_runtime.model.hub import check_tokenizer_files, resolve_model_path
+
+Prompt = str | list[int]
+
+MAX_OFFLINE_REQUESTS = 2**20
+"""A script hands over all its prompts at once; the queue's bound protects servers."""
+
+
+@dataclass
+class Generation:
+    """One prompt's output. ``finish_reason``: stop (a stop token or string) or length."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+class LLM:
+    """A model and its engine, without processes or ports.
+
+    Args:
+        model: directory of a Hugging Face checkpoint, or a Hugging Face id.
+        settings: fields of EngineConfig, e.g. ``max_num_seqs=64, dtype="bfloat16"``.
+    Raises:
+        ConfigError: the model cannot be loaded, or a setting is out of range.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        path = resolve_model_path(str(model), settings.pop("revision", None))
+        check_tokenizer_files(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        settings.setdefault("max_queued_requests", MAX_OFFLINE_REQUESTS)
+        self.engine = Engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))
+        self._num_requests = 0
+
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[Generation]:
+        """Generate for every prompt, batched continuously; results are in the prompts' order.
+
+        Args:
+            prompts: texts, or lists of token ids; one alone is taken as a list of one.
+            sampling: settings for all prompts, or one for each.
+        Raises:
+            RequestError: a prompt or setting can never run; nothing is generated then.
+        """
+        many = _as_list(prompts)
+        settings = self._settings_for(many, sampling)
+        requests = [self._request(prompt, params) for prompt, params in zip(many, settings, strict=True)]
+        outputs = {request.request_id: _Output(request, self.tokenizer) for request in requests}
+        try:
+            self._submit(requests)
+            while any(output.finish_reason is None for output in outputs.values()):
+                self._step(outputs)
+        finally:  # also when interrupted: the engine goes on clean
+            for request in requests:
+                self.engine.abort(request.request_id)
+        return [output.generation() for output in outputs.values()]
+
+    def chat(self, messages: list[dict[str, str]], sampling: SamplingParams | None = None) -> Generation:
+        """Answer one chat, rendered with the model's chat template."""
+        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return self.generate([prompt], sampling)[0]
+
+    def _settings_for(
+        self, prompts: list[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if sampling is None or isinstance(sampling, SamplingParams):
+            return [sampling or SamplingParams()] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise InvalidRequest(
+                f"got {len(sampling)} sampling settings for {len(prompts)} prompts; give one, or one each."
+            )
+        return list(sampling)
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+        self._num_requests += 1
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Request(request_id=str(self._num_requests), prompt_token_ids=token_ids, sampling=sampling)
+
+    def _submit(self, requests: list[Request]) -> None:
+        for request in requests:
+            failed = self.engine.submit(request)
+            if failed is not None:
+                raise InvalidRequest(failed.message)
+
+    def _step(self, outputs: dict[str, "_Output"]) -> None:
+        step = self.engine.step()
+        for request_id, token_id in zip(step.request_ids, step.token_ids, strict=True):
+            if outputs[request_id].add(token_id):
+                self.engine.abort(request_id)
+        for ending in step.endings:
+            outputs[ending.request_id].end(ending.code if isinstance(ending, Failed) else ending.reason)
+
+
+class _Output:
+    """One request's tokens and text as they come."""
+
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self._prompt_token_ids = request.prompt_token_ids
+        self._token_ids: list[int] = []
+        self._text = OutputText(tokenizer.backend_tokenizer, request.sampling)
+        self._pieces: list[str] = []
+        self.finish_reason: str | None = None
+
+    def add(self, token_id: int) -> bool:
+        """Take a token; True when its text completed a stop string."""
+        if self.finish_reason is not None:
+            return False
+        self._token_ids.append(token_id)
+        self._pieces.append(self._text.add([token_id]))
+        if self._text.stopped:
+            self.finish_reason = "stop"
+        return self._text.stopped
+
+    def end(self, reason: str) -> None:
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self._pieces.append(self._text.finish())
+
+    def generation(self) -> Generation:
+        return Generation(self._prompt_token_ids, self._token_ids, "".join(self._pieces), self.finish_reason or "")
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
