@@ -1,0 +1,153 @@
+"""Finding a model: local directories, and downloads from a look-alike of the Hub on this machine."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.model.hub import resolve_model_path
+
+COMMIT = "a" * 40
+FILES = {
+    "config.json": b'{"from": "the look-alike"}',
+    "model.safetensors": b"not really",
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"must not be fetched",
+    "original/params.json": b"must not be fetched",
+}
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """The few endpoints of the Hub that snapshot_download uses, for the model acme/tiny."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/acme/gated"):
+            self._send(403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
+        elif path == f"/api/models/acme/tiny/tree/{COMMIT}":
+            self._send(200, json.dumps([_tree_entry(name) for name in FILES]).encode())
+        elif path == "/api/models/acme/tiny/revision/main":
+            self._send(200, json.dumps({"id": "acme/tiny", "sha": COMMIT}).encode())
+        elif path.startswith("/api/models/acme/tiny/revision/"):
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        elif path.startswith(f"/acme/tiny/resolve/{COMMIT}/"):
+            name = path.split("/", 5)[5]
+            self._send(200, FILES[name], {"ETag": f'"{_oid(name)}"', "X-Repo-Commit": COMMIT})
+        else:
+            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _oid(name: str) -> str:
+    return hashlib.sha1(FILES[name]).hexdigest()
+
+
+def _tree_entry(name: str) -> dict[str, object]:
+    return {"type": "file", "path": name, "size": len(FILES[name]), "oid": _oid(name)}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A running look-alike; yields the client's cache directory."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        _point_client_at(f"http://127.0.0.1:{server.server_port}", tmp_path, monkeypatch)
+        yield tmp_path
+        server.shutdown()
+
+
+def _point_client_at(endpoint: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # what HF_ENDPOINT, HF_HOME and HF_TOKEN set; the client reads them when it is imported
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(
+        huggingface_hub.constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+
+
+def test_a_directory_is_itself(tmp_path: Path) -> None:
+    assert resolve_model_path(str(tmp_path)) == tmp_path
+
+
+def test_a_directory_has_no_revision(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a local directory, which has no revision 'v2'"):
+        resolve_model_path(str(tmp_path), revision="v2")
+
+
+@pytest.mark.parametrize("model", ["/no/such/dir", "./missing", "~/no-such-model-here", "a/b/c", ""])
+def test_what_looks_like_a_path_is_not_looked_up(model: str) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        resolve_model_path(model)
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(ConfigError, match="is not a directory"):
+        resolve_model_path(str(file))
+
+
+def test_download_takes_what_serving_needs(hub: Path) -> None:
+    directory = resolve_model_path("acme/tiny")
+    fetched = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()}
+    assert fetched == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert (directory / "config.json").read_bytes() == FILES["config.json"]
+    assert directory.is_relative_to(hub)
+
+
+def test_a_cached_model_needs_no_network(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = resolve_model_path("acme/tiny")
+    _point_client_at("http://127.0.0.1:9", hub, monkeypatch)
+    assert resolve_model_path("acme/tiny") == directory
+
+
+def test_unknown_model(hub: Path) -> None:
+    with pytest.raises(ConfigError, match=r"acme/nothing is neither a directory here nor a model at .*HF_TOKEN"):
+        resolve_model_path("acme/nothing")
+
+
+def test_unknown_revision(hub: Path) -> None:
+    with pytest.raises(ConfigError, match="acme/tiny has no revision 'v9'"):
+        resolve_model_path("acme/tiny", revision="v9")
+
+
+def test_gated_model(hub: Path) -> None:
+    with pytest.raises(ConfigError, match=r"acme/gated is gated: accept its terms at .*/acme/gated, then set HF_TOKEN"):
+        resolve_model_path("acme/gated")
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _point_client_at("http://127.0.0.1:9", tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match="acme/tiny is not a directory here, is not cached, and could not be"):
+        resolve_model_path("acme/tiny")
+
+
+def test_not_an_id() -> None:
+    with pytest.raises(ConfigError, match="'acme tiny' is neither a directory nor a Hugging Face id"):
+        resolve_model_path("acme tiny")

@@ -1,0 +1,191 @@
+"""Loading: every layout of files gives the same model, and every broken checkpoint an error that names the culprit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, make_checkpoint
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
+from flyball_runtime.model.loader import load_model
+from flyball_runtime.model.transformer import CausalLM
+from flyball_runtime.model.weights import iter_weights, weight_files
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def _load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return load_model(path, ModelConfig.from_dir(path), dtype=dtype, device="cpu")
+
+
+def _weights_in_place(path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """What loading put where, before packing hides it."""
+    monkeypatch.setattr(CausalLM, "pack", lambda self: None)
+    return dict(_load(path, dtype).destinations())
+
+
+@pytest.fixture
+def broken(checkpoint: Callable, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a Qwen3 checkpoint whose tensors were changed by a function."""
+
+    def make(change: Callable[[dict[str, Tensor]], object], arch: str = "qwen3") -> Path:
+        path = tmp_path / "broken"
+        shutil.copytree(checkpoint(arch), path)
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values())
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_tensor_arrives(
+    arch: str, saved: torch.dtype, dtype: torch.dtype, checkpoint: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(arch, dtype=saved)
+    tensors = load_file(path / "model.safetensors")
+    arrived = _weights_in_place(path, dtype, monkeypatch)
+    assert arrived.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert arrived[name].dtype == dtype
+        assert torch.equal(arrived[name], tensor.to(dtype)), name
+
+
+def test_shards_hold_the_same_as_one_file(tmp_path: Path, checkpoint: Callable, monkeypatch) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", max_shard_size="100KB")
+    assert len(weight_files(path)) > 2
+    whole = load_file(checkpoint("qwen3") / "model.safetensors")
+    for name, tensor in _weights_in_place(path, torch.float32, monkeypatch).items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux which file an address is mapped from")
+def test_tensors_come_straight_from_the_mapped_file(checkpoint: Callable) -> None:
+    files = weight_files(checkpoint("qwen3"))
+    for file, _, tensor in iter_weights(files):
+        assert _mapped_file(tensor.data_ptr()) == str(file)
+
+
+def _mapped_file(address: int) -> str | None:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, _, end = line.split()[0].partition("-")
+        if int(start, 16) <= address < int(end, 16):
+            return line.split(maxsplit=5)[-1]
+    return None
+
+
+def test_fused_weights_are_filled_in_place(checkpoint: Callable, monkeypatch) -> None:
+    arrived = _weights_in_place(checkpoint("qwen2"), torch.float32, monkeypatch)
+    for names in ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"):
+        for kind in ("weight", "bias"):
+            parts = [tensor for name, tensor in arrived.items() if name.endswith(tuple(f"{n}.{kind}" for n in names))]
+            storages = {part.untyped_storage().data_ptr() for part in parts}
+            num_layers = 2
+            assert len(storages) * len(names) == len(parts) == (num_layers * len(names) if parts else 0)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+def test_what_the_model_has_anyway_is_allowed(broken: Callable, name: str) -> None:
+    _load(broken(lambda tensors: tensors.update({name: torch.zeros(3)}), arch="llama3"))  # llama3 here is tied
+
+
+@pytest.mark.parametrize("name", [Q_PROJ, "model.norm.weight", "lm_head.weight"])
+def test_missing_tensor(broken: Callable, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"broken lacks 1 tensor\(s\) that Qwen3ForCausalLM needs: {name}\."):
+        _load(broken(lambda tensors: tensors.pop(name)))
+
+
+def test_many_missing_tensors_are_counted(broken: Callable) -> None:
+    with pytest.raises(ConfigError, match=r"lacks 24 tensor\(s\) .*: lm_head.weight, .* and 19 more\."):
+        _load(broken(lambda tensors: [tensors.pop(name) for name in list(tensors) if name != Q_PROJ]))
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "extra"])
+def test_unexpected_tensor(broken: Callable, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.safetensors: tensor {name} is not part of Qwen3ForCausalLM"):
+        _load(broken(lambda tensors: tensors.update({name: torch.zeros(3)})))
+
+
+def test_wrong_shape(broken: Callable) -> None:
+    message = rf"model\.safetensors: tensor {Q_PROJ} has shape \[96, 63\]; config\.json asks for \[96, 64\]"
+    with pytest.raises(ConfigError, match=message):
+        _load(broken(lambda tensors: tensors.update({Q_PROJ: torch.zeros(96, 63)})))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_tensor(broken: Callable, dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=rf"tensor {Q_PROJ} is {dtype}; it must be bfloat16, float16 or float32"):
+        _load(broken(lambda tensors: tensors.update({Q_PROJ: torch.zeros(96, 64).to(dtype)})))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(lambda data: b"", id="empty"),
+        pytest.param(lambda data: data[:1000], id="header cut short"),
+        pytest.param(lambda data: data[:-1000], id="data cut short"),
+        pytest.param(lambda data: b"\xff" * 16 + data[16:], id="overwritten"),
+        pytest.param(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", id="git-lfs pointer"),
+    ],
+)
+def test_unreadable_file(checkpoint: Callable, tmp_path: Path, content: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "broken"
+    shutil.copytree(checkpoint("qwen3"), path)
+    file = path / "model.safetensors"
+    file.write_bytes(content(file.read_bytes()))
+    with pytest.raises(ConfigError, match=r"broken/model\.safetensors is not a readable safetensors file"):
+        _load(path)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", max_shard_size="100KB")
+    shard = weight_files(path)[1]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=rf"{shard.name} is missing, but model\.safetensors\.index\.json names it"):
+        _load(path)
+
+
+def test_tensor_in_two_shards(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", max_shard_size="100KB")
+    first, second = weight_files(path)[:2]
+    twice = dict(list(load_file(first).items())[:1])
+    save_file({**load_file(second), **twice}, second)
+    with pytest.raises(ConfigError, match=rf"{second.name}: tensor {next(iter(twice))} is in the checkpoint twice"):
+        _load(path)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": {"a": 1}}])
+def test_unusable_index(checkpoint: Callable, tmp_path: Path, index: dict) -> None:
+    path = tmp_path / "broken"
+    shutil.copytree(checkpoint("qwen3"), path)
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"index\.json has no usable weight_map"):
+        _load(path)
+
+
+def test_no_weights(checkpoint: Callable, tmp_path: Path) -> None:
+    shutil.copy(checkpoint("qwen3") / "config.json", tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"has no weights: looked for model\.safetensors and model\.safetensors\.index"
+    ):
+        _load(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"has weights in pytorch_model\.bin but none in safetensors.* Convert them"):
+        _load(tmp_path)
+
+
+def test_dtype_names(checkpoint: Callable) -> None:
+    config = ModelConfig.from_dir(checkpoint("qwen3", dtype=torch.bfloat16))
+    assert resolve_dtype("auto", config) == "bfloat16"
+    assert resolve_dtype("float32", config) == "float32"
+    with pytest.raises(ConfigError, match="--dtype is 'int8'; it must be one of auto, bfloat16, float16, float32"):
+        resolve_dtype("int8", config)
