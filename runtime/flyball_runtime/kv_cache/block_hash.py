@@ -13,7 +13,7 @@ def extend_block_hashes(hashes: list[bytes], token_ids: list[int], block_size: i
     """Append to ``hashes`` until it names the first ``num_blocks`` full blocks of ``token_ids``.
 
     A block's K and V depend on every token before it, so its hash covers the previous block's hash and its own tokens:
-    equal hashes mean equal whole prefixes. The hash is cryptographic (BLAKE2b, 256 bits) because clients choose the
+    equal hashes mean equal whole prefixes. The hash is cryptographic (BLAKE2b, whole) because clients choose the
     tokens: a collision would serve one client's context to another, and a fast hash lets a client construct one. It
     costs well under a microsecond per block. Tokens enter as fixed-width integers, so no two lists read the same.
     """
@@ -24,5 +24,5 @@ def extend_block_hashes(hashes: list[bytes], token_ids: list[int], block_size: i
     previous = hashes[-1] if hashes else _ROOT
     stride = block_size * _TOKEN_BYTES
     for offset in range(0, len(packed), stride):
-        previous = blake2b(previous + packed[offset : offset + stride], digest_size=32).digest()
+        previous = blake2b(previous + packed[offset : offset + stride]).digest()
         hashes.append(previous)

@@ -75,13 +75,14 @@ class BlockPool:
         self._ceiling = max(self._ceiling, capacity)
         self._settle()
 
-    def take(self) -> int:
-        """Return a block with one reference and no content. The caller has checked that there is room."""
-        assert self.num_growable > 0, "no block left; check num_admissible or num_growable first"
-        at_capacity = self.num_blocks - len(self._free) >= self.capacity
-        block = self._evict() if self._cached and at_capacity else self._free.pop()
-        self._num_refs[block] = 1
-        return block
+    def take(self, num: int) -> list[int]:
+        """Return ``num`` blocks with one reference each and no content. The caller has checked that there is room."""
+        assert num <= self.num_growable, f"{num} blocks asked, {self.num_growable} left; the caller did not check"
+        num_evicted = min(len(self._cached), max(0, num - self._num_free_in_capacity))
+        blocks = [self._evict() for _ in range(num_evicted)] + [self._free.pop() for _ in range(num - num_evicted)]
+        for block in blocks:
+            self._num_refs[block] = 1
+        return blocks
 
     def share(self, block: int) -> None:
         """Add a reference to a block that is used or cached."""
@@ -102,14 +103,15 @@ class BlockPool:
                 self._cached[block] = None
         self._settle()
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Make a full, used block findable, unless another block with this content already is.
+    def register(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """Make full, used blocks findable, except those whose content another block already stands for.
 
         The second of two equal blocks, computed side by side, stays private: a running sequence's table never changes
         under the model, and a block that nobody can find returns to the free list on release.
         """
-        if self._block_by_hash.setdefault(block_hash, block) == block:
-            self._hashes[block] = block_hash
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if self._block_by_hash.setdefault(block_hash, block) == block:
+                self._hashes[block] = block_hash
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks that hold the longest known run of ``hashes`` from the start. Takes no reference."""
@@ -122,6 +124,11 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    @property
+    def _num_free_in_capacity(self) -> int:
+        """Free blocks that may be taken before a cached one must go."""
+        return self.capacity - (self.num_blocks - len(self._free))
+
     def _evict(self) -> int:
         """Forget the least recently released cached block and return it, in no state yet."""
         block, _ = self._cached.popitem(last=False)
@@ -133,7 +140,7 @@ class BlockPool:
 
     def _settle(self) -> None:
         """Evict what the capacity no longer allows; end the drain once what is in use fits."""
-        while self._cached and self.num_blocks - len(self._free) > self.capacity:
+        while self._cached and self._num_free_in_capacity < 0:
             self._free.append(self._evict())
         if self.num_used <= self.capacity:
             self._ceiling = self.capacity

@@ -85,12 +85,13 @@ class KVCache:
         for block in match.blocks:  # before anything is taken, which might evict them
             self._pool.share(block)
         num_new = self.num_blocks_for(len(seq.token_ids)) - len(match.blocks)
-        seq.block_table = match.blocks + [self._pool.take() for _ in range(num_new)]
+        seq.block_table = match.blocks + self._pool.take(num_new)
         seq.num_computed_tokens = match.num_tokens
 
-    def grow(self, seq: Sequence) -> None:
-        """Append one block to a running sequence. The caller has checked ``num_growable_blocks``."""
-        seq.block_table.append(self._pool.take())
+    def grow(self, sequences: list[Sequence]) -> None:
+        """Append one block to each running sequence. The caller has checked ``num_growable_blocks``."""
+        for seq, block in zip(sequences, self._pool.take(len(sequences)), strict=True):
+            seq.block_table.append(block)
 
     def register(self, seq: Sequence, start: int, end: int) -> None:
         """Make the blocks findable that tokens ``[start, end)``, just computed, have filled."""
@@ -98,8 +99,7 @@ class KVCache:
         if first == last or not self.enable_prefix_caching:
             return
         extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, last)
-        for i in range(first, last):
-            self._pool.register(seq.block_table[i], seq.block_hashes[i])
+        self._pool.register(seq.block_table[first:last], seq.block_hashes[first:last])
 
     def free(self, seq: Sequence) -> None:
         """Give all blocks of a sequence back, tail first: a prefix is then evicted from its end, and its head, which

@@ -1,5 +1,6 @@
 """Settings of the scheduler, fixed at start-up."""
 
+import math
 from dataclasses import dataclass
 
 from flyball_protocol import Envelope, Limits
@@ -75,10 +76,15 @@ class SchedulerConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             min_num_batched_tokens=1 if self.enable_chunked_prefill else self.max_model_len,
             num_kv_blocks=num_kv_blocks,
-            min_kv_cache_fraction=num_needed / num_kv_blocks,
+            min_kv_cache_fraction=_round_up(num_needed / num_kv_blocks),
             block_size=block_size,
             max_model_len=self.max_model_len,
         )
+
+
+def _round_up(fraction: float) -> float:
+    """To 4 decimals, so that the bound can be printed, typed and posted."""
+    return min(1.0, math.ceil(fraction * 10_000) / 10_000)
 
 
 def _flag(name: str) -> str:

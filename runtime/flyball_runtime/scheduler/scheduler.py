@@ -162,26 +162,26 @@ class Scheduler:
         block_size = self._kv.block_size
         tokens = iter(sampled_token_ids)
         results: list[tuple[Sequence, FinishReason | None]] = []
+        # the hot loop: some 256 turns a step, so the checks of the common case are spelled out here
         for seq, start, num, samples in zip(plan.sequences, plan.starts, plan.num_scheduled, plan.samples, strict=True):
             token = next(tokens) if samples else None
-            if seq.status is not SequenceStatus.RUNNING:
+            if seq.row is None:
+                continue  # aborted since the plan
+            seq.num_computed_tokens = start + num
+            if start % block_size + num >= block_size:
+                self._kv.register(seq, start, start + num)
+            if token is None:
                 continue
-            seq.num_computed_tokens = end = start + num
-            if end // block_size != start // block_size:
-                self._kv.register(seq, start, end)
-            if token is not None:
-                results.append((seq, self._append(seq, token)))
+            seq.token_ids.append(token)
+            if token in seq.stop_token_ids:
+                results.append((seq, self._end(seq, "stop")))
+            elif len(seq.token_ids) >= seq.max_total_tokens:
+                results.append((seq, self._end(seq, "length")))
+            else:
+                results.append((seq, None))
         return results
 
-    def _append(self, seq: Sequence, token_id: int) -> FinishReason | None:
-        seq.token_ids.append(token_id)
-        reason: FinishReason
-        if token_id in seq.stop_token_ids:
-            reason = "stop"
-        elif len(seq.token_ids) >= seq.max_total_tokens:
-            reason = "length"
-        else:
-            return None
+    def _end(self, seq: Sequence, reason: FinishReason) -> FinishReason:
         self._stop_running(seq)
         self._finish(seq)
         return reason
@@ -193,8 +193,7 @@ class Scheduler:
         while len(growing) > self._kv.num_growable_blocks:
             preempted.append(self._preempt())
             draft, growing, prefills = self._sort_running()
-        for seq in growing:
-            self._kv.grow(seq)
+        self._kv.grow(growing)
         draft.preempted = preempted
         return draft, prefills
 
@@ -212,7 +211,7 @@ class Scheduler:
                 continue
             decodes.append(seq)
             starts.append(start)
-            if start == len(seq.block_table) * block_size:
+            if start % block_size == 0 and start == len(seq.block_table) * block_size:
                 growing.append(seq)
         return BatchDraft.of_decodes(decodes, starts), growing, prefills
 

@@ -1,0 +1,157 @@
+import pytest
+from flyball_protocol import KVBlocks
+from flyball_runtime.kv_cache import BlockPool
+
+
+def counts(pool: BlockPool) -> tuple[int, int, int]:
+    kv_blocks: KVBlocks = pool.counts()
+    assert kv_blocks.total == pool.num_blocks == kv_blocks.free + kv_blocks.used + kv_blocks.cached
+    return kv_blocks.free, kv_blocks.used, kv_blocks.cached
+
+
+def fill(pool: BlockPool, *names: bytes) -> list[int]:
+    """Take a block for each name, register it and release them all, first name first."""
+    blocks = pool.take(len(names))
+    pool.register(blocks, names)
+    pool.release(blocks)
+    return blocks
+
+
+def test_a_block_goes_from_free_to_used_to_cached_and_back():
+    pool = BlockPool(4)
+    (block,) = pool.take(1)
+    assert counts(pool) == (3, 1, 0)
+    pool.register([block], [b"a"])
+    pool.release([block])
+    assert counts(pool) == (3, 0, 1)
+    assert pool.find([b"a"]) == [block]
+    pool.share(block)
+    assert counts(pool) == (3, 1, 0)
+
+
+def test_a_block_without_content_is_free_after_release():
+    pool = BlockPool(2)
+    pool.release(pool.take(2))
+    assert counts(pool) == (2, 0, 0)
+
+
+def test_a_shared_block_stays_used_until_the_last_release():
+    pool = BlockPool(1)
+    (block,) = pool.take(1)
+    pool.register([block], [b"a"])
+    pool.share(block)
+    pool.release([block])
+    assert (pool.num_refs(block), counts(pool)) == (1, (0, 1, 0))
+    pool.release([block])
+    assert (pool.num_refs(block), counts(pool)) == (0, (0, 0, 1))
+
+
+def test_free_blocks_are_taken_before_cached_ones():
+    pool = BlockPool(3)
+    fill(pool, b"a")
+    pool.take(2)
+    assert counts(pool) == (0, 2, 1)
+    assert pool.find([b"a"])
+
+
+def test_eviction_takes_the_block_released_first_and_forgets_its_content():
+    pool = BlockPool(3)
+    a, b, _ = fill(pool, b"a", b"b", b"c")
+    assert pool.take(2) == [a, b]
+    assert (pool.find([b"a"]), pool.find([b"b"]), len(pool.find([b"c"]))) == ([], [], 1)
+    pool.release([a, b])
+    assert counts(pool) == (2, 0, 1)
+
+
+def test_sharing_a_cached_block_renews_it():
+    pool = BlockPool(2)
+    a, b = fill(pool, b"a", b"b")
+    pool.share(a)
+    pool.release([a])
+    assert pool.take(1) == [b]
+
+
+def test_find_stops_at_the_first_unknown_hash():
+    pool = BlockPool(3)
+    a, b, _ = fill(pool, b"a", b"b", b"c")
+    assert pool.find([b"a", b"b", b"x", b"c"]) == [a, b]
+    assert pool.find([b"x", b"a"]) == []
+
+
+def test_the_second_block_of_equal_content_stays_private():
+    pool = BlockPool(2)
+    first, second = pool.take(2)
+    pool.register([first], [b"a"])
+    pool.register([second], [b"a"])
+    assert pool.find([b"a"]) == [first]
+    pool.release([second])
+    assert counts(pool) == (1, 1, 0)
+    pool.release([first])
+    assert pool.find([b"a"]) == [first]
+
+
+@pytest.mark.parametrize("capacity", [0, 5, -1])
+def test_capacity_outside_the_pool_is_refused(capacity: int):
+    with pytest.raises(ValueError, match=f"capacity is {capacity} blocks; it must be from 1 to 4"):
+        BlockPool(4).set_capacity(capacity)
+
+
+def test_a_pool_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="num_blocks is 0"):
+        BlockPool(0)
+
+
+def test_lowering_capacity_evicts_cached_blocks_at_once_oldest_first():
+    pool = BlockPool(4)
+    fill(pool, b"a", b"b", b"c")
+    pool.set_capacity(1)
+    assert counts(pool) == (3, 0, 1)
+    assert pool.find([b"c"])
+
+
+def test_used_and_cached_stay_within_capacity():
+    pool = BlockPool(4)
+    pool.set_capacity(2)
+    a, _ = fill(pool, b"a", b"b")
+    assert (counts(pool), pool.num_admissible) == ((2, 0, 2), 2)
+    assert pool.take(1) == [a], "a free block would make 3 used or cached"
+    assert counts(pool) == (2, 1, 1)
+
+
+def test_a_drain_admits_nothing_but_lets_running_sequences_grow_to_the_old_capacity():
+    pool = BlockPool(6)
+    pool.set_capacity(5)
+    used = pool.take(4)
+    pool.set_capacity(2)
+    assert (pool.num_admissible, pool.num_growable) == (0, 1)
+    used += pool.take(1)
+    assert pool.num_growable == 0
+    pool.release(used[:2])
+    assert (pool.num_admissible, pool.num_growable) == (0, 2)
+    pool.release(used[2:3])
+    assert (pool.num_admissible, pool.num_growable) == (0, 0), "drained: the old capacity is gone"
+
+
+def test_a_drain_caches_nothing():
+    pool = BlockPool(4)
+    used = pool.take(4)
+    pool.register(used, [b"a", b"b", b"c", b"d"])
+    pool.set_capacity(2)
+    pool.release(used[:2])
+    assert counts(pool) == (2, 2, 0)
+
+
+def test_raising_capacity_works_at_once():
+    pool = BlockPool(4)
+    pool.set_capacity(1)
+    pool.take(1)
+    pool.set_capacity(3)
+    assert (pool.num_admissible, pool.num_growable) == (2, 2)
+
+
+def test_raising_capacity_in_a_drain_keeps_room_to_grow():
+    pool = BlockPool(8)
+    pool.take(7)
+    pool.set_capacity(2)
+    pool.set_capacity(4)
+    assert (pool.num_admissible, pool.num_growable) == (0, 1)

@@ -1,0 +1,141 @@
+import pytest
+from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.kv_cache import KVCache
+from sequences import make_sequence
+
+BLOCK_SIZE = 4
+
+
+def admit(kv: KVCache, seq: Sequence) -> int:
+    """Admit, compute and register a whole sequence; return how many tokens the prefix cache held."""
+    match = kv.match_prefix(seq)
+    assert kv.can_admit(match)
+    kv.admit(seq, match)
+    kv.register(seq, seq.num_computed_tokens, len(seq.token_ids))
+    seq.num_computed_tokens = len(seq.token_ids)
+    return match.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_blocks", "num_found_again"),
+    [(1, 1, 0), (3, 1, 0), (4, 1, 0), (5, 2, 4), (8, 2, 4), (9, 3, 8), (16, 4, 12), (17, 5, 16)],
+)
+def test_full_blocks_are_found_again_but_never_the_last_token(num_tokens: int, num_blocks: int, num_found_again: int):
+    kv = KVCache(16, BLOCK_SIZE)
+    prompt = list(range(num_tokens))
+    first, second = make_sequence(prompt), make_sequence(prompt)
+    assert admit(kv, first) == 0
+    assert len(first.block_table) == kv.num_blocks_for(num_tokens) == num_blocks
+    assert admit(kv, second) == num_found_again
+    shared = num_found_again // BLOCK_SIZE
+    assert second.block_table[:shared] == first.block_table[:shared]
+    assert not set(second.block_table[shared:]) & set(first.block_table)
+    assert [kv.num_refs(block) for block in first.block_table[:shared]] == [2] * shared
+
+
+def test_a_prefix_is_found_after_its_owner_is_gone():
+    kv = KVCache(8, BLOCK_SIZE)
+    prompt = list(range(10))
+    first = make_sequence(prompt)
+    admit(kv, first)
+    kv.free(first)
+    assert (first.block_table, first.num_computed_tokens) == ([], 0)
+    assert (kv.counts().used, kv.counts().cached) == (0, 2)
+    assert admit(kv, make_sequence([*prompt[:8], 77])) == 8
+
+
+def test_nothing_is_found_before_it_is_registered():
+    kv = KVCache(8, BLOCK_SIZE)
+    first = make_sequence(range(9))
+    kv.admit(first, kv.match_prefix(first))
+    assert kv.match_prefix(make_sequence(range(9))).num_tokens == 0
+    kv.register(first, 0, 5)
+    assert kv.match_prefix(make_sequence(range(9))).num_tokens == 4
+
+
+def test_without_prefix_caching_nothing_is_shared_or_kept():
+    kv = KVCache(8, BLOCK_SIZE, enable_prefix_caching=False)
+    first = make_sequence(range(9))
+    assert admit(kv, first) == 0
+    assert admit(kv, make_sequence(range(9))) == 0
+    kv.free(first)
+    assert kv.counts().cached == 0
+    assert first.block_hashes == []
+
+
+def test_output_tokens_fill_blocks_that_others_find():
+    kv = KVCache(8, BLOCK_SIZE)
+    seq = make_sequence(range(3))
+    admit(kv, seq)
+    seq.token_ids += [3, 4]
+    kv.register(seq, 3, 4)
+    assert kv.match_prefix(make_sequence([0, 1, 2, 3, 4])).blocks == seq.block_table
+
+
+def test_equal_blocks_computed_side_by_side_have_one_owner_each():
+    kv = KVCache(8, BLOCK_SIZE)
+    first, second = make_sequence(range(9)), make_sequence(range(9))
+    for seq in (first, second):
+        kv.admit(seq, kv.match_prefix(seq))
+    for seq in (first, second):
+        kv.register(seq, 0, 9)
+    assert not set(first.block_table) & set(second.block_table)
+    assert kv.match_prefix(make_sequence(range(9))).blocks == first.block_table[:2]
+    kv.free(second)
+    assert (kv.counts().used, kv.counts().cached) == (3, 0)
+
+
+def test_the_tail_of_a_prefix_is_evicted_before_its_head():
+    kv = KVCache(4, BLOCK_SIZE)
+    seq = make_sequence(range(16))
+    admit(kv, seq)
+    kv.free(seq)
+    admit(kv, make_sequence(7))
+    assert kv.match_prefix(make_sequence(range(16))).num_tokens == 8
+
+
+def test_blocks_needed_leave_out_what_others_hold_and_count_what_is_only_cached():
+    kv = KVCache(8, BLOCK_SIZE)
+    running, gone = make_sequence(range(8)), make_sequence(range(100, 108))
+    admit(kv, running)
+    admit(kv, gone)
+    kv.free(gone)
+    assert kv.match_prefix(make_sequence([*range(8), 8])).num_blocks_needed == 1
+    assert kv.match_prefix(make_sequence([*range(100, 108), 8])).num_blocks_needed == 3
+
+
+def test_admission_may_use_its_own_cached_prefix_as_the_last_blocks():
+    kv = KVCache(3, BLOCK_SIZE)
+    first = make_sequence(range(9))
+    admit(kv, first)
+    kv.free(first)
+    again = make_sequence(range(12))
+    assert admit(kv, again) == 8
+    assert kv.counts().used == 3
+    assert not kv.can_admit(kv.match_prefix(make_sequence(1)))
+
+
+def test_admission_does_not_evict_the_prefix_it_found():
+    kv = KVCache(4, BLOCK_SIZE)
+    old, prefix = make_sequence(range(4)), make_sequence(range(100, 108))
+    for seq in (prefix, old):
+        admit(kv, seq)
+        kv.free(seq)
+    match = kv.match_prefix(longer := make_sequence([*range(100, 108), *range(8)]))
+    kv.admit(longer, match)
+    assert longer.block_table[:2] == match.blocks
+    assert len(set(longer.block_table)) == 4
+
+
+def test_growth_appends_one_block_to_each():
+    kv = KVCache(4, BLOCK_SIZE)
+    first, second = make_sequence(4), make_sequence(4)
+    admit(kv, first)
+    admit(kv, second)
+    kv.grow([first, second])
+    assert (len(first.block_table), len(second.block_table), kv.num_growable_blocks) == (2, 2, 0)
+
+
+def test_block_size_must_be_positive():
+    with pytest.raises(ValueError, match="block_size is 0"):
+        KVCache(4, 0)

@@ -1,0 +1,206 @@
+import logging
+import math
+
+import pytest
+from flyball_protocol import Envelope, Limits, LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_runtime.core.clock import FakeClock
+from flyball_runtime.scheduler import LimitsLedger
+from flyball_runtime.scheduler.limits import lower_of
+
+ENVELOPE = Envelope(
+    max_num_seqs=64,
+    max_num_batched_tokens=2048,
+    min_num_batched_tokens=1,
+    num_kv_blocks=1000,
+    min_kv_cache_fraction=0.25,
+    block_size=16,
+    max_model_len=4000,
+)
+START = Limits(max_num_seqs=64, kv_cache_fraction=1.0, max_num_batched_tokens=2048)
+
+
+class FakeScheduler:
+    """Obeys at once, except that ``num_running`` sequences keep running."""
+
+    def __init__(self) -> None:
+        self.envelope = ENVELOPE
+        self.limits = START
+        self.num_running = 0
+
+    @property
+    def effective(self) -> Limits:
+        return limits(self.limits, max_num_seqs=max(self.limits.max_num_seqs, self.num_running))
+
+    def set_limits(self, limits: Limits) -> None:
+        self.limits = limits
+
+
+def limits(base: Limits = START, **changes: float) -> Limits:
+    return Limits(**({name: getattr(base, name) for name in Limits.__struct_fields__} | changes))
+
+
+def update(revision: int, ttl_s: float | None = None, **changes: float) -> LimitsUpdate:
+    return LimitsUpdate(revision=revision, limits=LimitsChange(**changes), ttl_s=ttl_s)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(100.0)
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler()
+
+
+@pytest.fixture
+def ledger(scheduler: FakeScheduler, clock: FakeClock) -> LimitsLedger:
+    return LimitsLedger(scheduler, clock)
+
+
+def test_at_first_the_start_up_limits_hold(ledger: LimitsLedger):
+    report = ledger.report()
+    assert (report.revision, report.target, report.effective, report.last_known_good) == (0, START, START, START)
+    assert (report.envelope, report.lease_expires_in_s) == (ENVELOPE, None)
+
+
+def test_an_update_moves_only_what_it_names(ledger: LimitsLedger, scheduler: FakeScheduler):
+    ack = ledger.post(update(1, max_num_seqs=8))
+    assert (ack.status, ack.revision, ack.reason) == (LimitsStatus.APPLIED, 1, "")
+    assert ack.target == ack.effective == scheduler.limits == limits(max_num_seqs=8)
+    assert ledger.post(update(2, kv_cache_fraction=0.5)).target == limits(max_num_seqs=8, kv_cache_fraction=0.5)
+
+
+def test_a_limit_that_drains_is_deferred(ledger: LimitsLedger, scheduler: FakeScheduler):
+    scheduler.num_running = 20
+    ack = ledger.post(update(1, max_num_seqs=8))
+    assert (ack.status, ack.target.max_num_seqs, ack.effective.max_num_seqs) == (LimitsStatus.DEFERRED, 8, 20)
+    assert ack.reason == "max_num_seqs drains from 20 to 8 as running sequences end"
+
+
+def test_an_older_revision_is_stale(ledger: LimitsLedger, scheduler: FakeScheduler):
+    ledger.post(update(5, max_num_seqs=8))
+    ack = ledger.post(update(4, max_num_seqs=9))
+    assert (ack.status, ack.revision, scheduler.limits.max_num_seqs) == (LimitsStatus.STALE, 5, 8)
+    assert "revision 4 is older than 5" in ack.reason
+
+
+def test_an_equal_revision_is_idempotent(ledger: LimitsLedger):
+    first = ledger.post(update(5, max_num_seqs=8))
+    assert ledger.post(update(5, max_num_seqs=8)) == first
+
+
+@pytest.mark.parametrize("other", [update(5, max_num_seqs=9), update(5, ttl_s=9.0, max_num_seqs=8)])
+def test_an_equal_revision_with_other_content_is_rejected(ledger: LimitsLedger, other: LimitsUpdate):
+    ledger.post(update(5, max_num_seqs=8))
+    ack = ledger.post(other)
+    assert (ack.status, ack.target.max_num_seqs) == (LimitsStatus.REJECTED, 8)
+    assert "revision 5 is in force with other content" in ack.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_num_seqs": 65}, "max_num_seqs is 65; this runtime takes 1 to 64. Stay inside, or start with a higher"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"kv_cache_fraction": 0.2}, "kv_cache_fraction is 0.2; this runtime takes 0.25 to 1. Stay inside, or one seq"),
+        ({"kv_cache_fraction": 1.5}, "kv_cache_fraction is 1.5"),
+        ({"kv_cache_fraction": math.nan}, "kv_cache_fraction is nan"),
+        ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens is 4096; this runtime takes 1 to 2048"),
+        ({"step_time_target_ms": 20.0}, "step_time_target_ms is 20; this runtime does not support it yet"),
+    ],
+)
+def test_limits_outside_the_envelope_are_rejected_whole(
+    ledger: LimitsLedger, scheduler: FakeScheduler, changes: dict[str, float], message: str
+):
+    ack = ledger.post(update(1, **({"max_num_seqs": 8} | changes)))
+    assert (ack.status, ack.revision, scheduler.limits) == (LimitsStatus.REJECTED, 0, START)
+    assert message in ack.reason
+
+
+def test_every_reason_is_given(ledger: LimitsLedger):
+    reason = ledger.post(update(1, max_num_seqs=65, kv_cache_fraction=0.1)).reason
+    assert "max_num_seqs is 65" in reason
+    assert "kv_cache_fraction is 0.1" in reason
+
+
+def test_a_rejected_update_does_not_use_up_its_revision(ledger: LimitsLedger):
+    ledger.post(update(1, max_num_seqs=65))
+    assert ledger.post(update(1, max_num_seqs=64)).status is LimitsStatus.APPLIED
+
+
+def test_a_lease_holds_until_it_runs_out_then_the_last_known_good_returns(
+    ledger: LimitsLedger, scheduler: FakeScheduler, clock: FakeClock, caplog: pytest.LogCaptureFixture
+):
+    ledger.post(update(1, max_num_seqs=8))
+    ledger.post(update(2, ttl_s=30, max_num_seqs=32))
+    assert ledger.report().last_known_good == limits(max_num_seqs=8)
+    clock.advance(29)
+    assert (ledger.tick(), ledger.report().lease_expires_in_s, scheduler.limits.max_num_seqs) == (False, 1.0, 32)
+    clock.advance(1)
+    with caplog.at_level(logging.WARNING):
+        assert ledger.tick() is True
+    assert "limits revision 2 ran out unrenewed" in caplog.text
+    assert scheduler.limits == limits(max_num_seqs=8)
+    assert (ledger.tick(), ledger.report().revision, ledger.report().lease_expires_in_s) == (False, 2, None)
+
+
+def test_the_fallback_never_raises_a_limit(ledger: LimitsLedger, scheduler: FakeScheduler, clock: FakeClock):
+    ledger.post(update(1, max_num_seqs=32, kv_cache_fraction=0.5))
+    ledger.post(update(2, ttl_s=30, max_num_seqs=8, kv_cache_fraction=0.75, max_num_batched_tokens=512))
+    clock.advance(30)
+    assert ledger.report().target == limits(max_num_seqs=8, kv_cache_fraction=0.5, max_num_batched_tokens=512)
+    assert scheduler.limits == ledger.report().target
+
+
+def test_the_same_revision_again_renews_the_lease(ledger: LimitsLedger, clock: FakeClock):
+    ledger.post(update(1, ttl_s=30, max_num_seqs=8))
+    clock.advance(20)
+    ledger.post(update(1, ttl_s=30, max_num_seqs=8))
+    clock.advance(20)
+    assert (ledger.tick(), ledger.report().lease_expires_in_s) == (False, 10.0)
+
+
+def test_a_renewal_that_comes_late_restores_what_the_revision_asked_for(
+    ledger: LimitsLedger, scheduler: FakeScheduler, clock: FakeClock
+):
+    ledger.post(update(1, max_num_seqs=8))
+    leased = update(2, ttl_s=30, max_num_seqs=32)
+    before = ledger.post(leased)
+    clock.advance(31)
+    ledger.tick()
+    assert scheduler.limits.max_num_seqs == 8
+    assert ledger.post(leased) == before
+    assert ledger.report().lease_expires_in_s == 30.0
+
+
+def test_an_update_after_expiry_starts_from_the_fallback(ledger: LimitsLedger, clock: FakeClock):
+    ledger.post(update(1, max_num_seqs=8))
+    ledger.post(update(2, ttl_s=30, max_num_seqs=32))
+    clock.advance(31)
+    assert ledger.post(update(3, max_num_batched_tokens=512)).target == limits(
+        max_num_seqs=8, max_num_batched_tokens=512
+    )
+
+
+def test_an_update_without_ttl_ends_the_lease_and_becomes_the_last_known_good(ledger: LimitsLedger, clock: FakeClock):
+    ledger.post(update(1, ttl_s=30, max_num_seqs=8))
+    ledger.post(update(2, kv_cache_fraction=0.5))
+    clock.advance(100)
+    report = ledger.report()
+    assert report.target == report.last_known_good == limits(max_num_seqs=8, kv_cache_fraction=0.5)
+
+
+def test_a_refused_update_leaves_the_lease_alone(ledger: LimitsLedger, clock: FakeClock):
+    ledger.post(update(3, ttl_s=30, max_num_seqs=8))
+    clock.advance(10)
+    ledger.post(update(2, ttl_s=30, max_num_seqs=8))
+    ledger.post(update(4, ttl_s=30, max_num_seqs=800))
+    assert ledger.report().lease_expires_in_s == 20.0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "lower"), [(None, None, None), (20.0, None, 20.0), (None, 30.0, 30.0), (20.0, 30.0, 20.0)]
+)
+def test_no_step_time_target_is_the_higher_one(a: float | None, b: float | None, lower: float | None):
+    assert lower_of(limits(step_time_target_ms=a), limits(step_time_target_ms=b)).step_time_target_ms == lower

@@ -1,0 +1,476 @@
+import pytest
+from flyball_protocol import Limits
+from flyball_runtime.core.clock import FakeClock
+from flyball_runtime.core.errors import ConfigError, EmptyPrompt, InvalidRequest, PromptTooLong, QueueFull
+from flyball_runtime.core.sequence import Sequence, SequenceStatus
+from flyball_runtime.kv_cache import KVCache
+from flyball_runtime.scheduler import BatchPlan, BlockedBy, Scheduler, SchedulerConfig
+from sequences import make_sequence
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 32
+TOKEN = 999_999
+
+
+def make_scheduler(
+    num_blocks: int = 64, *, caching: bool = True, clock: FakeClock | None = None, **settings
+) -> Scheduler:
+    defaults = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    kv = KVCache(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching)
+    return Scheduler(SchedulerConfig(**(defaults | settings)), kv, clock or FakeClock())
+
+
+def submit(
+    scheduler: Scheduler, *prompts: int | list[int], max_tokens: int | None = None, priority: int = 0
+) -> list[Sequence]:
+    sequences = [
+        make_sequence(prompt, max_tokens=max_tokens, priority=priority, max_model_len=MAX_MODEL_LEN, eos_token_ids=[0])
+        for prompt in prompts
+    ]
+    for seq in sequences:
+        scheduler.submit(seq)
+    return sequences
+
+
+def step(scheduler: Scheduler, token_id: int = TOKEN) -> BatchPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.commit(plan, [token_id] * sum(plan.samples))
+    return plan
+
+
+def scheduled(plan: BatchPlan) -> dict[str, int]:
+    return {seq.request_id: num for seq, num in zip(plan.sequences, plan.num_scheduled, strict=True)}
+
+
+def limits(scheduler: Scheduler, **changes) -> Limits:
+    values = {name: getattr(scheduler.limits, name) for name in Limits.__struct_fields__}
+    return Limits(**(values | changes))
+
+
+# planning
+
+
+def test_an_idle_scheduler_plans_nothing():
+    scheduler = make_scheduler()
+    assert scheduler.plan() is None
+    assert scheduler.blocked_by is BlockedBy.NONE
+
+
+def test_a_prompt_then_its_decodes():
+    scheduler = make_scheduler()
+    (seq,) = submit(scheduler, 6, max_tokens=3)
+    plan = step(scheduler)
+    assert (plan.starts, plan.num_scheduled, plan.samples) == ((0,), (6,), (True,))
+    assert (plan.num_decodes, plan.num_tokens, plan.num_prefill_tokens) == (0, 6, 6)
+    plan = step(scheduler)
+    assert (plan.starts, plan.num_scheduled, plan.samples) == ((6,), (1,), (True,))
+    assert (plan.num_decodes, plan.num_tokens, plan.num_prefill_tokens) == (1, 1, 0)
+    assert seq.num_output_tokens == 2
+
+
+def test_a_plan_does_not_change():
+    scheduler = make_scheduler()
+    submit(scheduler, 6)
+    plan = scheduler.plan()
+    with pytest.raises(AttributeError):
+        plan.num_tokens = 0
+    assert isinstance(plan.sequences, tuple)
+
+
+def test_decodes_come_first_then_chunks_in_progress_then_new_requests():
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    (chunked,) = submit(scheduler, 2)
+    step(scheduler)
+    long, new = submit(scheduler, 16, 5)
+    assert scheduled(step(scheduler)) == {chunked.request_id: 1, long.request_id: 9}
+    plan = step(scheduler)
+    assert list(scheduled(plan).items()) == [(chunked.request_id, 1), (long.request_id, 7), (new.request_id, 2)]
+    assert plan.samples == (True, True, False)
+    assert plan.num_tokens == 10
+
+
+def test_a_long_prompt_never_holds_up_a_decode():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    (decoding,) = submit(scheduler, 1)
+    step(scheduler)
+    submit(scheduler, 30)
+    for _ in range(10):
+        assert step(scheduler).sequences[0] is decoding
+
+
+def test_without_chunked_prefill_a_prompt_is_computed_whole_or_not_at_all():
+    scheduler = make_scheduler(max_num_batched_tokens=32, enable_chunked_prefill=False)
+    first, second = submit(scheduler, 20, 13)
+    plan = step(scheduler)
+    assert scheduled(plan) == {first.request_id: 20}
+    assert plan.blocked_by is BlockedBy.BUDGET
+    assert scheduled(step(scheduler)) == {first.request_id: 1, second.request_id: 13}
+
+
+def test_a_request_that_does_not_fit_holds_up_those_behind_it():
+    scheduler = make_scheduler(num_blocks=8)
+    submit(scheduler, 20, 20, 1)
+    assert len(step(scheduler).sequences) == 1
+    assert scheduler.num_waiting == 2
+
+
+def test_a_found_prefix_is_not_computed_again():
+    scheduler = make_scheduler()
+    prompt = list(range(1, 14))
+    submit(scheduler, prompt, max_tokens=1)
+    first = step(scheduler)
+    (again,) = submit(scheduler, prompt)
+    second = step(scheduler)
+    assert (first.num_prefix_queried_tokens, first.num_prefix_hit_tokens) == (13, 0)
+    assert (second.num_prefix_queried_tokens, second.num_prefix_hit_tokens) == (13, 12)
+    assert (second.starts, second.num_scheduled, again.num_cached_tokens) == ((12,), (1,), 12)
+
+
+def test_without_prefix_caching_no_tokens_are_counted_as_queried():
+    scheduler = make_scheduler(caching=False)
+    submit(scheduler, 13)
+    assert step(scheduler).num_prefix_queried_tokens == 0
+
+
+def test_rows_are_the_lowest_free_ones():
+    scheduler = make_scheduler()
+    a, b, c = submit(scheduler, 1, 1, 1)
+    step(scheduler)
+    assert (a.row, b.row, c.row) == (0, 1, 2)
+    scheduler.abort(c.request_id)
+    scheduler.abort(a.request_id)
+    d, e = submit(scheduler, 1, 1)
+    step(scheduler)
+    assert (a.row, c.row) == (None, None)
+    assert (d.row, b.row, e.row) == (0, 1, 2)
+
+
+# what blocks the head of the queue
+
+
+def test_blocked_by_seats():
+    scheduler = make_scheduler(max_num_seqs=2)
+    submit(scheduler, 1, 1, 1)
+    assert step(scheduler).blocked_by is BlockedBy.SEQS
+    assert step(scheduler).blocked_by is BlockedBy.SEQS, "said at every step, also without admissions"
+
+
+def test_blocked_by_kv():
+    scheduler = make_scheduler(num_blocks=8)
+    submit(scheduler, 20, 20)
+    assert step(scheduler).blocked_by is BlockedBy.KV
+
+
+def test_blocked_by_budget():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    submit(scheduler, 4, 4)
+    assert step(scheduler).blocked_by is BlockedBy.BUDGET
+
+
+def test_missing_blocks_are_named_before_a_spent_budget():
+    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=20)
+    submit(scheduler, 20, 20)
+    assert step(scheduler).blocked_by is BlockedBy.KV
+
+
+def test_blocked_by_nothing_when_nobody_waits():
+    scheduler = make_scheduler()
+    submit(scheduler, 4)
+    assert step(scheduler).blocked_by is BlockedBy.NONE
+    assert scheduler.blocked_by is BlockedBy.NONE
+
+
+# ends
+
+
+def test_max_tokens_ends_a_sequence_with_length():
+    scheduler = make_scheduler()
+    (seq,) = submit(scheduler, 3, max_tokens=2)
+    plan = scheduler.plan()
+    assert scheduler.commit(plan, [7]) == [(seq, None)]
+    plan = scheduler.plan()
+    assert scheduler.commit(plan, [8]) == [(seq, "length")]
+    assert seq.token_ids[3:] == [7, 8]
+    assert seq.status is SequenceStatus.FINISHED
+    assert scheduler.plan() is None
+
+
+def test_the_model_length_ends_a_sequence_with_length():
+    scheduler = make_scheduler()
+    (seq,) = submit(scheduler, MAX_MODEL_LEN - 1)
+    assert scheduler.commit(scheduler.plan(), [7]) == [(seq, "length")]
+    assert len(seq.token_ids) == MAX_MODEL_LEN
+
+
+def test_a_stop_token_ends_a_sequence_and_stays_its_last():
+    scheduler = make_scheduler()
+    (seq,) = submit(scheduler, 3, max_tokens=1)
+    assert scheduler.commit(scheduler.plan(), [0]) == [(seq, "stop")], "stop wins over length"
+    assert seq.token_ids[-1] == 0
+
+
+def test_an_unfinished_chunk_gets_no_token():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    (seq,) = submit(scheduler, 6)
+    assert scheduler.commit(scheduler.plan(), []) == []
+    assert (seq.num_computed_tokens, len(seq.token_ids)) == (4, 6)
+
+
+@pytest.mark.parametrize("sampled", [[], [1, 2]])
+def test_a_wrong_number_of_sampled_tokens_is_refused_before_anything_changes(sampled: list[int]):
+    scheduler = make_scheduler()
+    (seq,) = submit(scheduler, 3)
+    plan = scheduler.plan()
+    with pytest.raises(ValueError, match=f"got {len(sampled)} sampled tokens for a plan that samples 1"):
+        scheduler.commit(plan, sampled)
+    assert seq.num_computed_tokens == 0
+    scheduler.commit(plan, [1])
+
+
+def test_the_blocks_of_a_finished_sequence_are_free_or_cached():
+    scheduler = make_scheduler()
+    submit(scheduler, 9, max_tokens=1)
+    step(scheduler)
+    blocks = scheduler._kv.counts()
+    assert (blocks.used, blocks.cached) == (0, 2)
+
+
+# abort
+
+
+def test_abort_of_a_running_sequence_frees_its_blocks_at_once():
+    scheduler = make_scheduler()
+    (seq,) = submit(scheduler, 9)
+    step(scheduler)
+    assert scheduler.abort(seq.request_id)
+    assert scheduler._kv.counts().used == 0
+    assert (seq.status, seq.row) == (SequenceStatus.FINISHED, None)
+    assert scheduler.plan() is None
+
+
+def test_abort_of_a_waiting_sequence_takes_it_from_the_queue():
+    scheduler = make_scheduler(max_num_seqs=1)
+    _, waiting, behind = submit(scheduler, 1, 1, 1)
+    step(scheduler)
+    assert scheduler.abort(waiting.request_id)
+    assert scheduler.num_waiting == 1
+    assert behind.status is SequenceStatus.WAITING
+
+
+def test_abort_of_an_unknown_or_ended_request_does_nothing():
+    scheduler = make_scheduler()
+    (seq,) = submit(scheduler, 1, max_tokens=1)
+    step(scheduler)
+    assert not scheduler.abort(seq.request_id)
+    assert not scheduler.abort("never seen")
+
+
+def test_a_sequence_aborted_while_the_model_runs_gets_no_token():
+    scheduler = make_scheduler()
+    gone, stays = submit(scheduler, 3, 3)
+    plan = scheduler.plan()
+    scheduler.abort(gone.request_id)
+    assert scheduler.commit(plan, [7, 8]) == [(stays, None)]
+    assert gone.num_output_tokens == 0
+
+
+# preemption
+
+
+def fill_pool(scheduler: Scheduler) -> list[Sequence]:
+    """Two sequences that use all 10 blocks, the next decode of each needing one more."""
+    sequences = submit(scheduler, 19, 19)
+    step(scheduler)
+    assert scheduler._kv.counts().used == 10
+    step(scheduler)
+    return sequences
+
+
+def test_the_last_arrival_is_preempted_and_waits_first():
+    scheduler = make_scheduler(num_blocks=10)
+    first, second = fill_pool(scheduler)
+    submit(scheduler, 1)
+    plan = step(scheduler)
+    assert plan.preempted == (second,)
+    assert plan.blocked_by is BlockedBy.KV
+    assert plan.sequences == (first,), "nothing is admitted in a step that preempted"
+    assert (second.status, second.row, second.block_table, second.num_computed_tokens) == (
+        SequenceStatus.WAITING, None, [], 0,
+    )  # fmt: skip
+    scheduler.abort(first.request_id)
+    assert step(scheduler).sequences[0] is second
+
+
+def test_a_preempted_sequence_keeps_its_tokens_and_counts_what_it_computes_again():
+    scheduler = make_scheduler(num_blocks=10, caching=False)
+    first, second = fill_pool(scheduler)
+    assert step(scheduler).num_recomputed_tokens == 0
+    scheduler.abort(first.request_id)
+    plan = step(scheduler)
+    assert (plan.starts, plan.num_scheduled, plan.num_recomputed_tokens) == ((0,), (21,), 20)
+    assert (second.num_output_tokens, second.num_preemptions) == (3, 1)
+
+
+def test_what_the_prefix_cache_kept_is_not_recomputed():
+    scheduler = make_scheduler(num_blocks=10)
+    first, second = fill_pool(scheduler)
+    step(scheduler)
+    scheduler.abort(first.request_id)
+    plan = step(scheduler)
+    assert (plan.starts, plan.num_recomputed_tokens) == ((16,), 4)
+    assert second.num_cached_tokens == 0, "a sequence's own blocks are no prefix hit"
+    assert (plan.num_prefix_queried_tokens, plan.num_prefix_hit_tokens) == (0, 0)
+
+
+def test_the_lowest_priority_is_preempted():
+    scheduler = make_scheduler(num_blocks=10, policy="priority")
+    low, high = submit(scheduler, 19, priority=5) + submit(scheduler, 19, priority=1)
+    step(scheduler)
+    step(scheduler)
+    plan = step(scheduler)
+    assert (plan.preempted, plan.sequences) == ((low,), (high,))
+
+
+def test_priority_is_admitted_in_its_order():
+    scheduler = make_scheduler(max_num_seqs=2, policy="priority")
+    c, a, b = submit(scheduler, 1, priority=2) + submit(scheduler, 1, 1, priority=1)
+    assert step(scheduler).sequences == (a, b)
+    assert c.status is SequenceStatus.WAITING
+
+
+def test_a_lone_sequence_grows_to_the_model_length():
+    scheduler = make_scheduler(num_blocks=MAX_MODEL_LEN // BLOCK_SIZE)
+    (seq,) = submit(scheduler, 1)
+    while scheduler.num_running or scheduler.num_waiting:
+        assert step(scheduler).preempted == ()
+    assert len(seq.token_ids) == MAX_MODEL_LEN
+
+
+# submit
+
+
+def test_what_could_never_run_is_refused():
+    scheduler = make_scheduler()
+    with pytest.raises(EmptyPrompt):
+        submit(scheduler, [])
+    with pytest.raises(PromptTooLong, match="prompt has 32 tokens"):
+        submit(scheduler, MAX_MODEL_LEN)
+    with pytest.raises(PromptTooLong):
+        scheduler.submit(make_sequence(3, max_model_len=MAX_MODEL_LEN + 1))
+    assert scheduler.num_waiting == 0
+
+
+def test_an_id_in_use_is_refused():
+    scheduler = make_scheduler()
+    scheduler.submit(make_sequence(1, request_id="x", max_tokens=1))
+    with pytest.raises(InvalidRequest, match="request_id x is in use"):
+        scheduler.submit(make_sequence(1, request_id="x", max_tokens=1))
+    step(scheduler)
+    scheduler.submit(make_sequence(1, request_id="x", max_tokens=1))
+
+
+def test_a_full_queue_says_when_to_retry():
+    clock = FakeClock()
+    scheduler = make_scheduler(max_num_seqs=1, max_queued_requests=3, clock=clock)
+    submit(scheduler, 1, 1, 1, max_tokens=1)
+    with pytest.raises(QueueFull) as error:
+        submit(scheduler, 1)
+    assert error.value.retry_after_s == 1
+    step(scheduler)
+    clock.advance(10)
+    step(scheduler)
+    submit(scheduler, 1, 1)
+    with pytest.raises(QueueFull, match="3 requests are waiting") as error:
+        submit(scheduler, 1)
+    assert error.value.retry_after_s == 15, "2 admissions in 10 s, 3 waiting"
+
+
+def test_a_preempted_sequence_waits_even_when_the_queue_is_full():
+    scheduler = make_scheduler(num_blocks=10, max_queued_requests=2)
+    fill_pool(scheduler)
+    submit(scheduler, 30, 30)
+    step(scheduler)
+    assert scheduler.num_waiting == 3
+
+
+def test_a_kv_cache_too_small_for_one_sequence_stops_start_up():
+    with pytest.raises(
+        ConfigError, match="7 blocks of 4 tokens, 28 tokens; one sequence of --max-model-len 32 needs 8"
+    ):
+        make_scheduler(num_blocks=7)
+
+
+# live limits
+
+
+def test_lowering_max_num_seqs_drains():
+    scheduler = make_scheduler()
+    sequences = submit(scheduler, 1, 1, 1, 1)
+    step(scheduler)
+    submit(scheduler, 1)
+    scheduler.set_limits(limits(scheduler, max_num_seqs=2))
+    assert (scheduler.limits.max_num_seqs, scheduler.effective.max_num_seqs) == (2, 4)
+    plan = step(scheduler)
+    assert (len(plan.sequences), plan.blocked_by) == (4, BlockedBy.SEQS)
+    scheduler.abort(sequences[0].request_id)
+    assert scheduler.effective.max_num_seqs == 3
+    scheduler.abort(sequences[1].request_id)
+    assert scheduler.effective == scheduler.limits
+    assert step(scheduler).blocked_by is BlockedBy.SEQS
+    scheduler.abort(sequences[2].request_id)
+    assert step(scheduler).blocked_by is BlockedBy.NONE
+
+
+def test_lowering_the_kv_fraction_drains_without_preemption():
+    scheduler = make_scheduler(num_blocks=16, caching=False)
+    first, second = submit(scheduler, 20, 24)
+    step(scheduler)
+    submit(scheduler, 4)
+    scheduler.set_limits(limits(scheduler, kv_cache_fraction=0.5))
+    assert (scheduler.effective.kv_cache_fraction, scheduler._kv.capacity) == (11 / 16, 8)
+    for _ in range(6):
+        plan = step(scheduler)
+        assert (plan.sequences, plan.preempted, plan.blocked_by) == ((first, second), (), BlockedBy.KV)
+    assert scheduler._kv.counts().used == 15, "running sequences go on growing"
+    scheduler.abort(second.request_id)
+    assert scheduler.effective == scheduler.limits
+    assert step(scheduler).blocked_by is BlockedBy.NONE
+
+
+def test_lowering_the_budget_below_the_decodes_drains():
+    scheduler = make_scheduler()
+    sequences = submit(scheduler, 1, 1, 1)
+    step(scheduler)
+    submit(scheduler, 1)
+    scheduler.set_limits(limits(scheduler, max_num_batched_tokens=2))
+    assert scheduler.effective.max_num_batched_tokens == 3
+    plan = step(scheduler)
+    assert (plan.num_decodes, plan.blocked_by) == (3, BlockedBy.BUDGET), "decodes are never held back"
+    scheduler.abort(sequences[0].request_id)
+    assert scheduler.effective == scheduler.limits
+    assert step(scheduler).blocked_by is BlockedBy.BUDGET
+    scheduler.abort(sequences[1].request_id)
+    assert step(scheduler).num_tokens == 2
+
+
+def test_raising_a_limit_works_in_the_next_step():
+    scheduler = make_scheduler()
+    scheduler.set_limits(limits(scheduler, max_num_seqs=1))
+    submit(scheduler, 1, 1, 1)
+    assert len(step(scheduler).sequences) == 1
+    scheduler.set_limits(limits(scheduler, max_num_seqs=3))
+    assert scheduler.effective == scheduler.limits
+    assert len(step(scheduler).sequences) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_num_seqs": 5}, {"kv_cache_fraction": 0.1}, {"max_num_batched_tokens": 65}, {"step_time_target_ms": 20.0}],
+)
+def test_limits_outside_the_envelope_are_refused(change: dict[str, float]):
+    scheduler = make_scheduler()
+    before = scheduler.limits
+    with pytest.raises(ValueError, match=next(iter(change))):
+        scheduler.set_limits(limits(scheduler, **change))
+    assert scheduler.limits == before

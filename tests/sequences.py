@@ -1,0 +1,31 @@
+"""Sequences for tests that need no tokenizer."""
+
+import itertools
+from collections.abc import Iterable
+
+from flyball_runtime.core.request import Request
+from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.core.sequence import Sequence
+
+_ids = itertools.count()
+
+
+def make_sequence(
+    prompt: int | Iterable[int],
+    *,
+    max_tokens: int | None = None,
+    priority: int = 0,
+    request_id: str | None = None,
+    max_model_len: int = 1024,
+    eos_token_ids: Iterable[int] = (),
+) -> Sequence:
+    """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt."""
+    number = next(_ids)
+    token_ids = [number * 10_000 + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
+    request = Request(
+        request_id=request_id or f"r{number}",
+        prompt_token_ids=token_ids,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        priority=priority,
+    )
+    return Sequence(request, max_model_len=max_model_len, eos_token_ids=frozenset(eos_token_ids))
