@@ -4,15 +4,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flyball_kernels.backend import backend_for
 from flyball_kernels.checks import check_dtype, check_shape
 
 
 class PackedLinear:
     """``x @ weight.T + bias`` for inference.
 
+    On CPU the C++ kernel keeps the weight in panels of 32 output features, whatever the number of rows it will meet,
+    and this packed copy is the only one held: drop your own reference to ``weight``. Its out_features are rounded up
+    to 32. Elsewhere, and with the ``torch`` backend, the weight is kept as it is for ``torch.nn.functional.linear``.
+
     Args:
-        weight: ``[out_features, in_features]`` bf16, fp16 or fp32. Not kept where it is repacked: the packed copy is
-            the only one that this object holds, so drop your own reference too.
+        weight: ``[out_features, in_features]`` bf16, fp16 or fp32.
         bias: ``[out_features]`` or None, dtype of ``weight``.
     Raises:
         ValueError: the shapes or dtypes do not fit.
@@ -25,14 +29,23 @@ class PackedLinear:
             check_shape("bias", bias, weight.shape[0])
             check_dtype("bias", bias, weight.dtype)
         self.out_features, self.in_features = weight.shape
-        self._weight, self._bias = weight, bias
+        self._packed = backend_for(weight) == "cpp"
+        self._weight = torch.ops.flyball.linear_pack(weight.detach()) if self._packed else weight.detach()
+        self._bias = None if bias is None else bias.detach().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[..., out_features]`` of ``x`` ``[..., in_features]``, in the dtype of the weight.
 
+        Products and sums are fp32, rounded once. With the ``cpp`` backend a row's result is the same to the last bit
+        whatever rows stand beside it and however many.
+
         Raises:
-            ValueError: the last dimension of ``x`` is not in_features.
+            ValueError: the last dimension of ``x`` is not in_features, or its dtype is not the weight's.
         """
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x has rows of {x.shape[-1]}; this layer takes {self.in_features}.")
-        return F.linear(x, self._weight, self._bias)
+        check_dtype("x", x, self._weight.dtype)
+        if not self._packed:
+            return F.linear(x, self._weight, self._bias)
+        out = torch.ops.flyball.linear(x.reshape(-1, self.in_features), self._weight, self._bias, self.out_features)
+        return out.view(*x.shape[:-1], self.out_features)

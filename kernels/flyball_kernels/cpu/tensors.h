@@ -1,0 +1,60 @@
+// What every op needs to meet torch: registration, dispatch over element types, and memory that outlives a call.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <omp.h>
+#include <torch/library.h>
+
+#include <optional>
+
+#include "vec.h"
+
+namespace flyball {
+
+using at::Tensor;
+
+// Call f with a null pointer of the tensor's element type.
+template <class F>
+void dispatch(const Tensor& tensor, const char* op, F f) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return f(static_cast<float*>(nullptr));
+    case at::kBFloat16: return f(static_cast<c10::BFloat16*>(nullptr));
+    case at::kHalf: return f(static_cast<c10::Half*>(nullptr));
+    default: TORCH_CHECK_VALUE(false, op, " takes float32, bfloat16 or float16, not ", tensor.scalar_type());
+  }
+}
+
+template <class T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+template <class T>
+const T* data_or_null(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? data<const T>(*tensor) : nullptr;
+}
+
+// Work below this many elements is done by the calling thread: waking the others costs more.
+constexpr int64_t kParallelGrain = 16384;
+
+// A cache-line-aligned buffer that only grows, one per thread and per Tag, so that steady state allocates nothing.
+template <class Tag>
+float* scratch(int64_t num_floats) {
+  struct Buffer {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Buffer() { std::free(data); }
+  };
+  static thread_local Buffer buffer;
+  if (buffer.size < num_floats) {
+    std::free(buffer.data);
+    buffer.size = round_up(num_floats, 1024);
+    buffer.data = static_cast<float*>(std::aligned_alloc(64, buffer.size * sizeof(float)));
+    TORCH_CHECK(buffer.data, "no memory for ", buffer.size * sizeof(float), " bytes of scratch");
+  }
+  return buffer.data;
+}
+
+}  // namespace flyball

@@ -1,0 +1,63 @@
+// One pass from the QKV projection to a rotated query and a written cache; see reference.py for what it composes.
+#include "../cpu/tensors.h"
+#include "../rms_norm/norm.h"
+#include "../rope/rotate.h"
+
+namespace flyball {
+namespace {
+
+template <class T, class C>
+struct Heads {
+  int64_t num_q, num_kv, head_dim, half;  // half: of the rotated part
+  const T *q_norm, *k_norm;               // or null
+  float eps;
+
+  void prepare(const T* x, const T* norm, const C* cos_sin, T* out) const {
+    if (norm) {
+      normalise_row(x, norm, out, head_dim, eps);
+      x = out;
+    }
+    rotate_head(x, cos_sin, out, half, head_dim);
+  }
+
+  void token(const T* qkv, const C* cos_sin, T* query, T* key, T* value) const {
+    for (int64_t h = 0; h < num_q; ++h) prepare(qkv + h * head_dim, q_norm, cos_sin, query + h * head_dim);
+    qkv += num_q * head_dim;
+    for (int64_t h = 0; h < num_kv; ++h) prepare(qkv + h * head_dim, k_norm, cos_sin, key + h * head_dim);
+    qkv += num_kv * head_dim;
+    std::copy(qkv, qkv + num_kv * head_dim, value);
+  }
+};
+
+Tensor rope_kv_write(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin_cache, const Tensor& k_cache,
+                     const Tensor& v_cache, const Tensor& slot_mapping, const std::optional<Tensor>& q_norm,
+                     const std::optional<Tensor>& k_norm, double eps) {
+  const Tensor rows = qkv.contiguous(), table = cos_sin_cache.contiguous();
+  const Tensor at = positions.contiguous(), slots = slot_mapping.contiguous();
+  const int64_t num_tokens = rows.size(0), width = rows.size(1), num_kv = k_cache.size(2), head_dim = k_cache.size(3);
+  const int64_t num_q = width / head_dim - 2 * num_kv, kv_width = num_kv * head_dim, rotary_dim = table.size(1);
+  Tensor query = at::empty({num_tokens, num_q, head_dim}, rows.options());
+  dispatch(rows, "rope_kv_write", [&]<class T>(T*) {
+    dispatch(table, "rope_kv_write", [&]<class C>(C*) {
+      const Heads<T, C> heads{num_q, num_kv, head_dim, rotary_dim / 2, data_or_null<T>(q_norm), data_or_null<T>(k_norm),
+                              static_cast<float>(eps)};
+      const int64_t *position = data<const int64_t>(at), *slot = data<const int64_t>(slots);
+#pragma omp parallel for if (rows.numel() > kParallelGrain)
+      for (int64_t i = 0; i < num_tokens; ++i)
+        heads.token(data<const T>(rows) + i * width, data<const C>(table) + position[i] * rotary_dim,
+                    data<T>(query) + i * num_q * head_dim, data<T>(k_cache) + slot[i] * kv_width,
+                    data<T>(v_cache) + slot[i] * kv_width);
+    });
+  });
+  return query;
+}
+
+TORCH_LIBRARY_FRAGMENT(flyball, m) {
+  m.def(
+      "rope_kv_write(Tensor qkv, Tensor positions, Tensor cos_sin_cache, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+      "Tensor slot_mapping, Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor");
+  m.impl("rope_kv_write", c10::DispatchKey::CPU, TORCH_FN(rope_kv_write));
+}
+
+}  // namespace
+}  // namespace flyball

@@ -1,0 +1,39 @@
+import pytest
+import torch
+from flyball_kernels import rope_kv_write
+from flyball_kernels.rope_kv_write import reference
+from kernel_checks import assert_close
+
+
+def inputs(num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, dtype):
+    return {
+        "qkv": torch.randn(num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
+        "positions": torch.randint(0, 50, (num_tokens,)),
+        "cos_sin_cache": torch.randn(50, rotary_dim),
+        "slot_mapping": torch.randperm(8 * 5)[:num_tokens],
+    }
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2, 2), (7, 12, 4, 64, 64), (40, 8, 1, 80, 20)])
+def test_equals_the_composition(shape, norm, dtype):
+    tensors = inputs(*shape, dtype)
+    num_kv_heads, head_dim = shape[2:4]
+    norms = [torch.randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
+    caches = [torch.full((8, 5, num_kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(4)]
+    query = rope_kv_write(**tensors, k_cache=caches[0], v_cache=caches[1], q_norm=norms[0], k_norm=norms[1], eps=1e-6)
+    expected = reference.rope_kv_write(
+        **tensors, k_cache=caches[2], v_cache=caches[3], q_norm=norms[0], k_norm=norms[1], eps=1e-6
+    )
+    assert_close(query, expected)
+    for actual, want in zip(caches[:2], caches[2:], strict=True):
+        torch.testing.assert_close(actual.isnan(), want.isnan())  # the same slots, all others untouched
+        assert_close(actual.nan_to_num(), want.nan_to_num())
+
+
+def test_rows_must_hold_whole_heads():
+    tensors = inputs(2, 4, 2, 16, 16, torch.float32)
+    cache = torch.zeros(8, 5, 2, 16)
+    for width in (4 * 16, 100):
+        with pytest.raises(ValueError, match=f"qkv has rows of {width}; they must hold query heads and 2"):
+            rope_kv_write(**{**tensors, "qkv": torch.ones(2, width)}, k_cache=cache, v_cache=cache.clone())

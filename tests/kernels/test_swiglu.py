@@ -1,0 +1,22 @@
+import pytest
+import torch
+from flyball_kernels import swiglu
+from flyball_kernels.swiglu import reference
+from kernel_checks import assert_close
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (5, 160), (64, 4096), (3, 66), (0, 8)])
+def test_equals_the_reference(shape, dtype):
+    gate_up = torch.randn(shape, dtype=dtype) * 4
+    assert_close(swiglu(gate_up), reference.swiglu(gate_up))
+
+
+def test_extreme_gates():
+    gate = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, float("nan")])
+    gate_up = torch.cat([gate, torch.ones(8)])[None]
+    torch.testing.assert_close(swiglu(gate_up), reference.swiglu(gate_up), equal_nan=True)
+
+
+def test_rows_must_be_even():
+    with pytest.raises(ValueError, match="rows of 5; the length must be even"):
+        swiglu(torch.ones(2, 5))
