@@ -134,6 +134,7 @@ class ModelConfig:
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def weight_bytes(self, dtype: DType) -> int:
+        """Bytes of the checkpoint's parameters as ``dtype``; kernels may hold more (see ``CausalLM.pack``)."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
     def _parameters_per_layer(self) -> int:

@@ -33,12 +33,12 @@ def load_model(
     Args:
         max_model_len: longest context to prepare for; None is all that the model was made for.
     Raises:
-        ConfigError: a file is missing or unreadable, or a tensor is missing, unexpected or of the wrong shape or kind.
+        ConfigError: a file is missing or unreadable; a tensor is missing, unexpected or of the wrong shape or kind; or
+            the device cannot hold the model.
     """
     start = time.monotonic()
     files = weight_files(Path(path))
-    max_len = config.max_context_len if max_model_len is None else max_model_len
-    model = CausalLM(config, max_len=max_len, dtype=dtype, device=torch.device(device))
+    model = _allocate(config, max_model_len or config.max_context_len, dtype, torch.device(device))
     _fill(dict(model.destinations()), files, config)
     model.pack()
     logger.info(
@@ -49,6 +49,17 @@ def load_model(
         time.monotonic() - start,
     )
     return model
+
+
+def _allocate(config: ModelConfig, max_len: int, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    try:
+        return CausalLM(config, max_len=max_len, dtype=dtype, device=device)
+    except RuntimeError as error:  # how torch says "out of memory", on every device
+        gib = config.num_parameters * dtype.itemsize / 2**30
+        raise ConfigError(
+            f"{config.architecture} with {config.num_parameters} parameters needs {gib:.1f} GiB as {dtype}, which {device} "
+            f"cannot give ({error}). Use a smaller model or dtype, or a larger machine."
+        ) from error
 
 
 def _fill(waiting: dict[str, Tensor], files: list[Path], config: ModelConfig) -> None:

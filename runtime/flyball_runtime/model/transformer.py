@@ -164,7 +164,11 @@ class CausalLM:
             yield "lm_head.weight", self.head_weight
 
     def pack(self) -> None:
-        """Hand the weights, now filled, to the kernels' layout."""
+        """Hand the weights, now filled, to the kernels' layout, one layer after another.
+
+        Where the kernels repack (CPU), a tied head becomes a second copy beside the embedding: the head is the largest
+        matmul of a decode, and gains the most from its layout.
+        """
         for layer in self.layers:
             layer.pack()
         self.lm_head = PackedLinear(self.head_weight)

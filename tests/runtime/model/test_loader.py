@@ -1,5 +1,6 @@
 """Loading: every layout of files gives the same model, and every broken checkpoint an error that names the culprit."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -181,6 +182,13 @@ def test_no_weights(checkpoint: Callable, tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ConfigError, match=r"has weights in pytorch_model\.bin but none in safetensors.* Convert them"):
         _load(tmp_path)
+
+
+def test_larger_than_any_machine(checkpoint: Callable) -> None:
+    path = checkpoint("qwen3")
+    config = dataclasses.replace(ModelConfig.from_dir(path), intermediate_size=10**15)
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM with .* GiB as torch\.float32, which cpu cannot give"):
+        load_model(path, config, dtype=torch.float32, device="cpu")
 
 
 def test_dtype_names(checkpoint: Callable) -> None:

@@ -1,6 +1,7 @@
 """Our model over a paged cache against transformers' own, on the same checkpoint."""
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,12 @@ class Sequence:
 class PagedDriver:
     """Lays sequences out over shuffled blocks by hand; what nobody wrote in the cache is NaN."""
 
-    def __init__(self, model: CausalLM, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: CausalLM, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         config = model.config
         shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
+        empty = torch.full(shape, torch.nan, dtype=dtype, device=device)
         self.model = model
-        self.kv = [
-            (torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
-            for _ in range(config.num_hidden_layers)
-        ]
+        self.kv = [(empty.clone(), empty.clone()) for _ in range(config.num_hidden_layers)]
         self.free_blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7)).tolist()
 
     def step(self, batch: list[tuple[Sequence, int]], *, all_logits: bool = False) -> list[Tensor]:
@@ -60,7 +59,7 @@ class PagedDriver:
         for sequence, num_tokens in batch:
             self._allocate(sequence, sequence.num_computed_tokens + num_tokens)
         inputs = _inputs(batch, all_logits)
-        logits = self.model.forward(inputs, self.kv)
+        logits = self.model.forward(_to(inputs, self.kv[0][0].device), self.kv)
         for sequence, num_tokens in batch:
             sequence.num_computed_tokens += num_tokens
         return list(logits.split([n for _, n in batch] if all_logits else [1] * len(batch)))
@@ -97,8 +96,13 @@ def _inputs(batch: list[tuple[Sequence, int]], all_logits: bool) -> StepInputs:
     )
 
 
-def _load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(path, ModelConfig.from_dir(path), dtype=dtype, device="cpu")
+def _to(inputs: StepInputs, device: torch.device) -> StepInputs:
+    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.type is Tensor}
+    return replace(inputs, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def _load(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> CausalLM:
+    return load_model(path, ModelConfig.from_dir(path), dtype=dtype, device=device)
 
 
 def _tokens(num_tokens: int, seed: int) -> list[int]:
@@ -190,8 +194,8 @@ def test_a_step_that_samples_nothing_still_fills_the_cache(models) -> None:
     driver, sequence = PagedDriver(model), Sequence(token_ids)
     driver._allocate(sequence, 19)
     inputs = _inputs([(sequence, 19)], all_logits=False)
-    none = StepInputs(**{f: getattr(inputs, f) for f in inputs.__slots__} | {"logits_indices": torch.empty(0).long()})
-    assert model.forward(none, driver.kv).shape == (0, VOCAB_SIZE)
+    inputs = replace(inputs, logits_indices=torch.empty(0, dtype=torch.int64))
+    assert model.forward(inputs, driver.kv).shape == (0, VOCAB_SIZE)
     sequence.num_computed_tokens = 19
     (logits,) = driver.step([(sequence, 1)])
     assert_close(logits, _reference_logits(theirs, token_ids)[-1:], **FP32_TOLERANCE)
@@ -213,3 +217,13 @@ def test_low_precision_is_as_close_to_fp32_as_transformers_is(
     # 5 % of the logits' own spread, which is what 8 bits of mantissa leave after two such layers.
     assert ours < 1.1 * theirs
     assert ours < 0.05 * exact.std()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_on_a_gpu(arch: str, checkpoint: Callable, reference: Callable) -> None:
+    path = checkpoint(arch)
+    token_ids = _tokens(110, seed=8)
+    driver, sequence = PagedDriver(_load(path, device="cuda"), device="cuda"), Sequence(token_ids)
+    logits = [driver.step([(sequence, n)], all_logits=True)[0].cpu() for n in (50, 1, 40, 19)]
+    assert_close(torch.cat(logits), _reference_logits(reference(path), token_ids), **FP32_TOLERANCE)
