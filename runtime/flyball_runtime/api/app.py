@@ -1,0 +1,57 @@
+"""The app of port 8000: OpenAI's endpoints, health and metrics."""
+
+from fastapi import FastAPI
+from flyball_protocol import endpoints
+from starlette.middleware import Middleware
+
+from flyball_runtime import __version__
+from flyball_runtime.api.errors import install_error_handlers
+from flyball_runtime.api.generate import GenerationRoutes
+from flyball_runtime.api.health import HealthRoutes
+from flyball_runtime.api.metrics import Metrics
+from flyball_runtime.api.models import ModelRoutes
+from flyball_runtime.api.request_id import RequestIdMiddleware
+from flyball_runtime.api.server import Server
+from flyball_runtime.api.settings import ApiSettings
+from flyball_runtime.api.text import ChatTokenizer, TextCodec
+from flyball_runtime.api.tokenize import TokenizeRoutes
+from flyball_runtime.engine.front import EngineFront
+
+PROBE_METHODS = ["GET", "HEAD"]
+
+
+def create_app(front: EngineFront, tokenizer: ChatTokenizer, settings: ApiSettings, metrics: Metrics) -> FastAPI:
+    """The public app. ``tokenizer`` is the model's, from transformers; its truncation and padding are turned off.
+
+    Raises:
+        ConfigError: the tokenizer is not a fast one.
+    """
+    codec = TextCodec(tokenizer, settings.max_inline_chars)
+    server = Server(front=front, codec=codec, settings=settings, metrics=metrics)
+    metrics.attach(front)
+    app = bare_app("Flyball")
+    _add_openai_routes(app, server)
+    health = HealthRoutes(server)
+    app.add_api_route(endpoints.LIVEZ_PATH, health.livez, methods=PROBE_METHODS)
+    app.add_api_route(endpoints.READYZ_PATH, health.readyz, methods=PROBE_METHODS)
+    app.add_api_route(endpoints.HEALTH_PATH, health.readyz, methods=PROBE_METHODS)
+    app.add_api_route(endpoints.METRICS_PATH, health.metrics)
+    return app
+
+
+def bare_app(title: str, *inner: Middleware) -> FastAPI:
+    """An app without routes whose every error has OpenAI's shape. No schema pages: bodies are msgspec's, not FastAPI's."""
+    middleware = [Middleware(RequestIdMiddleware), *inner]
+    app = FastAPI(title=title, version=__version__, openapi_url=None, redirect_slashes=False, middleware=middleware)
+    install_error_handlers(app)
+    return app
+
+
+def _add_openai_routes(app: FastAPI, server: Server) -> None:
+    generation, models, tokenize = GenerationRoutes(server), ModelRoutes(server), TokenizeRoutes(server)
+    app.add_api_route("/v1/chat/completions", generation.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", generation.completions, methods=["POST"])
+    app.add_api_route("/v1/models", models.list_models)
+    app.add_api_route("/v1/models/{model:path}", models.retrieve_model)
+    app.add_api_route("/tokenize", tokenize.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", tokenize.detokenize, methods=["POST"])

@@ -1,0 +1,79 @@
+"""Request bodies: read within limits, decoded into msgspec structs, every complaint a RequestError."""
+
+import asyncio
+import re
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from flyball_runtime.api.errors import BodyTimeout, BodyTooLarge, HttpError
+from flyball_runtime.core.errors import InvalidRequest
+
+T = TypeVar("T")
+Json = dict[str, object]
+
+_FIELD_PATH = re.compile(r"`(?:key in )?\$\.?([^`]*)`")
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as more than ``max_bytes`` are announced or came, BodyTimeout late."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise BodyTooLarge(max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read_up_to(request, max_bytes)
+    except TimeoutError:
+        raise BodyTimeout(timeout_s) from None
+    except ClientDisconnect:
+        raise HttpError(400, "disconnected", "the client left before its request was complete.") from None
+
+
+async def _read_up_to(request: Request, max_bytes: int) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise BodyTooLarge(max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def parse_object(body: bytes) -> Json:
+    """The body as a JSON object. Raises InvalidRequest, code ``invalid_json``, for anything else."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(
+            400, "invalid_json", f"the body is not JSON in UTF-8: {error}. NaN and Infinity are not JSON."
+        ) from None
+    if not isinstance(value, dict):
+        raise HttpError(400, "invalid_json", f"the body must be a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def convert(value: Json, kind: type[T]) -> T:
+    """``value`` as a ``kind``. Raises InvalidRequest that names the field, like ``messages[0].role``."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from None
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """parse_object and convert in one."""
+    return convert(parse_object(body), kind)
+
+
+def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
+    text = str(error)
+    found = _FIELD_PATH.search(text)
+    param = found.group(1) if found else _quoted_field(text)
+    return InvalidRequest(f"{text.replace('`$.', '`')}.", param=param or None)
+
+
+def _quoted_field(text: str) -> str | None:
+    found = re.search(r"field `([^`]+)`", text)
+    return found.group(1) if found else None

@@ -1,0 +1,113 @@
+"""Errors on the wire: OpenAI's ``{"error": {message, type, param, code}}`` for every answer that is not a success."""
+
+import logging
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from flyball_runtime.core.errors import RequestError
+from flyball_runtime.core.request import Failed
+
+logger = logging.getLogger(__name__)
+
+INTERNAL_MESSAGE = "this server failed to handle the request; its log has the traceback under request id {request_id}."
+
+
+class HttpError(RequestError):
+    """A RequestError whose status and code are known only when it happens."""
+
+    def __init__(
+        self, status: int, code: str, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.status = status
+        self.code = code
+
+
+class UnknownModel(RequestError):
+    status, code = 404, "model_not_found"
+
+    def __init__(self, model: str, served: tuple[str, ...]) -> None:
+        names = ", ".join(served)
+        super().__init__(f"the model {model!r} is not served here; this server has {names}.", param="model")
+
+
+class BodyTooLarge(RequestError):
+    status, code = 413, "body_too_large"
+
+    def __init__(self, max_body_bytes: int) -> None:
+        super().__init__(
+            f"the request body is longer than {max_body_bytes} bytes, the limit of this server. Send a shorter one."
+        )
+
+
+class BodyTimeout(RequestError):
+    status, code = 408, "body_timeout"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"the request body was not complete within {timeout_s:g} s. Send it faster.")
+
+
+class Unauthorized(RequestError):
+    status, code = 401, "invalid_token"
+
+    def __init__(self) -> None:
+        super().__init__("a valid token is needed. Send the header 'Authorization: Bearer TOKEN'.")
+
+
+def from_failed(event: Failed) -> HttpError:
+    return HttpError(event.status, event.code, event.message, retry_after_s=event.retry_after_s)
+
+
+def error_type(status: int) -> str:
+    """OpenAI's coarse class of an error."""
+    if status >= 500:
+        return "server_error"
+    return {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+
+
+def error_body(error: RequestError) -> bytes:
+    fields = {"message": error.message, "type": error_type(error.status), "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": fields})
+
+
+def error_response(error: RequestError) -> Response:
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (408, 413):
+        headers["Connection"] = "close"  # the rest of the body was not read
+    return Response(error_body(error), error.status, headers, media_type="application/json")
+
+
+def internal_error(exc: BaseException, request_id: str) -> HttpError:
+    """Log ``exc`` with its traceback and return what the client may know about it."""
+    logger.error("request %s failed", request_id, exc_info=exc)
+    return HttpError(500, "internal_error", INTERNAL_MESSAGE.format(request_id=request_id))
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer RequestError and routing errors (404, 405) in OpenAI's shape."""
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+
+def _on_request_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, RequestError)
+    logger.info("request %s refused: %d %s: %s", request.state.request_id, exc.status, exc.code, exc)
+    return error_response(exc)
+
+
+def _on_http_exception(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error")
+    response = error_response(HttpError(exc.status_code, code, f"{where}: {exc.detail}."))
+    response.headers.update(exc.headers or {})  # Allow, with a 405
+    return response

@@ -1,0 +1,120 @@
+"""/v1/chat/completions and /v1/completions: from a body to a running Generation and its answer."""
+
+import time
+import uuid
+
+from fastapi import Request, Response
+
+from flyball_runtime.api.body import convert, parse_object
+from flyball_runtime.api.errors import json_response
+from flyball_runtime.api.generation import Call, Generation
+from flyball_runtime.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    StreamOptions,
+    sampling_params,
+)
+from flyball_runtime.api.server import Server
+from flyball_runtime.api.sse import EventStream, StreamPlan
+from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS, without_noops
+from flyball_runtime.api.wire import ChatFormat, CompletionFormat, Envelope, Format
+from flyball_runtime.core.errors import InvalidRequest
+
+
+class GenerationRoutes:
+    """The endpoints that generate text."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def chat_completions(self, request: Request) -> Response:
+        fields = parse_object(await self._server.read_body(request))
+        arrival_s = self._server.metrics.clock.now()
+        body = convert(without_noops(fields, ChatRequest.__struct_fields__, CHAT_NOOPS), ChatRequest)
+        self._check(body)
+        self._server.check_count("messages", len(body.messages), self._server.settings.max_messages)
+        prompt = await self._server.codec.encode_chat(body, add_special_tokens=bool(body.add_special_tokens))
+        return await self._answer(request, body, ChatFormat(), [prompt], arrival_s)
+
+    async def completions(self, request: Request) -> Response:
+        fields = parse_object(await self._server.read_body(request))
+        arrival_s = self._server.metrics.clock.now()
+        body = convert(without_noops(fields, CompletionRequest.__struct_fields__, COMPLETION_NOOPS), CompletionRequest)
+        self._check(body)
+        prompts = await self._encode_prompts(body)
+        return await self._answer(request, body, CompletionFormat(), prompts, arrival_s)
+
+    def _check(self, body: GenerationFields) -> None:
+        """What can be refused before any text is tokenized."""
+        self._server.check_model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options needs stream to be true. Leave it out.", param="stream_options")
+        sampling_params(body, self._server.engine_info().vocab_size)
+
+    async def _encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
+        adds = body.add_special_tokens is not False
+        return [
+            await self._server.codec.encode(prompt, add_special_tokens=adds) if isinstance(prompt, str) else prompt
+            for prompt in split_prompts(body.prompt, self._server.settings.max_prompts)
+        ]
+
+    async def _answer(
+        self, request: Request, body: GenerationFields, format: Format, prompts: list[list[int]], arrival_s: float
+    ) -> Response:
+        call = self._call(request, body, prompts, arrival_s)
+        generation = Generation(call, self._server.front, self._server.metrics, self._server.codec)
+        model = body.model or self._server.settings.model_name
+        envelope = Envelope(format, unique=call.unique, created=int(time.time()), model=model)
+        if body.stream:
+            return EventStream(generation, self._stream_plan(body.stream_options or StreamOptions(), format, envelope))
+        async with generation.running(request.receive):
+            await generation.wait_all()
+            choices = [format.choice(choice) for choice in generation.choices]
+            return json_response(envelope.response(choices, generation.usage))
+
+    def _call(self, request: Request, body: GenerationFields, prompts: list[list[int]], arrival_s: float) -> Call:
+        num_choices = 1 if body.n is None else body.n
+        most = self._server.settings.max_choices // len(prompts)
+        if not 1 <= num_choices <= most:
+            raise InvalidRequest(f"n is {num_choices}; with {len(prompts)} prompts it may be 1 to {most}.", param="n")
+        return Call(
+            request_id=request.state.request_id,
+            unique=uuid.uuid4().hex,
+            arrival_s=arrival_s,
+            prompts=prompts,
+            sampling=sampling_params(body, self._server.engine_info().vocab_size),
+            num_choices=num_choices,
+            priority=body.priority or 0,
+        )
+
+    def _stream_plan(self, options: StreamOptions, format: Format, envelope: Envelope) -> StreamPlan:
+        return StreamPlan(
+            format=format,
+            envelope=envelope,
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+            write_timeout_s=self._server.settings.write_timeout_s,
+        )
+
+
+def split_prompts(prompt: str | list[str | int | list[int]], max_prompts: int) -> list[str | list[int]]:
+    """The prompts of a completion request: one text or list of ids, or several of one kind.
+
+    Raises:
+        InvalidRequest: no prompts, too many, or kinds mixed.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if ids and len(ids) == len(prompt):
+        return [ids]
+    several = [item for item in prompt if not isinstance(item, int)]
+    if len(several) != len(prompt) or len({type(item) for item in several}) > 1:
+        raise InvalidRequest(
+            "prompt mixes texts, token ids and lists of token ids. Send a text, a list of texts, a list of token ids, "
+            "or a list of such lists.",
+            param="prompt",
+        )
+    Server.check_count("prompt", len(several), max_prompts)
+    return several

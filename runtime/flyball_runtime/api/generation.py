@@ -1,0 +1,281 @@
+"""One HTTP request's engine requests, from submit to their endings.
+
+Every choice (one engine request) has a task that takes its events at once, so the engine's router never waits for a slow
+reader. Its text gathers until somebody takes it: pieces of a slow reader coalesce, and memory is bounded by the text of
+the output.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec import Struct
+from starlette.types import Receive
+
+from flyball_runtime.api.errors import HttpError, from_failed
+from flyball_runtime.api.metrics import Metrics, Outcome, RequestTimer
+from flyball_runtime.api.output import OutputText
+from flyball_runtime.api.schemas import choice_sampling
+from flyball_runtime.api.text import TextCodec
+from flyball_runtime.core.errors import EngineError, RequestError
+from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
+from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.engine.front import EngineFront
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A checked and tokenized generation request.
+
+    Attributes:
+        request_id: of the HTTP request; engine requests are named ``{request_id}-{unique}-{index}``.
+        unique: keeps engine request ids apart when a client uses the same X-Request-Id again.
+        arrival_s: when the body was complete, on the metrics' clock.
+    """
+
+    request_id: str
+    unique: str
+    arrival_s: float
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    num_choices: int
+    priority: int
+
+    def engine_requests(self) -> list[Request]:
+        """One per choice, prompt by prompt: choice ``index`` answers prompt ``index // num_choices``."""
+        pairs = [(prompt, choice) for prompt in self.prompts for choice in range(self.num_choices)]
+        return [
+            Request(
+                request_id=f"{self.request_id}-{self.unique}-{index}",
+                prompt_token_ids=prompt,
+                sampling=choice_sampling(self.sampling, choice),
+                priority=self.priority,
+            )
+            for index, (prompt, choice) in enumerate(pairs)
+        ]
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """OpenAI's usage. ``num_cached``: prompt tokens found in the prefix cache."""
+
+    num_prompt: int
+    num_output: int
+    num_cached: int
+
+
+class Choice:
+    """One engine request: takes its events and turns them into text and one ending.
+
+    Attributes:
+        finish_reason: set once, when the request has ended well.
+    """
+
+    def __init__(self, index: int, request: Request, events: AsyncIterator[RequestEvent], output: OutputText) -> None:
+        self.index = index
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_cached_tokens = 0
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self.ended = False
+        self._events = events
+        self._output = output
+        self._pieces: list[str] = []
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._output.num_tokens
+
+    def take_text(self) -> str:
+        """The text that came since the last call."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text
+
+    async def run(self, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]) -> None:
+        """Take events until the ending. ``changed`` is called when there is text to take.
+
+        Raises:
+            RequestError: the request failed, or the engine aborted it.
+            EngineError: the events stopped without an ending.
+        """
+        outcome: Outcome = "error"
+        try:
+            async for event in self._events:
+                if not isinstance(event, Tokens):
+                    outcome = self._end(event)
+                    return
+                self._take_tokens(event, timer, abort, changed)
+            raise EngineError(f"the events of request {self.request_id} stopped without an ending.")
+        except asyncio.CancelledError:
+            outcome = "abort"
+            raise
+        finally:
+            timer.ended(outcome, self.num_output_tokens)
+
+    def _take_tokens(
+        self, event: Tokens, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]
+    ) -> None:
+        if self._output.stopped:  # computed before the abort reached the engine
+            return
+        before = self.num_output_tokens
+        text = self._output.add(event.token_ids)
+        if num_new := self.num_output_tokens - before:
+            timer.tokens(num_new)
+        if text:
+            self._pieces.append(text)
+            changed(self)
+        if self._output.stopped:
+            abort(self.request_id)
+
+    def _end(self, event: Finished | Failed) -> Outcome:
+        if isinstance(event, Finished):
+            self.num_cached_tokens = event.num_cached_tokens
+        if not self._output.stopped:
+            if isinstance(event, Failed):
+                raise from_failed(event)
+            if event.reason == "abort":
+                raise _aborted(event)
+        # At a stop string the output was complete before the engine's ending, whatever that is.
+        if rest := self._output.finish():
+            self._pieces.append(rest)
+        self.finish_reason = "length" if isinstance(event, Finished) and event.reason == "length" else "stop"
+        if self._output.stopped:
+            self.finish_reason = "stop"
+        return self.finish_reason
+
+
+class Generation:
+    """All choices of one Call while they run. Use ``running``.
+
+    Attributes:
+        failure: the first choice's failure; the other choices are aborted then.
+        disconnected: the client has left; all choices are aborted then.
+    """
+
+    def __init__(self, call: Call, front: EngineFront, metrics: Metrics, codec: TextCodec) -> None:
+        self.call = call
+        self._front = front
+        self._metrics = metrics
+        self._codec = codec
+        self.choices: list[Choice] = []
+        self.failure: Exception | None = None
+        self.disconnected = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._ready: dict[Choice, None] = {}
+
+    @asynccontextmanager
+    async def running(self, receive: Receive) -> AsyncIterator["Generation"]:
+        """Submit all choices or none, and leave none behind however the block ends.
+
+        Raises:
+            RequestError: the engine refused one of them.
+        """
+        self._submit()
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            yield self
+        finally:
+            watcher.cancel()
+            self.abort()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(watcher, *self._tasks, return_exceptions=True)
+            self._log_end()
+
+    async def wait_all(self) -> None:
+        """Until every choice has ended. Raises the failure of the first that failed."""
+        await asyncio.wait(self._tasks)
+        if self.failure is not None:
+            raise self.failure
+
+    async def wait_changed(self) -> list[Choice]:
+        """Until something happened: the choices with new text or an ending. Look at ``failure`` and ``disconnected`` too."""
+        await self._changed.wait()
+        self._changed.clear()
+        ready = list(self._ready)
+        self._ready.clear()
+        return ready
+
+    @property
+    def ended(self) -> bool:
+        return all(choice.ended for choice in self.choices)
+
+    @property
+    def usage(self) -> Usage:
+        """So far. A prompt counts once however many choices it has; its first choice says what was cached."""
+        firsts = self.choices[:: self.call.num_choices]
+        return Usage(
+            num_prompt=sum(choice.num_prompt_tokens for choice in firsts),
+            num_output=sum(choice.num_output_tokens for choice in self.choices),
+            num_cached=sum(choice.num_cached_tokens for choice in firsts),
+        )
+
+    def abort(self) -> None:
+        """Abort the choices that have not ended."""
+        for choice in self.choices:
+            if not choice.ended:
+                self._front.abort(choice.request_id)
+
+    def _submit(self) -> None:
+        try:
+            for index, request in enumerate(self.call.engine_requests()):
+                events = self._front.submit(request)
+                self.choices.append(Choice(index, request, events, self._codec.output(request.sampling)))
+        except RequestError as error:
+            self._metrics.request_rejected(error.code)
+            self.abort()
+            raise
+        self._tasks = [asyncio.create_task(self._run(choice)) for choice in self.choices]
+
+    async def _run(self, choice: Choice) -> None:
+        timer = self._metrics.request_started(self.call.arrival_s, choice.num_prompt_tokens)
+        try:
+            await choice.run(timer, self._front.abort, self._on_changed)
+        except Exception as error:  # noqa: BLE001  handed to whoever writes the answer; a bug here must not hang it
+            self._fail(error)
+        finally:
+            choice.ended = True
+            self._on_changed(choice)
+
+    def _fail(self, error: Exception) -> None:
+        if self.failure is None:
+            self.failure = error
+            self.abort()
+
+    def _on_changed(self, choice: Choice) -> None:
+        self._ready[choice] = None
+        self._changed.set()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = True
+        self.abort()
+        self._changed.set()
+
+    def _log_end(self) -> None:
+        reasons = ",".join(choice.finish_reason or "-" for choice in self.choices[:8])
+        how = "client left" if self.disconnected else "failed" if self.failure else f"finished ({reasons})"
+        logger.info(
+            "request %s %s after %.3f s: %d prompt (%d cached) and %d output tokens",
+            self.call.request_id,
+            how,
+            self._metrics.clock.now() - self.call.arrival_s,
+            self.usage.num_prompt,
+            self.usage.num_cached,
+            self.usage.num_output,
+        )
+
+
+def _aborted(event: Finished) -> HttpError:
+    return HttpError(
+        500,
+        "aborted",
+        f"the engine ended this request early, after {event.num_output_tokens} output tokens. Send it again.",
+    )

@@ -1,0 +1,165 @@
+"""Request bodies of the OpenAI endpoints, and their translation into SamplingParams.
+
+A field that is null counts as absent, as OpenAI's clients mean it. Sampling defaults are OpenAI's: temperature 1, top_p 1.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, structs
+
+from flyball_runtime.core.errors import InvalidRequest
+from flyball_runtime.core.sampling import MAX_SEED, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""max_tokens of /v1/completions when the field is absent, OpenAI's default; null asks for all the context allows."""
+
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+
+
+class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``continuous_usage_stats`` (vLLM): running usage in every chunk. ``include_obfuscation`` is accepted when off."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What chat and plain completions have in common; see SamplingParams for meanings and ranges.
+
+    Attributes:
+        top_k: -1 is off too, as vLLM's clients send it.
+        add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
+        priority: lower runs first, under ``--scheduling-policy priority``.
+    """
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``prompt``: a text, token ids, or a list of texts or of lists of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+
+
+class TextPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A chat message. The fields that are only ever empty here let an assistant's answer be sent back as it came."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+
+class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A chat to answer.
+
+    Attributes:
+        add_generation_prompt: end the prompt where the assistant's turn begins; the default unless a message is continued.
+        continue_final_message: leave the last message open, so that the answer continues it.
+        chat_template_kwargs: further variables for the template, e.g. ``enable_thinking``.
+    """
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeTextRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A chat to tokenize; fields as in ChatRequest."""
+
+    messages: list[Message]
+    model: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+Chat = ChatRequest | TokenizeChatRequest
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+def sampling_params(body: GenerationFields, vocab_size: int) -> SamplingParams:
+    """The checked SamplingParams of a request. Raises InvalidRequest naming the first field out of range."""
+    params = SamplingParams(
+        max_tokens=_max_tokens(body),
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=_top_k(body.top_k, vocab_size),
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        stop=_stop_strings(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+    )
+    params.validate(vocab_size)
+    return params
+
+
+def choice_sampling(params: SamplingParams, choice: int) -> SamplingParams:
+    """Sampling of the ``choice``-th of n answers to one prompt: seed + choice, so that they differ and repeat."""
+    if params.seed is None or choice == 0:
+        return params
+    seed = params.seed + choice
+    return structs.replace(params, seed=seed if seed <= MAX_SEED else seed - 2 * (MAX_SEED + 1))
+
+
+def _max_tokens(body: GenerationFields) -> int | None:
+    newer = body.max_completion_tokens if isinstance(body, ChatRequest) else None
+    if newer is None or body.max_tokens is None:
+        return newer if body.max_tokens is None else body.max_tokens
+    if newer != body.max_tokens:
+        raise InvalidRequest(
+            f"max_tokens is {body.max_tokens} and max_completion_tokens is {newer}; they mean the same. Send one of them.",
+            param="max_completion_tokens",
+        )
+    return newer
+
+
+def _top_k(top_k: int | None, vocab_size: int) -> int:
+    return 0 if top_k is None or top_k == -1 else min(top_k, vocab_size)
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)

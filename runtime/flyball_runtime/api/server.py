@@ -1,0 +1,42 @@
+"""What every route needs: the engine's front, the tokenizer, the settings and the metrics."""
+
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from flyball_runtime.api.body import read_body
+from flyball_runtime.api.errors import UnknownModel
+from flyball_runtime.api.metrics import Metrics
+from flyball_runtime.api.settings import ApiSettings
+from flyball_runtime.api.text import TextCodec
+from flyball_runtime.core.errors import EngineDead, InvalidRequest
+from flyball_runtime.core.stats import EngineInfo
+from flyball_runtime.engine.front import EngineFront
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    front: EngineFront
+    codec: TextCodec
+    settings: ApiSettings
+    metrics: Metrics
+
+    async def read_body(self, request: Request) -> bytes:
+        return await read_body(request, self.settings.max_body_bytes, self.settings.body_timeout_s)
+
+    def engine_info(self) -> EngineInfo:
+        """Facts about the engine. Raises NotReady while it loads, EngineDead after its end."""
+        if self.front.dead_reason is not None:
+            raise EngineDead(self.front.dead_reason)
+        return self.front.info
+
+    def check_model(self, model: str | None) -> None:
+        """Raise UnknownModel unless ``model`` is served here; a request without one means the only one there is."""
+        if model is not None and model not in self.settings.served_model_names:
+            raise UnknownModel(model[:128], self.settings.served_model_names)
+
+    @staticmethod
+    def check_count(param: str, count: int, most: int) -> None:
+        """Raise InvalidRequest unless ``1 <= count <= most``."""
+        if not 1 <= count <= most:
+            raise InvalidRequest(f"{param} has {count} entries; 1 to {most} are allowed.", param=param)

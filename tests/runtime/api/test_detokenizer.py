@@ -1,0 +1,77 @@
+"""Incremental detokenizing against decoding everything at once."""
+
+import pytest
+from flyball_runtime.api.detokenizer import MAX_HELD_TOKENS, Detokenizer
+from flyball_runtime.api.output import OutputText
+from flyball_runtime.core.sampling import SamplingParams
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime.api.support import encode
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+
+@pytest.fixture(scope="session")
+def byte_fallback() -> Tokenizer:
+    """A Llama-2-like tokenizer: word pieces with a leading space mark, and one token per byte."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁Hello": 256, "▁world": 257, "!": 258}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@given(text=st.text(max_size=40))
+def test_pieces_add_up_and_no_character_is_split(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    pieces = pieces_of(tokenizer.backend_tokenizer, encode(tokenizer, text))
+    shown = text
+    for special in tokenizer.all_special_tokens:
+        shown = shown.replace(special, "")
+    assert "".join(pieces) == shown
+    if "�" not in text:
+        assert not any("�" in piece for piece in pieces)
+
+
+@given(token_ids=st.lists(st.integers(0, 305), max_size=MAX_HELD_TOKENS))
+def test_any_tokens_add_up(tokenizer: PreTrainedTokenizerFast, token_ids: list[int]) -> None:
+    backend = tokenizer.backend_tokenizer
+    assert "".join(pieces_of(backend, token_ids)) == backend.decode(token_ids, skip_special_tokens=True)
+
+
+@given(token_ids=st.lists(st.integers(0, 258), max_size=2 * MAX_HELD_TOKENS))
+def test_any_byte_fallback_tokens_add_up(byte_fallback: Tokenizer, token_ids: list[int]) -> None:
+    shown, whole = "".join(pieces_of(byte_fallback, token_ids)), byte_fallback.decode(token_ids)
+    # One bad byte makes this decoder replace its whole run of bytes, characters shown before it included.
+    assert shown == whole or "�" in whole
+
+
+@given(st.text(alphabet="aé€😀\x00", max_size=20))
+def test_byte_fallback_text_adds_up(byte_fallback: Tokenizer, text: str) -> None:
+    pieces = pieces_of(byte_fallback, list(text.encode()))
+    assert "".join(pieces) == text and not any("�" in piece for piece in pieces)
+
+
+def test_leading_spaces_are_kept_behind_the_first_token(byte_fallback: Tokenizer) -> None:
+    assert pieces_of(byte_fallback, [256, 257, 0xE2, 0x82, 0xAC, 257, 0xE2]) == [
+        "Hello", " world", "", "", "€", " world", "", "�",
+    ]  # fmt: skip
+
+
+def test_bytes_that_are_no_text_are_held_for_few_tokens_only(byte_fallback: Tokenizer) -> None:
+    pieces = pieces_of(byte_fallback, [0xFF] * 1000)
+    assert "".join(pieces).startswith("�" * 900)
+    longest_wait = max(len(run) for run in "".join("x" if piece else "." for piece in pieces).split("x"))
+    assert longest_wait <= MAX_HELD_TOKENS
+
+
+@given(text=st.text(alphabet="ab €😀", max_size=30), stop=st.text(alphabet="ab €😀", min_size=1, max_size=4))
+def test_stop_strings_across_tokens(tokenizer: PreTrainedTokenizerFast, text: str, stop: str) -> None:
+    output = OutputText(tokenizer.backend_tokenizer, SamplingParams(stop=(stop,)))
+    shown = "".join(output.add([token_id]) for token_id in encode(tokenizer, text)) + output.finish()
+    assert shown == text.split(stop)[0]
+    assert output.stopped == (stop in text)
