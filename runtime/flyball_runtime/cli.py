@@ -93,7 +93,8 @@ def run_serve(args: argparse.Namespace) -> int:
     from transformers import AutoTokenizer  # slow to import: only when serving
 
     from flyball_runtime.api.settings import ApiSettings
-    from flyball_runtime.model.hub import check_tokenizer_files, resolve_model_path
+    from flyball_runtime.core.model_config import check_tokenizer_files
+    from flyball_runtime.model.hub import resolve_model_path
     from flyball_runtime.serve import ServeConfig, run
 
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")

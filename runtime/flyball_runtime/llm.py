@@ -10,10 +10,11 @@ from transformers import AutoTokenizer
 from flyball_runtime.api.output import OutputText
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidRequest
+from flyball_runtime.core.model_config import check_tokenizer_files
 from flyball_runtime.core.request import Failed, Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
-from flyball_runtime.model.hub import check_tokenizer_files, resolve_model_path
+from flyball_runtime.model.hub import resolve_model_path
 
 Prompt = str | list[int]
 

@@ -17,6 +17,7 @@ from flyball_runtime.api.admin import create_admin_app
 from flyball_runtime.api.app import create_app
 from flyball_runtime.api.metrics import Metrics
 from flyball_runtime.api.settings import ApiSettings
+from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError, EngineError
 from flyball_runtime.engine.client import EngineClient
@@ -78,7 +79,7 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Pre
             admin_listener = sockets.enter_context(
                 contextlib.closing(bind(config.admin_host, config.admin_port, "--admin-port"))
             )
-        metrics = Metrics(model_name=engine_config.served_model_name)
+        metrics = Metrics(model_name=engine_config.served_model_name, clock=MonotonicClock())
         async with EngineClient(engine_config, observer=metrics) as client:
             replica = Replica(config, client)
             replica.add_server(create_app(client, tokenizer, config.api, metrics), listener)
@@ -101,7 +102,9 @@ class Replica:
 
     def add_server(self, app: FastAPI, listener: socket.socket) -> None:
         # Endings are ours: by the time a server shuts down, every request has been answered or failed.
-        settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+        settings = uvicorn.Config(
+            app, log_config=None, lifespan="off", timeout_graceful_shutdown=2, **self._config.api.uvicorn_options()
+        )
         self._servers.append((QuietServer(settings), listener))
 
     async def run(self) -> int:

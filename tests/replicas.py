@@ -1,0 +1,99 @@
+"""`flyball serve` as a subprocess on free loopback ports."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+from flyball_protocol import endpoints
+
+ROOT = Path(__file__).parent.parent
+ADMIN_TOKEN = "a-test-token"
+START_DEADLINE_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment with the source tree first on the path."""
+    sources = [str(ROOT / name) for name in ("protocol", "kernels", "runtime", "operator")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "HF_HUB_OFFLINE": "1", **extra}
+
+
+class Replica:
+    """One running server. ``client`` talks to its API port, ``admin`` to its admin port."""
+
+    def __init__(self, model: Path, *flags: str, log: Path) -> None:
+        self.port, self.admin_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "flyball_runtime.cli", "serve", str(model), "--served-model-name", "test"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--admin-port", str(self.admin_port)]
+        command += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", *flags]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, env=environment(**{endpoints.ADMIN_TOKEN_ENV: ADMIN_TOKEN}), stdout=output, stderr=output
+            )
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.admin = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.admin_port}", headers={"Authorization": f"Bearer {ADMIN_TOKEN}"}
+        )
+
+    def wait_ready(self) -> None:
+        deadline_s = time.monotonic() + START_DEADLINE_S
+        while time.monotonic() < deadline_s:
+            if self.process.poll() is not None:
+                break
+            with contextlib.suppress(httpx.TransportError):
+                if self.client.get(endpoints.READYZ_PATH).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise RuntimeError(f"the server did not become ready:\n{self.log.read_text()}")
+
+    def complete(self, **fields: object) -> httpx.Response:
+        body = {"model": "test", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        return self.client.post("/v1/completions", json=body | fields)
+
+    def kv_blocks_used(self) -> int:
+        return int(self.admin.get(endpoints.ADMIN_EVIDENCE_PATH).json()["kv_blocks"]["used"])
+
+    def engine_pid(self) -> int:
+        """The server's child that runs the engine."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for pid in map(int, children):
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        raise RuntimeError(f"no engine among the children {children}")
+
+    def stop(self) -> int:
+        """SIGTERM, then the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        self.client.close()
+        self.admin.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def replica(model: Path, *flags: str, log: Path) -> Iterator[Replica]:
+    """A ready server, killed at the end if it still runs."""
+    server = Replica(model, *flags, log=log)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()

@@ -1,0 +1,245 @@
+"""`flyball serve` as users meet it: real processes, real sockets, bad clients, signals, death."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from checkpoints import make_checkpoint
+from flyball_protocol import endpoints
+from replicas import ADMIN_TOKEN, Replica, environment, free_port, replica
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    with replica(model, log=tmp_path_factory.mktemp("log") / "server.log") as running:
+        yield running
+
+
+def wait_until(condition: Any, what: str) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(what)
+        time.sleep(0.05)
+
+
+def test_the_openai_client_streams_and_counts(server: Replica) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["test"]
+    messages: Any = [{"role": "user", "content": "hello"}]
+    whole = client.chat.completions.create(model="test", messages=messages, max_tokens=12, temperature=0)
+    chunks = list(
+        client.chat.completions.create(
+            model="test",
+            messages=messages,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    with pytest.raises(openai.BadRequestError, match="this model takes 8192"):
+        client.completions.create(model="test", prompt=[5] * 9000)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="nobody", prompt="hi")
+
+
+def test_many_streams_at_once_end_whole(server: Replica) -> None:
+    def stream(index: int) -> str:
+        body = {"model": "test", "prompt": [5 + index % 300], "max_tokens": 20, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            return list(response.iter_lines())[-2]
+
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        assert set(pool.map(stream, range(96))) == {"data: [DONE]"}
+
+
+def test_a_disconnect_mid_stream_frees_the_blocks(server: Replica) -> None:
+    body = {"model": "test", "prompt": [5] * 50, "max_tokens": 8000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+        assert server.kv_blocks_used() >= 4
+    wait_until(lambda: server.kv_blocks_used() == 0, "blocks of a dropped request were not freed")
+
+
+def test_half_sent_requests_and_slow_readers_harm_nobody(server: Replica) -> None:
+    address = ("127.0.0.1", server.port)
+    with socket.create_connection(address) as half, socket.create_connection(address) as slow:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        body = json.dumps({"model": "test", "prompt": [5], "max_tokens": 2000, "ignore_eos": True, "stream": True})
+        slow.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert [server.complete().status_code for _ in range(5)] == [200] * 5
+    wait_until(lambda: server.kv_blocks_used() == 0, "blocks of a slow reader that left were not freed")
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "says"),
+    [
+        (b"{", 400, "JSON"),
+        (b"\xff\xfe{}", 400, "UTF-8"),
+        (b'{"model": "test", "prompt": "' + b"x" * (5 * 2**20) + b'"}', 413, "bytes"),
+        (b'{"model": "test", "prompt": []}', 400, "prompt"),
+        (b'{"model": "test", "prompt": [5], "temperature": NaN}', 400, ""),
+        (b'{"model": "test", "prompt": [5], "temperature": -1}', 400, "temperature is -1"),
+        (b'{"model": "test", "prompt": [5], "max_tokens": 9000}', 400, "this model takes 8192"),
+        (b'{"model": "test", "prompt": [99999]}', 400, "token id 99999"),
+        (b'{"model": "test", "prompt": [5], "best_of": 3}', 400, "best_of"),
+        (b'{"model": "nobody", "prompt": [5]}', 404, "nobody"),
+    ],
+)
+def test_bad_bodies_get_an_error_that_tells_the_way_out(
+    server: Replica, content: bytes, status: int, says: str
+) -> None:
+    response = server.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == status
+    assert says in response.json()["error"]["message"]
+
+
+def test_limits_move_live_over_the_admin_port(server: Replica) -> None:
+    path = endpoints.ADMIN_LIMITS_PATH
+    before = server.admin.get(path).json()
+    revision = before["revision"] + 1
+    applied = server.admin.post(path, json={"revision": revision, "limits": {"max_num_seqs": 4}})
+    assert (applied.status_code, applied.json()["status"]) == (200, "applied")
+    assert server.admin.get(path).json()["effective"]["max_num_seqs"] == 4
+    assert 'flyball_limit_target{limit="max_num_seqs"} 4' in server.client.get("/metrics").text
+    stale = server.admin.post(path, json={"revision": revision - 1, "limits": {"max_num_seqs": 8}})
+    assert (stale.status_code, stale.json()["status"]) == (409, "stale")
+    outside = server.admin.post(path, json={"revision": revision + 1, "limits": {"max_num_seqs": 100000}})
+    assert (outside.status_code, outside.json()["status"]) == (422, "rejected")
+    assert "100000" in outside.json()["reason"]
+    unknown = server.admin.post(path, json={"revision": revision + 1, "limits": {"max_seqs": 4}})
+    assert unknown.status_code == 400
+    bare = httpx.post(f"http://127.0.0.1:{server.admin_port}{path}", json={})
+    assert bare.status_code == 401
+    server.admin.post(path, json={"revision": revision + 1, "limits": {"max_num_seqs": 256}})
+
+
+def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
+    with replica(model, log=tmp_path / "log") as server:
+        body = {"model": "test", "prompt": [5], "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: server.client.get("/readyz").status_code == 503, "still ready while draining")
+            refused = server.complete()
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.process.wait(30) == endpoints.EXIT_OK
+
+
+def test_a_drain_that_takes_too_long_says_so_in_the_exit_code(model: Path, tmp_path: Path) -> None:
+    with replica(model, "--drain-timeout", "0.2", log=tmp_path / "log") as server:
+        body = {"model": "test", "prompt": [5], "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert any('"error"' in line for line in lines)
+        assert server.process.wait(30) == endpoints.EXIT_DRAIN_TIMEOUT
+        assert "1 requests unfinished" in server.log.read_text()
+
+
+def test_a_killed_engine_fails_requests_turns_livez_red_and_ends_the_server(model: Path, tmp_path: Path) -> None:
+    with replica(model, log=tmp_path / "log") as server:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            pending = pool.submit(server.complete, max_tokens=8000)
+            wait_until(lambda: server.kv_blocks_used() > 0, "the request did not start")
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            response = pending.result()
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_dead")
+        assert server.client.get("/livez").status_code == 503
+        assert server.process.wait(30) == endpoints.EXIT_ENGINE_DIED
+
+
+def test_a_killed_server_takes_its_engine_along(model: Path, tmp_path: Path) -> None:
+    with replica(model, log=tmp_path / "log") as server:
+        engine = Path(f"/proc/{server.engine_pid()}")
+        server.process.kill()
+        wait_until(lambda: not engine.exists() or "Z" in (engine / "stat").read_text(), "the engine lives on")
+
+
+def serve(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flyball_runtime.cli", "serve", *arguments]
+    return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=60)
+
+
+def corrupt(model: Path, copy: Path, change: Any) -> Path:
+    copy.mkdir()
+    for file in model.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    change(copy)
+    return copy
+
+
+def _truncate(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def _rename_architecture(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["Mamba3ForCausalLM"]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "says"),
+    [
+        (lambda path: (path / "config.json").unlink(), [], "config.json"),
+        (lambda path: (path / "model.safetensors").unlink(), [], "safetensors"),
+        (_truncate, [], "model.safetensors"),
+        (_rename_architecture, [], "Mamba3ForCausalLM"),
+        (lambda path: (path / "tokenizer.json").unlink(), [], "no tokenizer"),
+        (lambda path: None, ["--kv-cache-memory-bytes", "100"], "--max-model-len"),
+        (lambda path: None, ["--kv-cache-memory-bytes", "2 bananas"], "2 bananas"),
+        (lambda path: None, ["--admin-token-file", "/nowhere/token"], "/nowhere/token"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(
+    model: Path, tmp_path: Path, change: Any, flags: list[str], says: str
+) -> None:
+    path = corrupt(model, tmp_path / "copy", change)
+    result = serve(str(path), "--port", str(free_port()), *flags)
+    assert result.returncode == endpoints.EXIT_CONFIG_ERROR
+    last_line = result.stderr.strip().splitlines()[-1]
+    assert last_line.startswith("flyball: error: ")
+    assert says in last_line
+    assert "Traceback" not in result.stderr
+
+
+def test_a_taken_port_is_told_before_the_model_loads(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = serve(str(model), "--host", "127.0.0.1", "--port", str(port))
+    assert result.returncode == endpoints.EXIT_CONFIG_ERROR
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+
+
+def test_the_admin_port_is_off_without_a_token_and_no_token_is_logged(server: Replica) -> None:
+    assert ADMIN_TOKEN not in server.log.read_text()
+    assert b"a-test-token" not in Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
