@@ -1,0 +1,137 @@
+"""The flags of `flyball bench`. Imports nothing heavy, since every `flyball` command builds the whole parser."""
+
+import argparse
+from typing import Any, get_args
+
+import msgspec
+
+from flyball_runtime.bench.settings import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, Arrival, BenchSettings
+from flyball_runtime.bench.slo import parse_slo
+from flyball_runtime.client.endpoint import Api
+from flyball_runtime.core.errors import ConfigError
+
+_DEFAULTS = BenchSettings()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of ``flyball bench``."""
+    parser.description = (
+        "Load an OpenAI-compatible server and report TTFT, ITL, TPOT, E2E, throughput and goodput. Closed loop with "
+        "--concurrency; open loop with --request-rate or --trace, where arrivals do not wait for answers."
+    )
+    _add_server(parser.add_argument_group("server"))
+    _add_load(parser.add_argument_group("load"))
+    _add_requests(parser.add_argument_group("requests"))
+    _add_output(parser.add_argument_group("output"))
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--base-url", default=_DEFAULTS.base_url, metavar="URL", help="with or without /v1 (%(default)s)"
+    )
+    group.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    group.add_argument("--endpoint", choices=get_args(Api), default=_DEFAULTS.endpoint, help="which API (%(default)s)")
+    group.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    group.add_argument(
+        "--timeout", type=float, default=_DEFAULTS.timeout_s, metavar="S", help="a request (%(default)g s)"
+    )
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--concurrency", type=int, metavar="N", help=f"closed loop: requests in flight ({DEFAULT_CONCURRENCY})"
+    )
+    group.add_argument(
+        "--request-rate", type=float, metavar="R", help="open loop: mean arrivals a second; inf: all at once"
+    )
+    group.add_argument(
+        "--arrival", choices=get_args(Arrival), default=_DEFAULTS.arrival, help="gaps between arrivals (%(default)s)"
+    )
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        default=_DEFAULTS.burstiness,
+        metavar="K",
+        help="shape of gamma gaps, whose coefficient of variation is 1/sqrt(K); 1 is poisson, less is burstier",
+    )
+    group.add_argument("--trace", metavar="FILE", help="open loop: Azure .csv[.gz] or Mooncake .jsonl[.gz]")
+    group.add_argument("--trace-speed", type=float, default=1.0, metavar="X", help="2 replays in half the time (1)")
+    group.add_argument("--trace-limit", type=int, metavar="N", help="only the first N requests")
+    group.add_argument("--trace-max-tokens", type=int, metavar="N", help="leave out requests with more input + output")
+    group.add_argument(
+        "--num-requests", type=int, metavar="N", help=f"{DEFAULT_NUM_REQUESTS}, or as many as the dataset has"
+    )
+    group.add_argument("--warmup", type=int, default=0, metavar="N", help="requests before, not counted (0)")
+    group.add_argument("--max-duration", type=float, metavar="S", help="start no request after S seconds")
+
+
+def _add_requests(group: argparse._ArgumentGroup) -> None:
+    forms = "N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MAX] or zipf:ALPHA:LOW:HIGH (%(default)s)"
+    group.add_argument("--input-len", default=_DEFAULTS.input_len, metavar="DIST", help=f"prompt tokens: {forms}")
+    group.add_argument(
+        "--output-len", default=_DEFAULTS.output_len, metavar="DIST", help="output tokens: the same forms"
+    )
+    group.add_argument(
+        "--dataset", metavar="FILE", help='JSONL of {"prompt" or "messages", "max_tokens"} in place of random prompts'
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer.json or its folder: prompts of token ids, exactly as long as asked",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="ask for full-length answers; not every server takes it"
+    )
+    group.add_argument("--temperature", type=float, default=_DEFAULTS.temperature, help="(%(default)g, greedy)")
+    group.add_argument("--extra-body", metavar="JSON", help='further fields of every request, like {"top_p": 0.9}')
+    group.add_argument("--seed", type=int, default=_DEFAULTS.seed, help="of lengths, arrivals and text (%(default)s)")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--slo", metavar="BOUNDS", help="for goodput: ttft=500ms,tpot=50ms; itl (p99 of a request's gaps) and e2e too"
+    )
+    group.add_argument("--output", metavar="FILE", help="write the result as JSON")
+    group.add_argument("--save-requests", action="store_true", help="with every request's record in the JSON")
+    group.add_argument("--chart", metavar="FILE", help=".png or .svg; needs pip install 'flyball[bench]'")
+    group.add_argument("--json", action="store_true", help="JSON on stdout in place of the table")
+
+
+def settings_from(args: argparse.Namespace) -> BenchSettings:
+    """Raises ConfigError naming the first flag that is wrong."""
+    return BenchSettings(
+        base_url=args.base_url,
+        model=args.model,
+        endpoint=args.endpoint,
+        api_key_env=args.api_key_env,
+        num_requests=args.num_requests,
+        concurrency=args.concurrency,
+        request_rate=args.request_rate,
+        arrival=args.arrival,
+        burstiness=args.burstiness,
+        trace=args.trace,
+        trace_speed=args.trace_speed,
+        trace_limit=args.trace_limit,
+        trace_max_tokens=args.trace_max_tokens,
+        dataset=args.dataset,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        tokenizer=args.tokenizer,
+        ignore_eos=args.ignore_eos,
+        temperature=args.temperature,
+        extra_body=_parse_extra_body(args.extra_body),
+        seed=args.seed,
+        num_warmup=args.warmup,
+        slo=None if args.slo is None else parse_slo(args.slo),
+        timeout_s=args.timeout,
+        max_duration_s=args.max_duration,
+    )
+
+
+def _parse_extra_body(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"--extra-body is {text!r}, not a JSON object: {exc}.") from exc

@@ -1,0 +1,71 @@
+"""Whether the load generator itself kept up."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+from msgspec import Struct
+
+from flyball_runtime.bench.statistics import Summary, summarise
+
+SAMPLE_EVERY_S = 0.01
+MAX_LAG_S = 0.01
+MAX_CPU_SHARE = 0.9
+
+
+class ClientHealth(Struct, frozen=True, kw_only=True):
+    """How well the load generator did its own part.
+
+    Attributes:
+        send_lag_s: how much later than scheduled requests were sent; None in a closed loop.
+        loop_lag_s: how late the event loop woke a sleeper, so how stale a timestamp may be; None for very short runs.
+        cpu_share: CPU seconds a second; 1 is all that this single-threaded client can use.
+    """
+
+    send_lag_s: Summary | None
+    loop_lag_s: Summary | None
+    cpu_share: float
+
+    def caveats(self) -> Iterator[str]:
+        """What to say when the client, and not the server, shaped the figures."""
+        send_lag_s = self.send_lag_s.p99 if self.send_lag_s else 0.0
+        loop_lag_s = self.loop_lag_s.p99 if self.loop_lag_s else 0.0
+        if send_lag_s > MAX_LAG_S:
+            yield (
+                f"requests were sent {send_lag_s * 1000:.0f} ms late at p99, so the load was not quite the one asked for: "
+                "read the figures from arrival."
+            )
+        if loop_lag_s > MAX_LAG_S or self.cpu_share > MAX_CPU_SHARE:
+            yield (
+                f"this client was a bottleneck (event loop {loop_lag_s * 1000:.0f} ms late at p99, CPU {self.cpu_share:.0%}): "
+                "latencies are overstated. Give it a core of its own, or split the load over several clients."
+            )
+
+
+class ClientMonitor:
+    """Async context that watches the event loop and the CPU while a load runs."""
+
+    async def __aenter__(self) -> "ClientMonitor":
+        self._lags_s: list[float] = []
+        self._wall_s, self._cpu_s = -time.perf_counter(), -time.process_time()
+        self._sampler = asyncio.create_task(self._sample())
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._sampler.cancel()
+        self._wall_s += time.perf_counter()
+        self._cpu_s += time.process_time()
+
+    def health(self, send_lag_s: Summary | None) -> ClientHealth:
+        """What was seen between entering and leaving."""
+        cpu_share = self._cpu_s / self._wall_s if self._wall_s > 0 else 0.0
+        return ClientHealth(send_lag_s=send_lag_s, loop_lag_s=summarise(self._lags_s), cpu_share=cpu_share)
+
+    async def _sample(self) -> None:
+        while True:
+            due = time.perf_counter() + SAMPLE_EVERY_S
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            self._lags_s.append(max(0.0, time.perf_counter() - due))

@@ -1,0 +1,29 @@
+"""Talk to a served model in the terminal: `flyball chat`."""
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of ``flyball chat``."""
+    parser.description = (
+        "Chat with any OpenAI-compatible server. With a prompt, or with text on stdin, answer once and leave."
+    )
+    parser.add_argument(
+        "prompt", nargs="?", help="ask this once; without it, talk (or read stdin when it is not a terminal)"
+    )
+    parser.add_argument(
+        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="with or without /v1 (%(default)s)"
+    )
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: the server's")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (the server's)")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one answer (%(default)g s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run ``flyball chat`` with parsed flags; returns the exit code. Errors go to stderr."""
+    from flyball_runtime.chat.command import run_command  # here: it loads aiohttp and rich; other commands need neither
+
+    return run_command(args)
