@@ -84,7 +84,11 @@ def main() -> None:
     start_s = time.perf_counter()
     num_tokens = run(prompts, args.output)
     seconds = time.perf_counter() - start_s
-    print(json.dumps({"peer": args.peer, "num_tokens": num_tokens, "seconds": seconds, "tokens_per_s": num_tokens / seconds}))
+    print(
+        json.dumps(
+            {"peer": args.peer, "num_tokens": num_tokens, "seconds": seconds, "tokens_per_s": num_tokens / seconds}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The vLLM side of ``offline.py``, run by the Python of an environment that has vLLM.
 
-    VLLM_PYTHON benchmarks/offline_vllm.py CHECKPOINT NUM INPUT OUTPUT
+VLLM_PYTHON benchmarks/offline_vllm.py CHECKPOINT NUM INPUT OUTPUT
 """
 
 import json
@@ -22,7 +22,9 @@ def main() -> None:
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start_s
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    print(json.dumps({"peer": "vllm", "num_tokens": num_tokens, "seconds": seconds, "tokens_per_s": num_tokens / seconds}))
+    print(
+        json.dumps({"peer": "vllm", "num_tokens": num_tokens, "seconds": seconds, "tokens_per_s": num_tokens / seconds})
+    )
 
 
 if __name__ == "__main__":

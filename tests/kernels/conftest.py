@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from flyball_kernels.cpu import library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

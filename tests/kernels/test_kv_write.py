@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from flyball_kernels import kv_write
 from flyball_kernels.kv_write import reference
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from flyball_kernels import PackedLinear
 from flyball_kernels.linear import reference
 from kernel_checks import assert_close

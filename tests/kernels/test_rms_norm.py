@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from flyball_kernels import add_rms_norm, rms_norm
 from flyball_kernels.rms_norm import reference
 from kernel_checks import assert_close

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from flyball_kernels import rope
 from flyball_kernels.rope import reference
 from kernel_checks import assert_close

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from flyball_kernels import rope_kv_write
 from flyball_kernels.rope_kv_write import reference
 from kernel_checks import assert_close

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from flyball_kernels import swiglu
 from flyball_kernels.swiglu import reference
 from kernel_checks import assert_close

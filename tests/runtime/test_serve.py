@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
 from checkpoints import make_checkpoint
 from flyball_protocol import endpoints
 from replicas import ADMIN_TOKEN, Replica, environment, free_port, replica

@@ -4,12 +4,12 @@ import hmac
 import logging
 
 from fastapi import FastAPI, Request, Response
-from flyball_protocol import LimitsUpdate, endpoints
-from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flyball_protocol import LimitsUpdate, endpoints
+from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from flyball_runtime.api.app import bare_app
 from flyball_runtime.api.body import decode, read_body
 from flyball_runtime.api.errors import Unauthorized, json_response

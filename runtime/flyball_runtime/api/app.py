@@ -1,9 +1,9 @@
 """The app of port 8000: OpenAI's endpoints, health and metrics."""
 
 from fastapi import FastAPI
-from flyball_protocol import endpoints
 from starlette.middleware import Middleware
 
+from flyball_protocol import endpoints
 from flyball_runtime import __version__
 from flyball_runtime.api.errors import install_error_handlers
 from flyball_runtime.api.generate import GenerationRoutes

@@ -1,7 +1,6 @@
 """What this runtime observed over its last window, for the operator's slow loop."""
 
 from flyball_protocol import Evidence
-
 from flyball_runtime.api.metrics import (
     E2E,
     GENERATION_TOKENS,

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Literal
 
-from flyball_protocol import KVBlocks, LatencyWindow, Limits
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from flyball_protocol import KVBlocks, LatencyWindow, Limits
 from flyball_runtime import __version__
 from flyball_runtime.api.window import QUANTILES, BucketCounts, SlidingCounts, SlidingSamples
 from flyball_runtime.core.clock import Clock

@@ -7,8 +7,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
-from flyball_protocol import LatencyWindow
 from numpy.typing import NDArray
+
+from flyball_protocol import LatencyWindow
 
 T = TypeVar("T")
 

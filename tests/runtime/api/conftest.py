@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from fastapi import FastAPI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 from flyball_runtime.api import ApiSettings, Metrics, create_admin_app, create_app
 from flyball_runtime.core.clock import FakeClock
 from runtime.api.support import ADMIN_TOKEN, MODEL, asgi_client, encode
 from runtime.fake_engine import FakeEngine
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -1,14 +1,15 @@
 """Incremental detokenizing against decoding everything at once."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
 from flyball_runtime.api.detokenizer import MAX_HELD_TOKENS, Detokenizer
 from flyball_runtime.api.output import OutputText
 from flyball_runtime.core.sampling import SamplingParams
-from hypothesis import given
-from hypothesis import strategies as st
 from runtime.api.support import encode
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 
 @pytest.fixture(scope="session")

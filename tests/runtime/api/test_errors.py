@@ -6,11 +6,12 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from transformers import PreTrainedTokenizerFast
+
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, QueueFull, RequestError
 from runtime.api.support import asgi_client, chat, error_of
 from runtime.fake_engine import FakeEngine
-from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.anyio
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import PreTrainedTokenizerFast
+
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from flyball_runtime.core.errors import QueueFull
 from runtime.api.support import MODEL, asgi_client, chat, encode, error_of, until
 from runtime.fake_engine import FakeEngine
-from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.anyio
 

@@ -1,9 +1,10 @@
 """Stop strings: cut where a reader of the whole text would cut, however the text was split."""
 
 import pytest
-from flyball_runtime.api.stop_strings import StopStrings
 from hypothesis import given
 from hypothesis import strategies as st
+
+from flyball_runtime.api.stop_strings import StopStrings
 
 texts = st.text(alphabet="ab€", max_size=24)
 stop_lists = st.lists(st.text(alphabet="ab€", min_size=1, max_size=5), min_size=1, max_size=4)

@@ -1,4 +1,5 @@
 import pytest
+
 from flyball_protocol import KVBlocks
 from flyball_runtime.kv_cache import BlockPool
 

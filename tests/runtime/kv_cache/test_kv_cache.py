@@ -1,4 +1,5 @@
 import pytest
+
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.kv_cache import KVCache
 from sequences import make_sequence

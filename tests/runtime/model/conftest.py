@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from checkpoints import make_checkpoint
 
 Checkpoint = Callable[..., Path]
 Reference = Callable[..., PreTrainedModel]

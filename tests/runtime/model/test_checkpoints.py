@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import torch
-from checkpoints import BOS_ID, EOS_ID, TURN_END_ID, VOCAB_SIZE, make_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
+
+from checkpoints import BOS_ID, EOS_ID, TURN_END_ID, VOCAB_SIZE, make_checkpoint
 
 
 def test_the_seed_decides_the_weights(tmp_path: Path) -> None:

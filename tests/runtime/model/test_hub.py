@@ -9,6 +9,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.model.hub import resolve_model_path
 

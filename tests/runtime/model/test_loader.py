@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from checkpoints import ARCHITECTURES, make_checkpoint
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
@@ -15,8 +18,6 @@ from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.transformer import CausalLM
 from flyball_runtime.model.weights import iter_weights, weight_files
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 

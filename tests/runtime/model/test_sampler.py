@@ -4,9 +4,10 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
+
 from flyball_runtime.core.sampling import MAX_SEED, SamplingParams
 from flyball_runtime.model.sampler import SamplingTensors, with_seed
-from torch import Tensor
 
 VOCAB_SIZE = 50
 SETTINGS = [

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import PreTrainedModel
+
 from checkpoints import ARCHITECTURES, VOCAB_SIZE
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.inputs import StepInputs
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.transformer import CausalLM
-from torch import Tensor
-from torch.testing import assert_close
-from transformers import PreTrainedModel
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64

@@ -2,6 +2,7 @@ import logging
 import math
 
 import pytest
+
 from flyball_protocol import Envelope, Limits, LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.scheduler import LimitsLedger

@@ -1,4 +1,5 @@
 import pytest
+
 from flyball_runtime.scheduler.retry_after import RetryAfter
 
 

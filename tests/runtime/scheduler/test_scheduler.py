@@ -1,4 +1,5 @@
 import pytest
+
 from flyball_protocol import Limits
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.errors import ConfigError, EmptyPrompt, InvalidRequest, PromptTooLong, QueueFull

@@ -8,6 +8,9 @@ import random
 from collections import Counter
 
 import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from fake_model import FakeModel, expected_output
 from flyball_protocol import Limits
 from flyball_runtime.core.clock import FakeClock
@@ -15,8 +18,6 @@ from flyball_runtime.core.errors import QueueFull
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Scheduler, SchedulerConfig
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sequences import make_sequence
 
 MAX_MODEL_LEN = 24
