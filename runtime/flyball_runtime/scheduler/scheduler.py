@@ -172,19 +172,15 @@ class Scheduler:
                 self._kv.register(seq, start, start + num)
             if token is None:
                 continue
-            seq.token_ids.append(token)
-            if token in seq.stop_token_ids:
-                results.append((seq, self._end(seq, "stop")))
-            elif len(seq.token_ids) >= seq.max_total_tokens:
-                results.append((seq, self._end(seq, "length")))
+            token_ids = seq.token_ids
+            token_ids.append(token)
+            if token in seq.stop_token_ids or len(token_ids) >= seq.max_total_tokens:
+                self._stop_running(seq)
+                self._finish(seq)
+                results.append((seq, "stop" if token in seq.stop_token_ids else "length"))
             else:
                 results.append((seq, None))
         return results
-
-    def _end(self, seq: Sequence, reason: FinishReason) -> FinishReason:
-        self._stop_running(seq)
-        self._finish(seq)
-        return reason
 
     def _plan_decodes(self) -> tuple[BatchDraft, list[Sequence]]:
         """Return a draft of all decodes, each with a block for its token, and the sequences with more to compute."""

@@ -128,6 +128,17 @@ def test_a_found_prefix_is_not_computed_again():
     assert (second.starts, second.num_scheduled, again.num_cached_tokens) == ((12,), (1,), 12)
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [5, 6, 7, 8])
+def test_blocks_filled_by_prompt_or_output_are_found(num_prompt_tokens: int):
+    scheduler = make_scheduler()
+    (first,) = submit(scheduler, num_prompt_tokens, max_tokens=9 - num_prompt_tokens)
+    while scheduler.num_running or scheduler.num_waiting:
+        step(scheduler)
+    (again,) = submit(scheduler, first.token_ids)
+    step(scheduler)
+    assert (len(first.token_ids), again.num_cached_tokens) == (9, 8)
+
+
 def test_without_prefix_caching_no_tokens_are_counted_as_queried():
     scheduler = make_scheduler(caching=False)
     submit(scheduler, 13)
