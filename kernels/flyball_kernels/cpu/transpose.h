@@ -1,0 +1,61 @@
+// 16 x 16 blocks in registers.
+#pragma once
+
+#include <utility>
+
+#include "vec.h"
+
+namespace flyball {
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define FLYBALL_SHUFFLE 1
+#endif
+#endif
+
+// Exchanges the off-diagonal H x H blocks of two rows that stand H apart: one step of a recursive transposition.
+template <int H, size_t... Lane>
+inline void swap_blocks(Vec& a, Vec& b, std::index_sequence<Lane...>) {
+#if FLYBALL_SHUFFLE
+  const Vec upper = __builtin_shufflevector(a, b, (Lane % (2 * H) < H ? Lane : Lane - H + kLanes)...);
+  const Vec lower = __builtin_shufflevector(a, b, (Lane % (2 * H) < H ? Lane + H : Lane + kLanes)...);
+#else
+  const Vec upper{(Lane % (2 * H) < H ? a[Lane] : b[Lane - H])...}, lower{(Lane % (2 * H) < H ? a[Lane + H] : b[Lane])...};
+#endif
+  a = upper;
+  b = lower;
+}
+
+template <int H>
+inline void swap_all_blocks(Vec* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if ((i & H) == 0) swap_blocks<H>(rows[i], rows[i + H], std::make_index_sequence<kLanes>());
+}
+
+inline void transpose(Vec* rows) {
+  swap_all_blocks<8>(rows);
+  swap_all_blocks<4>(rows);
+  swap_all_blocks<2>(rows);
+  swap_all_blocks<1>(rows);
+}
+
+template <int H>
+inline void fold_blocks(Vec* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < H; ++i) {
+    swap_blocks<H>(rows[i], rows[i + H], std::make_index_sequence<kLanes>());
+    rows[i] += rows[i + H];
+  }
+}
+
+// Lane i of the result is the sum of rows[i]: a transposition that adds what it would exchange.
+inline Vec sum_each(Vec* rows) {
+  fold_blocks<8>(rows);
+  fold_blocks<4>(rows);
+  fold_blocks<2>(rows);
+  fold_blocks<1>(rows);
+  return rows[0];
+}
+
+}  // namespace flyball

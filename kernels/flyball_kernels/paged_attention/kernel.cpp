@@ -1,0 +1,208 @@
+// Paged attention on CPU: prefill chunks and decodes as one list of tasks.
+//
+// A task is a tile of one sequence's query tokens, with all query heads of one KV head, and a run of its keys. A tile of
+// few rows (a decode) is memory-bound: it reads each key and value once for all its rows, and its context is cut at fixed
+// multiples of kSplitKeys, so that a long one occupies several threads and a decode's result is the same to the last bit
+// in any batch. A tile of many rows converts keys and values once and multiplies them like matrices.
+#include <vector>
+
+#include "../cpu/tensors.h"
+#include "tile.h"
+
+namespace flyball {
+namespace {
+
+constexpr int64_t kSplitKeys = 512;
+
+struct Task {
+  int64_t sequence, kv_head, first_token, num_tokens;  // tokens are counted from the sequence's first query
+  int64_t first_key, last_key;
+  int64_t partial;  // index of its first row among the partial results; -1 when it writes the output itself
+
+  bool is_same_tile(const Task& t) const {
+    return sequence == t.sequence && kv_head == t.kv_head && first_token == t.first_token;
+  }
+};
+
+template <class T>
+struct Attention {
+  const T *query, *k_cache, *v_cache;
+  T* out;
+  const int32_t *block_tables, *cu_query_lens, *context_lens;
+  int64_t num_sequences, max_blocks, block_size, num_q_heads, num_kv_heads, head_dim;
+  int64_t window;  // how many keys a token sees
+  float scale;
+
+  int64_t group() const { return num_q_heads / num_kv_heads; }
+  int64_t dim() const { return round_up(head_dim, kLanes); }
+  int64_t query_len(int64_t i) const { return cu_query_lens[i + 1] - cu_query_lens[i]; }
+  int64_t position(const Task& t) const { return context_lens[t.sequence] - query_len(t.sequence) + t.first_token; }
+  bool reads_cache_directly(int64_t rows) const { return rows <= kFewRows && head_dim % kLanes == 0; }
+
+  // First element of the query, or the output, of a row of the task.
+  int64_t row_offset(const Task& t, int64_t row) const {
+    const int64_t token = cu_query_lens[t.sequence] + t.first_token + row / group();
+    return (token * num_q_heads + t.kv_head * group() + row % group()) * head_dim;
+  }
+
+  void add_tile(std::vector<Task>& tasks, Task task, int64_t& num_partial_rows) const {
+    const int64_t rows = task.num_tokens * group(), first = position(task), last = first + task.num_tokens;
+    const int64_t step = rows <= kFewRows ? kSplitKeys : last + 1, start = std::max<int64_t>(0, first - window + 1);
+    const bool is_split = start / step != (last - 1) / step;
+    for (int64_t key = start / step * step; key < last; key += step) {
+      task.first_key = std::max(key, start);
+      task.last_key = std::min(key + step, last);
+      task.partial = is_split ? num_partial_rows : -1;
+      if (is_split) num_partial_rows += rows;
+      tasks.push_back(task);
+    }
+  }
+
+  std::vector<Task> plan(int64_t& num_partial_rows) const {
+    std::vector<Task> tasks;
+    const int64_t height = std::max<int64_t>(1, kQueryRows / group());
+    for (int64_t i = 0; i < num_sequences; ++i) {
+      for (int64_t end = query_len(i); end > 0; end -= height) {  // from the end: the longest contexts start first
+        const int64_t first = std::max<int64_t>(0, end - height);
+        for (int64_t h = 0; h < num_kv_heads; ++h) add_tile(tasks, {i, h, first, end - first}, num_partial_rows);
+      }
+    }
+    return tasks;
+  }
+
+  KeyTile<T> locate(const Task& t, int64_t start) const {
+    KeyTile<T> tile;
+    tile.start = start;
+    tile.end = std::min(start + kTileKeys, t.last_key);
+    const int32_t* table = block_tables + t.sequence * max_blocks;
+    for (int64_t key = start; key < tile.end; ++key) {
+      const int64_t slot = table[key / block_size] * block_size + key % block_size;
+      const int64_t offset = (slot * num_kv_heads + t.kv_head) * head_dim;
+      tile.keys[key - start] = k_cache + offset;
+      tile.values[key - start] = v_cache + offset;
+    }
+    return tile;
+  }
+
+  void load_query(const Task& t, const Workspace& work, int64_t rows) const {
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t d = 0; d < head_dim; d += kLanes)
+        store(work.query + row * work.dim + d, load_up_to(query + row_offset(t, row) + d, head_dim - d) * (scale * kLog2e));
+  }
+
+  void soften(const Task& t, const KeyTile<T>& tile, const Workspace& work, int64_t rows) const {
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t last = position(t) + row / group() + 1 - tile.start;
+      soften_row(work, row, last - window, last, tile.size());
+    }
+  }
+
+  void visit_directly(const Task& t, const KeyTile<T>& tile, const KeyTile<T>& next, const Workspace& work, int64_t rows) const {
+    score_few_rows(rows, tile, work.query, work.dim, work.scores);
+    soften(t, tile, work, rows);
+    weigh(work, rows, tile.size(), [&](int64_t j, int64_t d) {
+      if (d == 0 && j < next.size()) prefetch_row(next.keys[j], head_dim);
+      return load(tile.values[j] + d);
+    });
+  }
+
+  void visit_packed(const Task& t, const KeyTile<T>& tile, const Workspace& work, int64_t rows) const {
+    pack_keys(tile, head_dim, work.keys);
+    score_many(work, rows);
+    soften(t, tile, work, rows);
+    pack_values(tile, head_dim, work.dim, work.values);
+    weigh(work, rows, tile.size(), [&](int64_t j, int64_t d) { return load(work.values + j * work.dim + d); });
+  }
+
+  void run(const Task& t, const Workspace& work, float* partials) const {
+    const int64_t rows = t.num_tokens * group();
+    work_on(t, work, rows);
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* sums = work.out + row * work.dim;
+      if (t.partial < 0) {
+        write(t, row, sums, work.sum[row]);
+        continue;
+      }
+      float* partial = partials + (t.partial + row) * (work.dim + kLanes);
+      partial[0] = work.max[row];
+      partial[1] = work.sum[row];
+      std::copy(sums, sums + work.dim, partial + kLanes);
+    }
+  }
+
+  void work_on(const Task& t, Workspace work, int64_t rows) const {
+    load_query(t, work, rows);
+    work.reset(rows);
+    KeyTile<T> tile = locate(t, t.first_key);
+    while (tile.size() > 0) {
+      const KeyTile<T> next = locate(t, tile.end);
+      if (reads_cache_directly(rows)) visit_directly(t, tile, next, work, rows);
+      else visit_packed(t, tile, work, rows);
+      tile = next;
+    }
+  }
+
+  void write(const Task& t, int64_t row, const float* sums, float total) const {
+    T* to = out + row_offset(t, row);
+    for (int64_t d = 0; d < head_dim; d += kLanes) store_up_to(to + d, load(sums + d) / total, head_dim - d);
+  }
+
+  // The splits of a tile stand next to each other; merges those from `begin` on and returns where the next tile's begin.
+  size_t merge(const std::vector<Task>& tasks, size_t begin, const float* partials, float* sums) const {
+    const Task& t = tasks[begin];
+    const int64_t rows = t.num_tokens * group(), stride = dim() + kLanes;
+    size_t end = begin + 1;
+    while (end < tasks.size() && tasks[end].is_same_tile(t)) ++end;
+    for (int64_t row = 0; row < rows; ++row) {
+      float top = kNegInf, total = 0.0f;
+      for (size_t i = begin; i < end; ++i) top = std::max(top, partials[(tasks[i].partial + row) * stride]);
+      std::fill_n(sums, dim(), 0.0f);
+      for (size_t i = begin; i < end; ++i) {
+        const float* partial = partials + (tasks[i].partial + row) * stride;
+        const float weight = exp2(splat(partial[0] - top))[0];
+        total += weight * partial[1];
+        for (int64_t d = 0; d < dim(); d += kLanes) store(sums + d, load(sums + d) + load(partial + kLanes + d) * weight);
+      }
+      write(t, row, sums, total);
+    }
+    return end;
+  }
+
+  void operator()() const {
+    struct Partials;
+    struct Tile;
+    int64_t num_partial_rows = 0;
+    const std::vector<Task> tasks = plan(num_partial_rows);
+    float* partials = scratch<Partials>(num_partial_rows * (dim() + kLanes));
+#pragma omp parallel
+    {
+      const int64_t rows = std::max(kQueryRows, group());
+      const Workspace work(scratch<Tile>(Workspace::num_floats(rows, dim())), rows, dim());
+#pragma omp for schedule(dynamic, 1)
+      for (size_t i = 0; i < tasks.size(); ++i) run(tasks[i], work, partials);
+    }
+    float* sums = scratch<Tile>(dim());
+    for (size_t i = 0; i < tasks.size();) i = tasks[i].partial < 0 ? i + 1 : merge(tasks, i, partials, sums);
+  }
+};
+
+void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
+                     const Tensor& cu_query_lens, const Tensor& context_lens, double scale,
+                     std::optional<int64_t> sliding_window, const Tensor& out) {
+  dispatch(query, "paged_attention", [&]<class T>(T*) {
+    Attention<T>{data<const T>(query), data<const T>(k_cache), data<const T>(v_cache), data<T>(out),
+                 data<const int32_t>(block_tables), data<const int32_t>(cu_query_lens), data<const int32_t>(context_lens),
+                 context_lens.size(0), block_tables.size(1), k_cache.size(1), query.size(1), k_cache.size(2), query.size(2),
+                 sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale)}();
+  });
+}
+
+TORCH_LIBRARY_FRAGMENT(flyball, m) {
+  m.def(
+      "paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor cu_query_lens, "
+      "Tensor context_lens, float scale, int? sliding_window, Tensor(a!) out) -> ()");
+  m.impl("paged_attention", c10::DispatchKey::CPU, TORCH_FN(paged_attention));
+}
+
+}  // namespace
+}  // namespace flyball

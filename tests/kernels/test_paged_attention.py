@@ -1,0 +1,115 @@
+import pytest
+import torch
+from attention_inputs import attention_inputs
+from flyball_kernels import paged_attention
+from flyball_kernels.paged_attention import reference
+from kernel_checks import assert_close, assert_guards_intact, guarded
+
+RAGGED = ([1, 7, 1, 33, 130, 0, 1], [1, 7, 65, 200, 130, 40, 17])
+
+
+def check(query_lens, context_lens, sliding_window=None, **shape):
+    inputs = attention_inputs(query_lens, context_lens, **shape)
+    scale = inputs["query"].shape[-1] ** -0.5
+    out, buffer = guarded(*inputs["query"].shape, dtype=inputs["query"].dtype)
+    paged_attention(
+        **inputs, scale=scale, max_query_len=max(query_lens, default=0), sliding_window=sliding_window, out=out
+    )
+    expected = reference.paged_attention(
+        **inputs, scale=scale, sliding_window=sliding_window, out=torch.full_like(inputs["query"], float("nan"))
+    )
+    assert_close(out, expected)
+    assert_guards_intact(buffer)
+
+
+def test_prefill_chunks_and_decodes_in_one_call(dtype):
+    check(*RAGGED, dtype=dtype)
+
+
+@pytest.mark.parametrize("head_dim", [1, 16, 20, 80, 96, 128, 256])
+def test_head_sizes(head_dim, dtype):
+    check([1, 9, 40], [70, 9, 41], head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (3, 1), (8, 1), (16, 2), (9, 1), (14, 2), (100, 1)])
+def test_head_groups(heads):
+    check([1, 20, 3], [130, 20, 77], num_q_heads=heads[0], num_kv_heads=heads[1])
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 128])
+def test_block_sizes(block_size):
+    check(*RAGGED, block_size=block_size)
+
+
+@pytest.mark.parametrize("context_len", [15, 16, 17, 63, 64, 65, 511, 512, 513, 1025, 1500])
+def test_contexts_that_cross_blocks_tiles_and_splits(context_len):
+    check([1, 2], [context_len, context_len])
+
+
+@pytest.mark.parametrize("sliding_window", [1, 2, 16, 63, 64, 100, 1000])
+def test_sliding_window(sliding_window):
+    check([1, 7, 1, 90, 2], [900, 7, 65, 200, 700], sliding_window=sliding_window)
+
+
+def test_no_sequences():
+    check([], [])
+
+
+def test_agrees_with_torch():
+    inputs = attention_inputs([50], [50], block_size=50)
+    block = inputs["block_tables"][0, 0]
+    query, key, value = (
+        x.transpose(0, 1) for x in (inputs["query"], inputs["k_cache"][block], inputs["v_cache"][block])
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    assert_close(paged_attention(**inputs, scale=64**-0.5, max_query_len=50), expected.transpose(0, 1))
+
+
+def test_a_decode_is_the_same_bits_in_any_batch(dtype):
+    inputs = attention_inputs([1] * 6 + [40], [5, 64, 700, 513, 1100, 90, 40], dtype=dtype)
+    together = paged_attention(**inputs, scale=0.125, max_query_len=40)
+    for i in range(6):
+        alone = {
+            **inputs,
+            "query": inputs["query"][i : i + 1],
+            "block_tables": inputs["block_tables"][i : i + 1],
+            "cu_query_lens": torch.tensor([0, 1], dtype=torch.int32),
+            "context_lens": inputs["context_lens"][i : i + 1],
+        }
+        torch.testing.assert_close(
+            paged_attention(**alone, scale=0.125, max_query_len=1), together[i : i + 1], rtol=0, atol=0
+        )
+
+
+def test_large_scores_do_not_overflow():
+    inputs = attention_inputs([1, 30], [100, 30])
+    inputs["query"] *= 1e4
+    out = paged_attention(**inputs, scale=1.0, max_query_len=30)
+    expected = reference.paged_attention(**inputs, scale=1.0, sliding_window=None, out=torch.empty_like(out))
+    # scores near 1e5 leave 2**-7 of absolute precision in fp32, and so does the exponential of their difference
+    torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("query", lambda x: x[:, :5], "query has 5 heads; it must be a multiple of the cache's 2"),
+        ("query", lambda x: x.bfloat16(), r"k_cache is torch\.float32; it must be torch\.bfloat16"),
+        ("query", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), "query has strides"),
+        ("v_cache", lambda x: x[:-1], "v_cache has shape"),
+        ("block_tables", lambda x: x.long(), r"block_tables is torch\.int64; it must be torch\.int32"),
+        ("block_tables", lambda x: x[:1], r"block_tables has shape \[1, .*it must be \[2, any\]"),
+        ("cu_query_lens", lambda x: x[1:], r"cu_query_lens has shape \[2\]; it must be \[3\]"),
+        ("context_lens", lambda x: x[0], "context_lens has shape"),
+    ],
+)
+def test_refuses_what_does_not_fit(name, change, message):
+    inputs = attention_inputs([1, 5], [8, 9])
+    inputs[name] = change(inputs[name])
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**inputs, scale=1.0, max_query_len=5)
+
+
+def test_window_of_no_tokens():
+    with pytest.raises(ValueError, match="sliding_window is 0; it must be at least 1"):
+        paged_attention(**attention_inputs([1], [1]), scale=1.0, max_query_len=1, sliding_window=0)
