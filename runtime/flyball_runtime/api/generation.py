@@ -96,11 +96,13 @@ class Choice:
         self._pieces.clear()
         return text
 
-    async def run(self, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]) -> None:
+    async def run(
+        self, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]
+    ) -> Outcome:
         """Take events until the ending. ``changed`` is called when there is text to take.
 
         Raises:
-            RequestError: the request failed, or the engine aborted it.
+            RequestError: the request failed.
             EngineError: the events stopped without an ending.
         """
         outcome: Outcome = "error"
@@ -108,7 +110,7 @@ class Choice:
             async for event in self._events:
                 if not isinstance(event, Tokens):
                     outcome = self._end(event)
-                    return
+                    return outcome
                 self._take_tokens(event, timer, abort, changed)
             raise EngineError(f"the events of request {self.request_id} stopped without an ending.")
         except asyncio.CancelledError:
@@ -135,17 +137,15 @@ class Choice:
     def _end(self, event: Finished | Failed) -> Outcome:
         if isinstance(event, Finished):
             self.num_cached_tokens = event.num_cached_tokens
-        if not self._output.stopped:
-            if isinstance(event, Failed):
-                raise from_failed(event)
-            if event.reason == "abort":
-                raise _aborted(event)
-        # At a stop string the output was complete before the engine's ending, whatever that is.
-        if rest := self._output.finish():
-            self._pieces.append(rest)
-        self.finish_reason = "length" if isinstance(event, Finished) and event.reason == "length" else "stop"
-        if self._output.stopped:
+        if self._output.stopped:  # the output was complete before the engine's ending, whatever that is
             self.finish_reason = "stop"
+            return "stop"
+        if isinstance(event, Failed):
+            raise from_failed(event)
+        if event.reason == "abort":
+            return "abort"
+        self._pieces.append(self._output.finish())
+        self.finish_reason = "stop" if self._output.stopped else event.reason
         return self.finish_reason
 
 
@@ -165,6 +165,7 @@ class Generation:
         self.choices: list[Choice] = []
         self.failure: Exception | None = None
         self.disconnected = False
+        self._gave_up = False
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._ready: dict[Choice, None] = {}
@@ -218,6 +219,7 @@ class Generation:
 
     def abort(self) -> None:
         """Abort the choices that have not ended."""
+        self._gave_up = True
         for choice in self.choices:
             if not choice.ended:
                 self._front.abort(choice.request_id)
@@ -236,7 +238,9 @@ class Generation:
     async def _run(self, choice: Choice) -> None:
         timer = self._metrics.request_started(self.call.arrival_s, choice.num_prompt_tokens)
         try:
-            await choice.run(timer, self._front.abort, self._on_changed)
+            outcome = await choice.run(timer, self._front.abort, self._on_changed)
+            if outcome == "abort" and not self._gave_up:
+                raise _aborted(choice)
         except Exception as error:  # noqa: BLE001  handed to whoever writes the answer; a bug here must not hang it
             self._fail(error)
         finally:
@@ -273,9 +277,9 @@ class Generation:
         )
 
 
-def _aborted(event: Finished) -> HttpError:
+def _aborted(choice: Choice) -> HttpError:
     return HttpError(
         500,
         "aborted",
-        f"the engine ended this request early, after {event.num_output_tokens} output tokens. Send it again.",
+        f"the engine ended this request early, after {choice.num_output_tokens} output tokens. Send it again.",
     )
