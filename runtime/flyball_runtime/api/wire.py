@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from flyball_runtime.api.generation import Choice, Usage
+from flyball_runtime.api.choice import Choice
+from flyball_runtime.api.generation import Usage
 
 encode = msgspec.json.encode
 

@@ -190,6 +190,17 @@ async def test_disconnect_aborts_every_choice(app: FastAPI, engine: FakeEngine, 
     assert 'flyball_requests_total{outcome="abort"} 2.0' in metrics.exposition("")[0].decode()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_disconnect_does_not_wait_for_a_hung_engine(app: FastAPI, engine: FakeEngine, stream: bool) -> None:
+    engine.reply, asked = None, []
+    engine.abort = asked.append  # type: ignore[method-assign]
+    async with connect(app, CHAT, chat(stream=stream)) as (connection, task):
+        await until(lambda: bool(engine.requests))
+        connection.leave()
+        await task
+    assert set(asked) == {engine.requests[0].request_id}
+
+
 async def test_cancelled_server_task_aborts(app: FastAPI, engine: FakeEngine) -> None:
     engine.reply = None
     connection = Connection(chat(stream=True))
