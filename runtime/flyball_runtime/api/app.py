@@ -5,8 +5,8 @@ from starlette.middleware import Middleware
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
+from flyball_runtime.api.completions import CompletionRoutes
 from flyball_runtime.api.errors import install_error_handlers
-from flyball_runtime.api.generate import GenerationRoutes
 from flyball_runtime.api.health import HealthRoutes
 from flyball_runtime.api.metrics import Metrics
 from flyball_runtime.api.models import ModelRoutes
@@ -48,9 +48,9 @@ def bare_app(title: str, *inner: Middleware) -> FastAPI:
 
 
 def _add_openai_routes(app: FastAPI, server: Server) -> None:
-    generation, models, tokenize = GenerationRoutes(server), ModelRoutes(server), TokenizeRoutes(server)
-    app.add_api_route("/v1/chat/completions", generation.chat_completions, methods=["POST"])
-    app.add_api_route("/v1/completions", generation.completions, methods=["POST"])
+    completions, models, tokenize = CompletionRoutes(server), ModelRoutes(server), TokenizeRoutes(server)
+    app.add_api_route("/v1/chat/completions", completions.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", completions.completions, methods=["POST"])
     app.add_api_route("/v1/models", models.list_models)
     app.add_api_route("/v1/models/{model:path}", models.retrieve_model)
     app.add_api_route("/tokenize", tokenize.tokenize, methods=["POST"])

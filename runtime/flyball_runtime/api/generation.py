@@ -7,21 +7,20 @@ the output.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from msgspec import Struct
 from starlette.types import Receive
 
-from flyball_runtime.api.errors import HttpError, from_failed
-from flyball_runtime.api.metrics import Metrics, Outcome, RequestTimer
-from flyball_runtime.api.output import OutputText
+from flyball_runtime.api.choice import Choice
+from flyball_runtime.api.errors import HttpError
+from flyball_runtime.api.metrics import Metrics
 from flyball_runtime.api.schemas import choice_sampling
 from flyball_runtime.api.text import TextCodec
-from flyball_runtime.core.errors import EngineError, RequestError
-from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
+from flyball_runtime.core.errors import RequestError
+from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.front import EngineFront
 
@@ -68,87 +67,6 @@ class Usage(Struct, frozen=True, kw_only=True):
     num_cached: int
 
 
-class Choice:
-    """One engine request: takes its events and turns them into text and one ending.
-
-    Attributes:
-        finish_reason: set once, when the request has ended well.
-    """
-
-    def __init__(self, index: int, request: Request, events: AsyncIterator[RequestEvent], output: OutputText) -> None:
-        self.index = index
-        self.request_id = request.request_id
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_cached_tokens = 0
-        self.finish_reason: Literal["stop", "length"] | None = None
-        self.ended = False
-        self._events = events
-        self._output = output
-        self._pieces: list[str] = []
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self._output.num_tokens
-
-    def take_text(self) -> str:
-        """The text that came since the last call."""
-        text = "".join(self._pieces)
-        self._pieces.clear()
-        return text
-
-    async def run(self, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]) -> None:
-        """Take events until the ending. ``changed`` is called when there is text to take.
-
-        Raises:
-            RequestError: the request failed, or the engine aborted it.
-            EngineError: the events stopped without an ending.
-        """
-        outcome: Outcome = "error"
-        try:
-            async for event in self._events:
-                if not isinstance(event, Tokens):
-                    outcome = self._end(event)
-                    return
-                self._take_tokens(event, timer, abort, changed)
-            raise EngineError(f"the events of request {self.request_id} stopped without an ending.")
-        except asyncio.CancelledError:
-            outcome = "abort"
-            raise
-        finally:
-            timer.ended(outcome, self.num_output_tokens)
-
-    def _take_tokens(
-        self, event: Tokens, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]
-    ) -> None:
-        if self._output.stopped:  # computed before the abort reached the engine
-            return
-        before = self.num_output_tokens
-        text = self._output.add(event.token_ids)
-        if num_new := self.num_output_tokens - before:
-            timer.tokens(num_new)
-        if text:
-            self._pieces.append(text)
-            changed(self)
-        if self._output.stopped:
-            abort(self.request_id)
-
-    def _end(self, event: Finished | Failed) -> Outcome:
-        if isinstance(event, Finished):
-            self.num_cached_tokens = event.num_cached_tokens
-        if not self._output.stopped:
-            if isinstance(event, Failed):
-                raise from_failed(event)
-            if event.reason == "abort":
-                raise _aborted(event)
-        # At a stop string the output was complete before the engine's ending, whatever that is.
-        if rest := self._output.finish():
-            self._pieces.append(rest)
-        self.finish_reason = "length" if isinstance(event, Finished) and event.reason == "length" else "stop"
-        if self._output.stopped:
-            self.finish_reason = "stop"
-        return self.finish_reason
-
-
 class Generation:
     """All choices of one Call while they run. Use ``running``.
 
@@ -165,8 +83,10 @@ class Generation:
         self.choices: list[Choice] = []
         self.failure: Exception | None = None
         self.disconnected = False
+        self._gave_up = False
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
+        self._over = asyncio.Event()
         self._ready: dict[Choice, None] = {}
 
     @asynccontextmanager
@@ -189,8 +109,8 @@ class Generation:
             self._log_end()
 
     async def wait_all(self) -> None:
-        """Until every choice has ended. Raises the failure of the first that failed."""
-        await asyncio.wait(self._tasks)
+        """Until every choice has ended, or the client has left. Raises the failure of the first choice that fails."""
+        await self._over.wait()
         if self.failure is not None:
             raise self.failure
 
@@ -218,6 +138,7 @@ class Generation:
 
     def abort(self) -> None:
         """Abort the choices that have not ended."""
+        self._gave_up = True
         for choice in self.choices:
             if not choice.ended:
                 self._front.abort(choice.request_id)
@@ -227,8 +148,9 @@ class Generation:
             for index, request in enumerate(self.call.engine_requests()):
                 events = self._front.submit(request)
                 self.choices.append(Choice(index, request, events, self._codec.output(request.sampling)))
-        except RequestError as error:
-            self._metrics.request_rejected(error.code)
+        except Exception as error:
+            if isinstance(error, RequestError):
+                self._metrics.request_rejected(error.code)
             self.abort()
             raise
         self._tasks = [asyncio.create_task(self._run(choice)) for choice in self.choices]
@@ -236,16 +158,21 @@ class Generation:
     async def _run(self, choice: Choice) -> None:
         timer = self._metrics.request_started(self.call.arrival_s, choice.num_prompt_tokens)
         try:
-            await choice.run(timer, self._front.abort, self._on_changed)
+            outcome = await choice.run(timer, self._front.abort, self._on_changed)
+            if outcome == "abort" and not self._gave_up:
+                raise _aborted(choice)
         except Exception as error:  # noqa: BLE001  handed to whoever writes the answer; a bug here must not hang it
             self._fail(error)
         finally:
             choice.ended = True
             self._on_changed(choice)
+            if self.ended:
+                self._over.set()
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None:
             self.failure = error
+            self._over.set()
             self.abort()
 
     def _on_changed(self, choice: Choice) -> None:
@@ -258,6 +185,7 @@ class Generation:
         self.disconnected = True
         self.abort()
         self._changed.set()
+        self._over.set()
 
     def _log_end(self) -> None:
         reasons = ",".join(choice.finish_reason or "-" for choice in self.choices[:8])
@@ -273,9 +201,9 @@ class Generation:
         )
 
 
-def _aborted(event: Finished) -> HttpError:
+def _aborted(choice: Choice) -> HttpError:
     return HttpError(
         500,
         "aborted",
-        f"the engine ended this request early, after {event.num_output_tokens} output tokens. Send it again.",
+        f"the engine ended this request early, after {choice.num_output_tokens} output tokens. Send it again.",
     )

@@ -4,7 +4,7 @@ State is plain numbers, changed on the event loop only, so an update costs about
 are built when /metrics is scraped. Latencies are measured here, where a client would see them: from a request's complete
 body to the event that carries a token.
 
-A "request" is one engine request: one choice of one prompt. Gauges over the window are absent, not 0 or NaN, while the
+A "request" is one engine request: one choice of one prompt. Values over the window are absent, not 0 or NaN, while the
 window holds no sample; a gauge about the engine is absent until the engine has reported.
 """
 
@@ -80,7 +80,7 @@ HISTOGRAMS = {
     REQUEST_PROMPT_TOKENS: "Prompt tokens of finished requests.",
     REQUEST_GENERATION_TOKENS: "Output tokens of finished requests.",
 }
-WINDOW_GAUGES = {
+WINDOW_QUANTILES = {
     TTFT: "flyball_time_to_first_token_window_seconds",
     ITL: "flyball_inter_token_latency_window_seconds",
     E2E: "flyball_e2e_request_latency_window_seconds",
@@ -203,15 +203,9 @@ class Metrics(Collector):
             yield family
 
     def _collect_windows(self) -> Iterator[Metric]:
-        for name, gauge_name in WINDOW_GAUGES.items():
-            family = GaugeMetricFamily(
-                gauge_name, f"Quantiles over the last {self.window_s:g} s. {HISTOGRAMS[name]}", labels=["quantile"]
-            )
-            window = self.window(name)
-            for quantile, value in zip(QUANTILES, (window.p50_s, window.p95_s, window.p99_s), strict=True):
-                if value is not None:
-                    family.add_metric([str(quantile)], value)
-            yield family
+        for name, window_name in WINDOW_QUANTILES.items():
+            text = f"Quantiles over the last {self.window_s:g} s. {HISTOGRAMS[name]}"
+            yield _quantiles(window_name, text, self.window(name))
         yield _by_label(
             "flyball_blocked_by_share",
             f"Share of the last {self.window_s:g} s' steps by why the head of the queue was not admitted.",
@@ -306,6 +300,15 @@ def _by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> 
     family = GaugeMetricFamily(name, text, labels=[label])
     for value, number in values.items():
         family.add_metric([value], number)
+    return family
+
+
+def _quantiles(name: str, text: str, window: LatencyWindow) -> Metric:
+    """A summary without sum and count: promtool allows the label ``quantile`` to no other type."""
+    family = Metric(name, text, "summary")
+    for quantile, value in zip(QUANTILES, (window.p50_s, window.p95_s, window.p99_s), strict=True):
+        if value is not None:
+            family.add_sample(name, {"quantile": str(quantile)}, value)
     return family
 
 

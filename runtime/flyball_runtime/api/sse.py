@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from flyball_runtime.api.choice import Choice
 from flyball_runtime.api.errors import error_body, internal_error
-from flyball_runtime.api.generation import Choice, Generation, Usage
+from flyball_runtime.api.generation import Generation, Usage
 from flyball_runtime.api.wire import DONE, Envelope, Format
 from flyball_runtime.core.errors import RequestError
 

@@ -7,11 +7,25 @@ from typing import Any
 
 import msgspec
 
-from flyball_runtime.api.generation import Choice, Usage
+from flyball_runtime.api.choice import Choice
+from flyball_runtime.api.generation import Usage
 
 encode = msgspec.json.encode
 
 DONE = b"data: [DONE]\n\n"
+
+
+# Line ends to some readers of lines (Python's str.splitlines), though not to server-sent events; JSON may escape them.
+_LINE_ENDS = {char: f"\\u{char:04x}".encode() for char in (0x85, 0x2028, 0x2029)}
+
+
+def encode_text(text: str) -> bytes:
+    """JSON of a text, on one line whatever the reader takes for a line end."""
+    body = encode(text)
+    if not text.isascii():
+        for char, escape in _LINE_ENDS.items():
+            body = body.replace(chr(char).encode(), escape)
+    return body
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
@@ -38,7 +52,7 @@ class ChatFormat:
         return self._delta(index, b'{"role":"assistant","content":""}', None)
 
     def text(self, index: int, text: str) -> bytes:
-        return self._delta(index, b'{"content":%b}' % encode(text), None)
+        return self._delta(index, b'{"content":%b}' % encode_text(text), None)
 
     def finish(self, index: int, reason: str) -> bytes:
         return self._delta(index, b"{}", reason)
@@ -74,7 +88,7 @@ class CompletionFormat:
 
     @staticmethod
     def _choice(index: int, text: str, reason: str | None) -> bytes:
-        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}' % (index, encode(text), encode(reason))
+        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}' % (index, encode_text(text), encode(reason))
 
 
 Format = ChatFormat | CompletionFormat

@@ -250,6 +250,12 @@ async def test_a_bug_is_a_500_and_its_traceback_is_logged(
     assert "secret detail" in caplog.text and "find-me" in caplog.text
 
 
+async def test_a_bug_while_submitting_leaves_no_choice_behind(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.reply, engine.refuse = None, (1, ZeroDivisionError("bug"))
+    response = await client.post(COMPLETIONS, json={"prompt": "a", "n": 2})
+    assert response.status_code == 500 and engine.num_unfinished == 0 and len(engine.aborted) == 1
+
+
 async def test_request_id_is_echoed_and_names_the_engine_request(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     for _ in range(2):
         response = await client.post(CHAT, json=chat(), headers={"X-Request-Id": "abc.1"})

@@ -22,7 +22,7 @@ from flyball_runtime.api.wire import ChatFormat, CompletionFormat, Envelope, For
 from flyball_runtime.core.errors import InvalidRequest
 
 
-class GenerationRoutes:
+class CompletionRoutes:
     """The endpoints that generate text."""
 
     def __init__(self, server: Server) -> None:

@@ -1,0 +1,92 @@
+"""One engine request as the API sees it: events in, text and one ending out."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Literal
+
+from flyball_runtime.api.errors import from_failed
+from flyball_runtime.api.metrics import Outcome, RequestTimer
+from flyball_runtime.api.output import OutputText
+from flyball_runtime.core.errors import EngineError
+from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
+
+
+class Choice:
+    """One engine request: takes its events and turns them into text and one ending.
+
+    Attributes:
+        finish_reason: set once, when the request has ended well.
+    """
+
+    def __init__(self, index: int, request: Request, events: AsyncIterator[RequestEvent], output: OutputText) -> None:
+        self.index = index
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_cached_tokens = 0
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self.ended = False
+        self._events = events
+        self._output = output
+        self._pieces: list[str] = []
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._output.num_tokens
+
+    def take_text(self) -> str:
+        """The text that came since the last call."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text
+
+    async def run(
+        self, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]
+    ) -> Outcome:
+        """Take events until the ending. ``changed`` is called when there is text to take.
+
+        Raises:
+            RequestError: the request failed.
+            EngineError: the events stopped without an ending.
+        """
+        outcome: Outcome = "error"
+        try:
+            async for event in self._events:
+                if not isinstance(event, Tokens):
+                    outcome = self._end(event)
+                    return outcome
+                self._take_tokens(event, timer, abort, changed)
+            raise EngineError(f"the events of request {self.request_id} stopped without an ending.")
+        except asyncio.CancelledError:
+            outcome = "abort"
+            raise
+        finally:
+            timer.ended(outcome, self.num_output_tokens)
+
+    def _take_tokens(
+        self, event: Tokens, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]
+    ) -> None:
+        if self._output.stopped:  # computed before the abort reached the engine
+            return
+        before = self.num_output_tokens
+        text = self._output.add(event.token_ids)
+        if num_new := self.num_output_tokens - before:
+            timer.tokens(num_new)
+        if text:
+            self._pieces.append(text)
+            changed(self)
+        if self._output.stopped:
+            abort(self.request_id)
+
+    def _end(self, event: Finished | Failed) -> Outcome:
+        if isinstance(event, Finished):
+            self.num_cached_tokens = event.num_cached_tokens
+        if self._output.stopped:  # the output was complete before the engine's ending, whatever that is
+            self.finish_reason = "stop"
+            return "stop"
+        if isinstance(event, Failed):
+            raise from_failed(event)
+        if event.reason == "abort":
+            return "abort"
+        self._pieces.append(self._output.finish())
+        self.finish_reason = "stop" if self._output.stopped else event.reason
+        return self.finish_reason

@@ -1,0 +1,44 @@
+"""Liveness, readiness and drain as probes see them."""
+
+import httpx
+import pytest
+from runtime.api.support import error_of
+from runtime.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+
+async def statuses(client: httpx.AsyncClient) -> dict[str, int]:
+    return {path: (await client.get(path)).status_code for path in ("/livez", "/readyz", "/health")}
+
+
+async def test_idle_engine_is_live_and_ready(client: httpx.AsyncClient) -> None:
+    assert await statuses(client) == {"/livez": 200, "/readyz": 200, "/health": 200}
+    assert (await client.head("/livez")).status_code == 200
+
+
+async def test_loading_is_live_and_not_ready(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.ready, engine.stats, engine.heartbeat_s = False, None, 500.0
+    assert await statuses(client) == {"/livez": 200, "/readyz": 503, "/health": 503}
+    response = await client.get("/readyz")
+    assert error_of(response)["code"] == "not_ready" and response.headers["retry-after"]
+
+
+async def test_draining_is_live_and_not_ready(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.start_drain()
+    assert await statuses(client) == {"/livez": 200, "/readyz": 503, "/health": 503}
+    assert error_of(await client.get("/health"))["code"] == "draining"
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_stuck_loop_is_neither(client: httpx.AsyncClient, engine: FakeEngine, drains: bool) -> None:
+    engine.heartbeat_s, engine.draining, engine.ready = 30.5, drains, not drains
+    assert await statuses(client) == {"/livez": 503, "/readyz": 503, "/health": 503}
+    assert "silent for 30.5 s; 30 s are allowed" in error_of(await client.get("/livez"))["message"]
+
+
+async def test_dead_engine_is_neither(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.die("killed by signal 9")
+    assert await statuses(client) == {"/livez": 503, "/readyz": 503, "/health": 503}
+    error = error_of(await client.get("/livez"))
+    assert error["code"] == "engine_dead" and "signal 9" in error["message"]
