@@ -12,6 +12,7 @@ from flyball_runtime.bench.statistics import Summary, summarise
 SAMPLE_EVERY_S = 0.01
 MAX_LAG_S = 0.01
 MAX_CPU_SHARE = 0.9
+MIN_SAMPLES = 100  # about a second; a shorter run is all start-up and says nothing about the client
 
 
 class ClientHealth(Struct, frozen=True, kw_only=True):
@@ -31,12 +32,13 @@ class ClientHealth(Struct, frozen=True, kw_only=True):
         """What to say when the client, and not the server, shaped the figures."""
         send_lag_s = self.send_lag_s.p99 if self.send_lag_s else 0.0
         loop_lag_s = self.loop_lag_s.p99 if self.loop_lag_s else 0.0
+        long_enough = self.loop_lag_s is not None and self.loop_lag_s.count >= MIN_SAMPLES
         if send_lag_s > MAX_LAG_S:
             yield (
                 f"requests were sent {send_lag_s * 1000:.0f} ms late at p99, so the load was not quite the one asked for: "
                 "read the figures from arrival."
             )
-        if loop_lag_s > MAX_LAG_S or self.cpu_share > MAX_CPU_SHARE:
+        if long_enough and (loop_lag_s > MAX_LAG_S or self.cpu_share > MAX_CPU_SHARE):
             yield (
                 f"this client was a bottleneck (event loop {loop_lag_s * 1000:.0f} ms late at p99, CPU {self.cpu_share:.0%}): "
                 "latencies are overstated. Give it a core of its own, or split the load over several clients."
