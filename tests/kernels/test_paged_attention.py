@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from attention_inputs import attention_inputs
 from flyball_kernels import paged_attention
 from flyball_kernels.paged_attention import reference

@@ -1,5 +1,6 @@
 import msgspec
 import pytest
+
 from flyball_protocol import Envelope, Evidence, KVBlocks, LatencyWindow, Limits
 
 WINDOW = LatencyWindow(count=3, p50_s=0.1, p95_s=0.2, p99_s=0.2, edges_s=(0.1, 1.0), counts=(2, 1, 0))

@@ -1,5 +1,6 @@
 import msgspec
 import pytest
+
 from flyball_protocol import (
     Envelope,
     Limits,

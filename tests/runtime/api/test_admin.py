@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+
 from flyball_protocol import Evidence, LimitsAck, LimitsReport, LimitsStatus
 from flyball_runtime.api import Metrics, create_admin_app
 from flyball_runtime.core.clock import FakeClock

@@ -2,6 +2,7 @@
 
 import httpx
 import pytest
+
 from runtime.api.support import error_of
 from runtime.fake_engine import FakeEngine
 

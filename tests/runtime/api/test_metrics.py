@@ -7,12 +7,13 @@ import subprocess
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
 from flyball_protocol import KVBlocks, Limits
 from flyball_runtime.api import Metrics
 from flyball_runtime.api.metrics import LATENCY_EDGES_S
 from flyball_runtime.core.clock import FakeClock
-from prometheus_client import CollectorRegistry
-from prometheus_client.parser import text_string_to_metric_families
 from runtime.api.support import MODEL, chat
 from runtime.fake_engine import FakeEngine, step_stats
 

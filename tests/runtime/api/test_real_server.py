@@ -7,10 +7,11 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from transformers import PreTrainedTokenizerFast
+
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from runtime.api.support import MODEL, chat, encode, served, until
 from runtime.fake_engine import FakeEngine
-from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.anyio
 

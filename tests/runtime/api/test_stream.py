@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from transformers import PreTrainedTokenizerFast
+
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from runtime.api.support import MODEL, asgi_client, chat, encode, error_of, sse_events, until
 from runtime.fake_engine import FakeEngine
-from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.anyio
 

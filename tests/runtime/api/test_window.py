@@ -4,9 +4,10 @@ import math
 import random
 
 import pytest
-from flyball_runtime.api.window import MAX_KEPT_PER_SLICE, SlidingCounts, SlidingSamples
 from hypothesis import given
 from hypothesis import strategies as st
+
+from flyball_runtime.api.window import MAX_KEPT_PER_SLICE, SlidingCounts, SlidingSamples
 
 EDGES = (0.1, 0.2, 0.5)
 

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from flyball_runtime.bench.arrivals import arrival_offsets, spread_equal_times
 from flyball_runtime.bench.settings import BenchSettings
 

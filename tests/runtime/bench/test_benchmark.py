@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fake_openai import DONE, FakeServer, Reply, answer_in_full, token, usage
 from flyball_runtime.bench import BenchSettings, Slo
 from flyball_runtime.bench.benchmark import WarmupFailed, run_benchmark

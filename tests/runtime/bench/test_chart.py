@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from fake_openai import FakeServer, Reply, answer_in_full
 from flyball_runtime.bench import BenchSettings, Slo
 from flyball_runtime.bench.benchmark import run_benchmark

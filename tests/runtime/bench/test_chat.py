@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+
 from fake_openai import DONE, FakeServer, Reply, delta, event, usage
 from flyball_runtime import chat
 

@@ -1,4 +1,5 @@
 import pytest
+
 from fake_openai import delta, token, usage
 from flyball_runtime.client.chunk import Chunk, decode_chunk, error_message
 from flyball_runtime.client.errors import BadAnswer, ServerError

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from fake_openai import FakeServer, Reply, answer_in_full
 from flyball_runtime import bench
 

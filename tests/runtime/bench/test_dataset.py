@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from flyball_runtime.bench.dataset import read_dataset
 from flyball_runtime.core.errors import ConfigError
 

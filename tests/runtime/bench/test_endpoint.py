@@ -1,4 +1,5 @@
 import pytest
+
 from flyball_runtime.client.endpoint import Endpoint, normalise_base_url
 from flyball_runtime.core.errors import ConfigError
 

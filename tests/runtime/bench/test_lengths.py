@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from flyball_runtime.bench.lengths import parse_lengths
 from flyball_runtime.core.errors import ConfigError
 

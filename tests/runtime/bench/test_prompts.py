@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from flyball_runtime.bench.prompts import WORDS, TokenPrompts, WordPrompts, random_prompt, shared_prefix_prompt
 from flyball_runtime.core.errors import ConfigError
 

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+
 from fake_openai import FakeServer
 from flyball_runtime.bench import BenchSettings, Slo
 from flyball_runtime.bench.benchmark import run_benchmark

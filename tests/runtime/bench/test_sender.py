@@ -3,6 +3,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from fake_openai import DONE, FakeServer, Reply, delta, event, token, usage
 from flyball_runtime.bench.record import RequestRecord
 from flyball_runtime.bench.sender import Sender

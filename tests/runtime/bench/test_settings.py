@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+
 from flyball_runtime.bench.settings import BenchSettings
 from flyball_runtime.bench.slo import Slo, parse_slo
 from flyball_runtime.core.errors import ConfigError

@@ -1,4 +1,5 @@
 import pytest
+
 from flyball_runtime.client.sse import SSEParser
 
 STREAM = (

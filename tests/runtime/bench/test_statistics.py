@@ -1,4 +1,5 @@
 import pytest
+
 from flyball_runtime.bench.record import RequestRecord
 from flyball_runtime.bench.slo import Slo
 from flyball_runtime.bench.statistics import goodput, missed_bounds, peak_in_flight, summarise

@@ -2,6 +2,7 @@ import gzip
 from pathlib import Path
 
 import pytest
+
 from flyball_runtime.bench.trace import TraceRequest, read_trace
 from flyball_runtime.core.errors import ConfigError
 

@@ -2,6 +2,7 @@ import math
 
 import msgspec
 import pytest
+
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.sampling import MAX_SEED, SamplingParams
 
