@@ -51,6 +51,11 @@ class BlockPool:
         """In how many block tables the block is."""
         return self._num_refs[block]
 
+    def num_used_of(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` somebody uses."""
+        num_refs = self._num_refs
+        return sum([num_refs[block] > 0 for block in blocks])
+
     def counts(self) -> KVBlocks:
         num_free, num_cached = len(self._free), len(self._cached)
         return KVBlocks(

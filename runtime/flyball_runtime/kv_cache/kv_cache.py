@@ -74,8 +74,8 @@ class KVCache:
         if self.enable_prefix_caching:
             extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, num_tokens // self.block_size)
             blocks = self._pool.find(seq.block_hashes[: (num_tokens - 1) // self.block_size])
-        num_shared = sum(self._pool.num_refs(block) > 0 for block in blocks)
-        return PrefixMatch(blocks, len(blocks) * self.block_size, self.num_blocks_for(num_tokens) - num_shared)
+        num_needed = self.num_blocks_for(num_tokens) - self._pool.num_used_of(blocks)
+        return PrefixMatch(blocks, len(blocks) * self.block_size, num_needed)
 
     def can_admit(self, match: PrefixMatch) -> bool:
         return match.num_blocks_needed <= self._pool.num_admissible

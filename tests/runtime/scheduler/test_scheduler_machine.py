@@ -38,7 +38,7 @@ SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 
 
 def between(low: float, high: float, share: float) -> float:
-    return high - (high - low) * (1 - share)
+    return min(high, low + (high - low) * share)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
