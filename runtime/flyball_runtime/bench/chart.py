@@ -45,21 +45,23 @@ def _figure_class() -> Any:
 
 
 def _draw_cdf(axes: Any, name: str, values_s: list[Any], bound_s: float | None) -> None:
-    data = np.sort(np.array([value for value in values_s if value is not None]) * 1000)
+    data = np.sort(np.array([value for value in values_s if value is not None]) * 1000).clip(
+        min=0.01
+    )  # the axis is a log
     axes.step(data, np.arange(1, len(data) + 1) / max(len(data), 1), where="post", color=_BLUE)
     for quantile in (50, 99) if len(data) else ():
         value = float(np.percentile(data, quantile))
         axes.plot(value, quantile / 100, "o", color=_BLUE)
-        axes.annotate(f" p{quantile} {value:.1f} ms", (value, quantile / 100), va="top")
+        axes.annotate(f"p{quantile} {value:.1f} ms ", (value, quantile / 100), ha="right", va="bottom")
     if bound_s is not None:
         axes.axvline(bound_s * 1000, color=_RED, linestyle="--", label="objective")
         axes.legend()
-    axes.set(title=name, xlabel="ms", ylabel="share at most", ylim=(0, 1.02))
+    axes.set(title=name, xscale="log", xlabel="ms", ylabel="share at most", ylim=(0, 1.08))
     axes.grid(alpha=0.3)
 
 
 def _draw_token_rate(axes: Any, good: list[RequestRecord]) -> None:
-    """Output chunks in each of at most 120 equal bins, scaled to the tokens that they held."""
+    """Output chunks in equal bins of a quarter second or more, scaled to the tokens that they held."""
     chunks = [_chunk_times(record) for record in good if record.first_token_s is not None]
     times = np.concatenate(chunks) if chunks else np.zeros(0)
     if len(times):
@@ -67,7 +69,7 @@ def _draw_token_rate(axes: Any, good: list[RequestRecord]) -> None:
             [np.full(len(c), r.output_tokens / len(c)) for c, r in zip(chunks, good, strict=False)]
         )
         counts, edges = np.histogram(
-            times, bins=min(120, max(1, int(times.max()))), range=(0, times.max()), weights=weights
+            times, bins=min(120, max(1, int(4 * times.max()))), range=(0, times.max()), weights=weights
         )
         axes.stairs(counts / np.diff(edges), edges, fill=True, color=_BLUE, alpha=0.7)
     axes.set(title="Output tokens a second", xlabel="s")

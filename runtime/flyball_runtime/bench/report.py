@@ -26,7 +26,8 @@ def _parts(result: BenchResult) -> Iterator[RenderableType]:
     yield _counts(result)
     if result.goodput is not None:
         yield Text(_goodput_caption(result.goodput), style="dim")
-    yield _latencies(result)
+    if result.requests.succeeded:
+        yield _latencies(result)
     for kind, error in result.requests.errors.items():
         yield Text(f"{error.count} failed, {kind}: {error.example}", style="red")
     for warning in result.warnings:

@@ -1,8 +1,11 @@
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +55,9 @@ def test_a_run_in_which_all_fails_exits_with_1(server: FakeServer, capsys: pytes
     refusal = Reply(status=429, body={"error": {"message": "queue [full]"}})
     server.script = lambda request: answer_in_full(request) if request["max_tokens"] == 1 else refusal
     assert run("--base-url", server.url, "--num-requests", "4") == 1
-    assert "4 failed, http_429: HTTP 429: queue [full]" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "4 failed, http_429: HTTP 429: queue [full]" in out
+    assert "TTFT" not in out
 
 
 def test_no_server_exits_with_1(dead_url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +93,18 @@ def test_a_result_that_cannot_be_written_is_still_shown(
     out, err = capsys.readouterr()
     assert "TTFT" in out
     assert f"cannot write {tmp_path}" in err
+
+
+def test_ctrl_c_stops_the_run(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(request: dict[str, Any]) -> Reply:
+        if request["max_tokens"] > 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return answer_in_full(request, gap_s=0.01)
+
+    server.script = script
+    assert run("--base-url", server.url, "--concurrency", "1", "--output-len", "2000") == 130
+    assert "interrupted" in capsys.readouterr().err
+    server.wait_until(lambda: server.disconnects == 1)
 
 
 def test_the_parser_loads_nothing_heavy() -> None:
