@@ -10,14 +10,25 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerFast
 
 ADMIN_TOKEN = "admin-token"
 MODEL = "test-model"
 
 
+def bounded(app: ASGIApp) -> ASGIApp:
+    """The app, whose requests fail a test instead of hanging it."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        async with asyncio.timeout(10):
+            await app(scope, receive, send)
+
+    return call
+
+
 def asgi_client(app: FastAPI) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(bounded(app)), base_url="http://test")
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

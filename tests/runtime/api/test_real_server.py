@@ -17,7 +17,9 @@ pytestmark = pytest.mark.anyio
 
 
 def openai_client(address: tuple[str, int]) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://{address[0]}:{address[1]}/v1", api_key="unused", max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url=f"http://{address[0]}:{address[1]}/v1", api_key="unused", max_retries=0, timeout=10
+    )
 
 
 def post_bytes(body: bytes, content_length: int | None = None) -> bytes:

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
 from flyball_runtime.api import ApiSettings, Metrics, create_app
-from runtime.api.support import MODEL, asgi_client, chat, encode, error_of, sse_events, until
+from runtime.api.support import MODEL, asgi_client, bounded, chat, encode, error_of, sse_events, until
 from runtime.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -74,14 +74,13 @@ async def connect(app: FastAPI, path: str, body: Any) -> AsyncIterator[tuple[Con
         "query_string": b"",
         "headers": [(b"x-request-id", b"test-request")],
     }
-    task = asyncio.create_task(app(scope, connection.receive, connection.send))  # type: ignore[arg-type]
+    task = asyncio.create_task(bounded(app)(scope, connection.receive, connection.send))  # type: ignore[arg-type]
     try:
         yield connection, task
     finally:
         connection.leave()
         connection.reading.set()
-        async with asyncio.timeout(10):
-            await task
+        await task
 
 
 def texts(events: list[Any]) -> str:
