@@ -5,7 +5,7 @@ import random
 
 import pytest
 from flyball_runtime.api.window import MAX_KEPT_PER_SLICE, SlidingCounts, SlidingSamples
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 EDGES = (0.1, 0.2, 0.5)
@@ -15,6 +15,7 @@ def nearest_rank(values: list[float], quantile: float) -> float:
     return sorted(values)[math.ceil(quantile * len(values)) - 1]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1), st.integers(1, 5)), max_size=40))
 def test_quantiles_and_buckets_are_exact_while_all_samples_are_kept(samples: list[tuple[float, float, int]]) -> None:
     window, now, seen = SlidingSamples(EDGES, 60), 1000.0, []
