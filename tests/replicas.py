@@ -40,7 +40,7 @@ class Replica:
         self.log = log
         command = [sys.executable, "-m", "flyball_runtime.cli", "serve", str(model), "--served-model-name", "test"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--admin-port", str(self.admin_port)]
-        command += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--attention-backend", "torch", *flags]
+        command += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--num-threads", "1", *flags]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, env=environment(**{endpoints.ADMIN_TOKEN_ENV: ADMIN_TOKEN}), stdout=output, stderr=output

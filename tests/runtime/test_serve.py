@@ -139,7 +139,7 @@ def test_limits_move_live_over_the_admin_port(server: Replica) -> None:
 
 def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
     with replica(model, log=tmp_path / "log") as server:
-        body = {"model": "test", "prompt": [5], "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        body = {"model": "test", "prompt": [5], "max_tokens": 500, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)

@@ -9,6 +9,11 @@ from transformers import PreTrainedTokenizerFast
 from flyball_runtime.api.detokenizer import MAX_HELD_TOKENS, Detokenizer
 from flyball_runtime.api.output import OutputText
 from flyball_runtime.core.sampling import SamplingParams
+<<<<<<< HEAD
+=======
+from hypothesis import given, settings
+from hypothesis import strategies as st
+>>>>>>> api
 from runtime.api.support import encode
 
 
@@ -27,6 +32,7 @@ def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
     return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
+@settings(deadline=None)
 @given(text=st.text(max_size=40))
 def test_pieces_add_up_and_no_character_is_split(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     pieces = pieces_of(tokenizer.backend_tokenizer, encode(tokenizer, text))
@@ -38,12 +44,14 @@ def test_pieces_add_up_and_no_character_is_split(tokenizer: PreTrainedTokenizerF
         assert not any("�" in piece for piece in pieces)
 
 
+@settings(deadline=None)
 @given(token_ids=st.lists(st.integers(0, 305), max_size=MAX_HELD_TOKENS))
 def test_any_tokens_add_up(tokenizer: PreTrainedTokenizerFast, token_ids: list[int]) -> None:
     backend = tokenizer.backend_tokenizer
     assert "".join(pieces_of(backend, token_ids)) == backend.decode(token_ids, skip_special_tokens=True)
 
 
+@settings(deadline=None)
 @given(token_ids=st.lists(st.integers(0, 258), max_size=2 * MAX_HELD_TOKENS))
 def test_any_byte_fallback_tokens_add_up(byte_fallback: Tokenizer, token_ids: list[int]) -> None:
     shown, whole = "".join(pieces_of(byte_fallback, token_ids)), byte_fallback.decode(token_ids)
@@ -51,6 +59,7 @@ def test_any_byte_fallback_tokens_add_up(byte_fallback: Tokenizer, token_ids: li
     assert shown == whole or "�" in whole
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="aé€😀\x00", max_size=20))
 def test_byte_fallback_text_adds_up(byte_fallback: Tokenizer, text: str) -> None:
     pieces = pieces_of(byte_fallback, list(text.encode()))
@@ -70,6 +79,7 @@ def test_bytes_that_are_no_text_are_held_for_few_tokens_only(byte_fallback: Toke
     assert longest_wait <= MAX_HELD_TOKENS
 
 
+@settings(deadline=None)
 @given(text=st.text(alphabet="ab €😀", max_size=30), stop=st.text(alphabet="ab €😀", min_size=1, max_size=4))
 def test_stop_strings_across_tokens(tokenizer: PreTrainedTokenizerFast, text: str, stop: str) -> None:
     output = OutputText(tokenizer.backend_tokenizer, SamplingParams(stop=(stop,)))

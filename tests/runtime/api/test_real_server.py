@@ -107,7 +107,7 @@ async def test_client_that_hangs_up_aborts(app: FastAPI, engine: FakeEngine) -> 
 async def test_half_sent_requests_hurt_nobody_and_time_out(
     engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: Metrics
 ) -> None:
-    settings = ApiSettings(served_model_names=(MODEL,), body_timeout_s=0.05)
+    settings = ApiSettings(served_model_names=(MODEL,), body_timeout_s=0.5)
     app = create_app(engine, tokenizer, settings, metrics)
     async with served(app, **settings.uvicorn_options()) as address:
         _, half_head_writer = await asyncio.open_connection(*address)

@@ -1,7 +1,12 @@
 """Stop strings: cut where a reader of the whole text would cut, however the text was split."""
 
 import pytest
+<<<<<<< HEAD
 from hypothesis import given
+=======
+from flyball_runtime.api.stop_strings import StopStrings
+from hypothesis import given, settings
+>>>>>>> api
 from hypothesis import strategies as st
 
 from flyball_runtime.api.stop_strings import StopStrings
@@ -29,12 +34,14 @@ def feed(pieces: list[str], stops: list[str]) -> tuple[list[str], StopStrings]:
     return [*shown, matcher.flush()], matcher
 
 
+@settings(deadline=None)
 @given(st.lists(texts, max_size=8), stop_lists)
 def test_any_split_is_cut_like_the_whole_text(pieces: list[str], stops: list[str]) -> None:
     shown, matcher = feed(pieces, stops)
     assert ("".join(shown), matcher.found) == cut_whole("".join(pieces), stops)
 
 
+@settings(deadline=None)
 @given(texts, stop_lists)
 def test_exactly_the_possible_beginning_of_a_stop_is_held_back(text: str, stops: list[str]) -> None:
     matcher, shown = StopStrings(tuple(stops)), ""

@@ -4,7 +4,12 @@ import math
 import random
 
 import pytest
+<<<<<<< HEAD
 from hypothesis import given
+=======
+from flyball_runtime.api.window import MAX_KEPT_PER_SLICE, SlidingCounts, SlidingSamples
+from hypothesis import given, settings
+>>>>>>> api
 from hypothesis import strategies as st
 
 from flyball_runtime.api.window import MAX_KEPT_PER_SLICE, SlidingCounts, SlidingSamples
@@ -16,6 +21,7 @@ def nearest_rank(values: list[float], quantile: float) -> float:
     return sorted(values)[math.ceil(quantile * len(values)) - 1]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1), st.integers(1, 5)), max_size=40))
 def test_quantiles_and_buckets_are_exact_while_all_samples_are_kept(samples: list[tuple[float, float, int]]) -> None:
     window, now, seen = SlidingSamples(EDGES, 60), 1000.0, []
