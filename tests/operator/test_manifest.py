@@ -137,7 +137,7 @@ def test_a_bad_field_is_refused_with_its_path_and_a_way_out(field: str, words: l
 def test_without_an_accelerator_the_kv_cache_is_sized_in_bytes_and_below_the_memory_limit() -> None:
     with pytest.raises(SpecError, match="set kvCacheMemory instead"):
         parse_spec("accelerator: {count: 0}", "runtime: {kvCacheMemoryPercent: 50}")
-    with pytest.raises(SpecError, match="is 2Gi, and .* only 2048Mi"):
+    with pytest.raises(SpecError, match=r"is 2Gi, and .* only 2048Mi"):
         parse_spec("accelerator: {count: 0}", "runtime: {kvCacheMemory: 2Gi}", "resources: {limits: {memory: 2048Mi}}")
 
 
