@@ -158,10 +158,12 @@ def _resources(deployment: LLMDeployment) -> Manifest:
 
 
 def _probes(startup_timeout_s: int) -> Manifest:
+    # What fails these two is stuck and has nothing to drain, so it is not given the pod's whole grace period.
+    stuck = {"terminationGracePeriodSeconds": GRACE_MARGIN_S}
     return {
-        "startupProbe": _probe(endpoints.READYZ_PATH, STARTUP_PERIOD_S, startup_timeout_s // STARTUP_PERIOD_S),
+        "startupProbe": _probe(endpoints.READYZ_PATH, STARTUP_PERIOD_S, startup_timeout_s // STARTUP_PERIOD_S) | stuck,
         "readinessProbe": _probe(endpoints.READYZ_PATH, READINESS_PERIOD_S, 2),
-        "livenessProbe": _probe(endpoints.LIVEZ_PATH, LIVENESS_PERIOD_S, 3),
+        "livenessProbe": _probe(endpoints.LIVEZ_PATH, LIVENESS_PERIOD_S, 3) | stuck,
     }
 
 

@@ -19,3 +19,7 @@ class SpecError(OperatorError):
         super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
         self.source = source
         self.problems = tuple(problems)
+
+
+class LocalError(OperatorError):
+    """Local mode cannot do what a manifest or an option asks of this machine."""

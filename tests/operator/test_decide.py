@@ -1,5 +1,6 @@
 """decide(): the symptom -> move table, case by case, and what must hold for any evidence."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,7 +305,7 @@ def test_no_knob_turns_round_within_the_cool_down(history: list[Evidence], pace_
         limits = decision.limits or limits
     for knob in Knob:
         own = [move for move in state.moves if move.knob is knob and move.direction != "clamp"]
-        for first, second in zip(own, own[1:], strict=False):
+        for first, second in itertools.pairwise(own):
             if first.direction is not second.direction:
                 assert second.at_s - first.at_s >= TUNING.cooldown_seconds
 
