@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from msgspec import structs
+
 from flyball_operator.spec import Tuning
 from flyball_operator.tuning.admin import AdminClient, Posted, Target
 from flyball_operator.tuning.decide import decide
@@ -59,9 +61,9 @@ class SlowLoop:
         state, decision = self._state, decide(tuning, self._state, evidence, now_s=now_s)
         posted: tuple[Posted, ...] = ()
         if tuning.mode == "Auto":
-            posted = await self._post(tuning, decision, targets)
             # Even a change that no replica took counts as made: it is not tried again before its cool-down.
             self._state = decision.state
+            posted = await self._post(tuning, decision, targets)
         else:
             self._state = TunerState()  # what was recommended was not done
         told = self._is_news(decision)
@@ -75,15 +77,26 @@ class SlowLoop:
             return ()
         lease_s = max(MIN_LEASE_S, LEASE_ROUNDS * float(tuning.interval_seconds))
         update = LimitsUpdate(revision=decision.revision, limits=as_change(decision.limits), ttl_s=lease_s)
-        posted = tuple(await self._admin.post_all(targets, update))
+        posted = await self._admin.post_all(targets, update)
+        if any(_has_other_content(one, update) for one in posted):
+            # Set by hand, by an earlier operator, or before the interval changed: the same limits, as a revision of ours.
+            update = structs.replace(update, revision=update.revision + 1)
+            self._state = structs.replace(self._state, revision=update.revision, limits=decision.limits)
+            posted = await self._admin.post_all(targets, update)
         for one in posted:
             _log_answer(one, update)
-        return posted
+        return tuple(posted)
 
     def _is_news(self, decision: Decision) -> bool:
         told = (decision.action, decision.reason, decision.limits)
         news, self._told = told != self._told, told
         return news
+
+
+def _has_other_content(posted: Posted, update: LimitsUpdate) -> bool:
+    """Return whether a replica refused to renew because this revision came to it with other words."""
+    ack = posted.ack
+    return ack is not None and ack.status is LimitsStatus.REJECTED and ack.revision == update.revision
 
 
 def _log_answer(posted: Posted, update: LimitsUpdate) -> None:
