@@ -13,6 +13,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
 
+from flyball_operator.local.reasons import in_words
 from flyball_operator.local.replica import Replica
 from flyball_protocol.endpoints import HEALTH_PATH, READYZ_PATH
 
@@ -164,7 +165,7 @@ class Balancer:
                 skip_auto_headers=(hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise TryAnother(f"could not be reached: {error}") from error
+            raise TryAnother(f"could not be reached ({in_words(error)})") from error
 
     def _unavailable(self, tried: dict[int, str]) -> web.Response:
         if self._stopping():
@@ -203,8 +204,8 @@ async def _chunks(upstream: aiohttp.ClientResponse, replica: Replica) -> AsyncIt
 
 def _lost(replica: Replica, error: Exception) -> tuple[str, str]:
     """Return code and message for a request whose replica was lost after it had taken the request."""
-    said = f"{type(error).__name__}: {error}".rstrip(": ")
-    log.warning("%s was lost while it answered a request (%s)", replica.name, said)
+    said = in_words(error)
+    log.debug("%s was lost while it answered a request (%s)", replica.name, said)
     return "replica_lost", f"{replica.name} was lost before the answer was complete ({said}). Send the request again."
 
 

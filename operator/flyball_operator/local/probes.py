@@ -7,6 +7,8 @@ from typing import Any
 
 import aiohttp
 
+from flyball_operator.local.reasons import in_words
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -64,4 +66,4 @@ class Prober:
         except TimeoutError:
             return f"no answer in {probe.timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            return str(error) or type(error).__name__
+            return in_words(error)

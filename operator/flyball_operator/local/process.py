@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flyball_protocol import endpoints
 
-TAIL_BYTES = 8192
+TAIL_BYTES = 65536
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -79,13 +79,14 @@ class Process:
         except ProcessLookupError:
             return
 
-    def last_line(self) -> str:
-        """Return the last line that this process wrote, or an empty string."""
+    def last_words(self) -> str:
+        """Return the last error that this process logged, else the last line that it wrote, else an empty string."""
         with self._log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - TAIL_BYTES))
-            lines = log.read().decode("utf-8", "replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+            lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        errors = [line for line in lines if " CRITICAL " in line or " ERROR " in line]
+        return (errors or lines or [""])[-1]
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:

@@ -210,8 +210,8 @@ class Replica:
 
     def _unasked_exit(self, process: Process, code: int) -> str:
         verb = "failed to start" if self.state is State.STARTING else "ended"
-        last_line = process.last_line()
-        return f"{verb}: {explain_exit(code)}" + (f": {last_line}" if last_line else "")
+        last_words = process.last_words()
+        return f"{verb}: {explain_exit(code)}" + (f": {last_words}" if last_words else "")
 
     def _set(self, state: State, message: str) -> None:
         if self.leaving and state is not State.STOPPED:
