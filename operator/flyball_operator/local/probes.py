@@ -1,0 +1,67 @@
+"""HTTP probes, with the kubelet's meaning of period, timeout and thresholds."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+
+@dataclass(frozen=True)
+class Probe:
+    """An httpGet probe; the field names are Kubernetes'. ``grace_s`` is None where the pod's grace period holds."""
+
+    path: str
+    period_s: float
+    timeout_s: float
+    failure_threshold: int
+    grace_s: float | None = None
+
+    @classmethod
+    def from_manifest(cls, probe: Mapping[str, Any]) -> "Probe":
+        return cls(
+            path=probe["httpGet"]["path"],
+            period_s=probe["periodSeconds"],
+            timeout_s=probe["timeoutSeconds"],
+            failure_threshold=probe["failureThreshold"],
+            grace_s=probe.get("terminationGracePeriodSeconds"),
+        )
+
+
+class Prober:
+    """Asks one process. ``url`` is its base URL."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+
+    async def until_success(self, probe: Probe) -> str | None:
+        """Return None after the first success, or why ``failure_threshold`` failures in a row came first."""
+        return await self._until(probe, success=True)
+
+    async def until_failure(self, probe: Probe) -> str:
+        """Return why ``failure_threshold`` probes in a row failed, as soon as they have."""
+        return await self._until(probe, success=False) or "never"
+
+    async def _until(self, probe: Probe, *, success: bool) -> str | None:
+        failures = 0
+        while True:
+            problem = await self.ask(probe)
+            if problem is None and success:
+                return None
+            failures = failures + 1 if problem else 0
+            if failures >= probe.failure_threshold:
+                return f"{probe.path} failed {failures} times in a row, every {probe.period_s:g} s: {problem}"
+            await asyncio.sleep(probe.period_s)
+
+    async def ask(self, probe: Probe) -> str | None:
+        """Return None when the probe succeeds now, or why it does not."""
+        timeout = aiohttp.ClientTimeout(total=probe.timeout_s)
+        try:
+            async with self._session.get(self._url + probe.path, timeout=timeout, allow_redirects=False) as response:
+                return None if 200 <= response.status < 400 else f"status {response.status}"
+        except TimeoutError:
+            return f"no answer in {probe.timeout_s:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            return str(error) or type(error).__name__

@@ -1,0 +1,102 @@
+"""The Deployment's pod template as this machine understands it."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flyball_operator.children import Manifest
+from flyball_operator.errors import LocalError
+from flyball_operator.local.accelerators import RESOURCE_NAME
+from flyball_operator.local.probes import Probe
+from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ProcessTemplate:
+    """How to run one replica.
+
+    Attributes:
+        argv: the command, with the pod's addresses still in it.
+        env: variables to add to this machine's own.
+        num_accelerators: accelerators that a replica has for itself.
+        grace_s: from SIGTERM to SIGKILL.
+        digest: of the pod template; replicas with another digest are out of date.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    num_accelerators: int
+    startup: Probe
+    readiness: Probe
+    liveness: Probe
+    grace_s: float
+    digest: str
+
+    def argv_for(self, port: int, admin_port: int) -> list[str]:
+        """Return the command for a replica that listens on these loopback ports."""
+        here = {"--host": LOOPBACK, "--port": port, "--admin-host": LOOPBACK, "--admin-port": admin_port}
+        return [f"{flag}={here[flag]}" if (flag := word.partition("=")[0]) in here else word for word in self.argv]
+
+
+def process_template(deployment: Manifest, executable: tuple[str, ...]) -> ProcessTemplate:
+    """Read the Deployment's pod template; ``executable`` takes the place of the image's ``flyball``.
+
+    Security context, CPU and memory amounts are the kubelet's business and have no effect here; neither has the preStop sleep,
+    which gives load balancers time to notice: ours knows before the process does.
+
+    Raises:
+        LocalError: the pod needs something that only a cluster has.
+    """
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    pre_stop_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    _check_volumes(pod["volumes"])
+    return ProcessTemplate(
+        argv=(*executable, *container["command"][1:], *container["args"]),
+        env=dict(_env(pod, container)),
+        num_accelerators=_accelerators(container),
+        startup=Probe.from_manifest(container["startupProbe"]),
+        readiness=Probe.from_manifest(container["readinessProbe"]),
+        liveness=Probe.from_manifest(container["livenessProbe"]),
+        grace_s=pod["terminationGracePeriodSeconds"] - pre_stop_s,
+        digest=hashlib.sha256(json.dumps(deployment["spec"]["template"], sort_keys=True).encode()).hexdigest()[:12],
+    )
+
+
+def _check_volumes(volumes: list[Manifest]) -> None:
+    for volume in volumes:
+        if "persistentVolumeClaim" in volume or "image" in volume:
+            scheme = "pvc://" if "persistentVolumeClaim" in volume else "oci://"
+            raise LocalError(
+                f"spec.model.uri: {scheme} needs a cluster; on this machine use file:FOLDER or hf://ORG/NAME"
+            )
+        if "hostPath" in volume and not Path(volume["hostPath"]["path"]).is_dir():
+            raise LocalError(
+                f"spec.model.uri: {volume['hostPath']['path']} is not a folder; "
+                "a relative file: uri is meant from the manifest's own folder"
+            )
+
+
+def _env(pod: Manifest, container: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield the container's variables, but the admin token (the runner's own) and paths that exist inside a pod only."""
+    empty = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
+    pod_only = tuple(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in empty)
+    for variable in container["env"]:
+        if "valueFrom" in variable:
+            if variable["name"] != ADMIN_TOKEN_ENV:
+                raise LocalError(f"env {variable['name']} comes from a cluster object; give its value here")
+        elif not variable["value"].startswith(pod_only):
+            yield variable["name"], variable["value"]
+
+
+def _accelerators(container: Manifest) -> int:
+    limits: dict[str, Any] = container["resources"].get("limits", {})
+    for name in limits:
+        if "/" in name and name != RESOURCE_NAME:
+            raise LocalError(f"spec.accelerator.resourceName is {name}; local mode can hand out {RESOURCE_NAME} only")
+    return int(limits.get(RESOURCE_NAME, 0))

@@ -1,0 +1,101 @@
+"""The slow loop at work on local replicas, and their evidence for whoever looks."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from flyball_operator.local.fleet import Fleet
+from flyball_operator.spec import Tuning
+from flyball_operator.tuning import Action, Decision, PodEvidence, Reason
+from flyball_operator.tuning.admin import AdminClient, Target
+from flyball_operator.tuning.loop import Round, SlowLoop
+from flyball_operator.tuning.record import DecisionRecord, to_line
+
+log = logging.getLogger(__name__)
+
+WAITING = frozenset({Reason.NO_REPLICAS, Reason.NO_EVIDENCE, Reason.SETTLING, Reason.COOLING_DOWN, Reason.STEADY})
+"""Reasons to hold that need no attention; they are told in the debug log only."""
+
+
+class LocalTuner:
+    """Runs a round every interval while tuning is on; reads evidence every ``evidence_period_s`` when that is given."""
+
+    def __init__(
+        self,
+        name: str,
+        tuning: Tuning,
+        fleet: Fleet,
+        admin: AdminClient,
+        *,
+        record_path: Path,
+        evidence_period_s: float | None,
+        report: Callable[[str], None],
+    ) -> None:
+        self.evidence: dict[str, PodEvidence] = {}
+        self.decision: Decision | None = None
+        self._tuning = tuning
+        self._fleet = fleet
+        self._admin = admin
+        self._record_path = record_path
+        self._evidence_period_s = evidence_period_s
+        self._report = report
+        self._loop = SlowLoop(name, admin, on_record=self._write)
+        self._changed = asyncio.Event()
+
+    def tune(self, tuning: Tuning) -> None:
+        """Change objectives, bounds or pace; the next round follows at once."""
+        self._tuning = tuning
+        self._changed.set()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tune_forever())
+            if self._evidence_period_s is not None:
+                tasks.create_task(self._watch_forever(self._evidence_period_s))
+
+    async def _tune_forever(self) -> None:
+        while True:
+            self._changed.clear()
+            if self._tuning.mode == "Off":
+                self.decision = None
+            else:
+                self._take_note(await self._loop.round(self._tuning, self._targets()))
+            with contextlib.suppress(TimeoutError):
+                # Not asyncio.wait_for: in Python 3.11 it can lose a cancellation that comes together with the event.
+                async with asyncio.timeout(self._tuning.interval_seconds):
+                    await self._changed.wait()
+
+    async def _watch_forever(self, period_s: float) -> None:
+        while True:
+            self._keep(await self._admin.gather(self._targets()))
+            await asyncio.sleep(period_s)
+
+    def _targets(self) -> list[Target]:
+        return [Target(replica.name, replica.admin_url) for replica in self._fleet.replicas if replica.ready]
+
+    def _take_note(self, done: Round) -> None:
+        self._keep(done.evidence)
+        self.decision = done.decision
+        if not done.told:
+            return
+        text = self._in_words(done.decision)
+        if done.decision.action is Action.HOLD and done.decision.reason in WAITING:
+            log.debug("%s", text)
+        else:
+            self._report(text)
+
+    def _in_words(self, decision: Decision) -> str:
+        if decision.action is Action.HOLD:
+            return f"tuning holds ({decision.reason}): {decision.why}"
+        if self._tuning.mode == "Recommend":
+            return f"tuning recommends ({decision.reason}): {decision.why}"
+        return f"tuning, revision {decision.revision} ({decision.reason}): {decision.why}"
+
+    def _keep(self, evidence: "list[PodEvidence] | tuple[PodEvidence, ...]") -> None:
+        self.evidence = {pod.pod: pod for pod in evidence}
+
+    def _write(self, record: DecisionRecord) -> None:
+        with self._record_path.open("ab") as file:
+            file.write(to_line(record))

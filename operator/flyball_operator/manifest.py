@@ -1,0 +1,95 @@
+"""Manifests to LLMDeployments: YAML, the CRD's schema, its defaults, then the rules that span fields."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flyball_operator import names, rules, schema
+from flyball_operator.documents import Document, read_documents
+from flyball_operator.errors import SpecError
+from flyball_operator.model_source import ModelSource, parse_model_uri
+from flyball_operator.spec import DeploymentSpec, LLMDeployment
+
+_DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+
+
+def read_file(path: Path) -> list[LLMDeployment]:
+    """Return the LLMDeployments of a YAML file.
+
+    Raises:
+        SpecError: the file cannot be read, or something in it is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(str(path), [f"cannot be read: {error}"]) from error
+    return parse(text, source=str(path), base=path.parent)
+
+
+def parse(text: str, *, source: str, base: Path) -> list[LLMDeployment]:
+    """Return the LLMDeployments of a YAML text; relative ``file:`` models are resolved against ``base``.
+
+    Raises:
+        SpecError: one line for each thing that is wrong, each beginning with ``source``.
+    """
+    deployments = [parse_document(document, source=source, base=base) for document in read_documents(text, source)]
+    for i, deployment in enumerate(deployments):
+        if deployment.name in {other.name for other in deployments[:i]}:
+            raise SpecError(source, [f"metadata.name {deployment.name!r} is used by two documents; rename one"])
+    return deployments
+
+
+def parse_document(document: Document, *, source: str, base: Path) -> LLMDeployment:
+    """Check one manifest and return it as a value. Raises SpecError."""
+    found = [*_envelope_problems(document)]
+    if found:
+        raise SpecError(source, found)
+    found = [*_metadata_problems(document.get("metadata")), *schema.problems(document["spec"])]
+    if found:
+        raise SpecError(source, found)
+    spec = msgspec.convert(schema.with_defaults(document["spec"]), DeploymentSpec)
+    model_source, found = _model_source(spec, base)
+    found += rules.problems(spec)
+    if found or model_source is None:
+        raise SpecError(source, found)
+    metadata = document["metadata"]
+    return LLMDeployment(
+        name=metadata["name"], namespace=metadata.get("namespace", "default"), spec=spec, model_source=model_source
+    )
+
+
+def _envelope_problems(document: Document) -> Iterator[str]:
+    for key, expected in (("apiVersion", names.API_VERSION), ("kind", names.KIND)):
+        if document.get(key) != expected:
+            yield f"{key} is {document.get(key)!r}; only {expected} is understood"
+    for key in document.keys() - {"apiVersion", "kind", "metadata", "spec", "status"}:
+        yield f"{key} is not a field; an LLMDeployment has apiVersion, kind, metadata and spec"
+    if "spec" not in document:
+        yield "spec is missing; it needs at least spec.model.uri"
+
+
+def _metadata_problems(metadata: Any) -> Iterator[str]:
+    if not isinstance(metadata, dict) or not metadata.get("name"):
+        yield "metadata.name is missing; name the deployment"
+        return
+    for key, most in (("name", 50), ("namespace", 63)):
+        value = metadata.get(key, "default")
+        if not isinstance(value, str) or not _DNS_LABEL.fullmatch(value) or len(value) > most:
+            yield (
+                f"metadata.{key} is {value!r}; it must have 1 to {most} lower-case letters, digits and '-', "
+                "and begin and end with a letter or digit"
+            )
+
+
+def _model_source(spec: DeploymentSpec, base: Path) -> tuple[ModelSource | None, list[str]]:
+    if spec.model.revision and not spec.model.uri.startswith("hf://"):
+        return None, [
+            f"spec.model.revision works with an hf:// uri only; the uri is {spec.model.uri!r}, remove revision"
+        ]
+    try:
+        return parse_model_uri(spec.model.uri, revision=spec.model.revision, base=base), []
+    except ValueError as error:
+        return None, [f"spec.model.uri is {spec.model.uri!r}; {error}"]

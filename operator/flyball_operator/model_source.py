@@ -1,0 +1,80 @@
+"""Where a model comes from: ``spec.model.uri`` taken apart."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_HUB_REPO = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """``hf://ORG/NAME``: downloaded by the runtime."""
+
+    repo: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class ClaimModel:
+    """``pvc://CLAIM/FOLDER``: a folder of a PersistentVolumeClaim; an empty folder is the claim's root."""
+
+    claim: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class ImageModel:
+    """``oci://REFERENCE``: an image whose root folder is the model."""
+
+    reference: str
+
+
+@dataclass(frozen=True)
+class FolderModel:
+    """``file:FOLDER``: an absolute folder of the machine that runs the replicas."""
+
+    path: Path
+
+
+ModelSource = HubModel | ClaimModel | ImageModel | FolderModel
+
+
+def parse_model_uri(uri: str, *, revision: str | None, base: Path) -> ModelSource:
+    """Take ``uri`` apart; a relative folder is resolved against ``base``, the manifest's own folder.
+
+    Raises:
+        ValueError: nothing usable behind the scheme; the message says what is expected.
+    """
+    scheme, _, rest = uri.partition(":")
+    match scheme:
+        case "hf":
+            return HubModel(_hub_repo(rest.removeprefix("//")), revision)
+        case "pvc":
+            claim, _, folder = rest.removeprefix("//").partition("/")
+            return ClaimModel(_nonempty(claim, "pvc://CLAIM/FOLDER"), _inside(folder.strip("/")))
+        case "oci":
+            return ImageModel(_nonempty(rest.removeprefix("//"), "oci://REGISTRY/REPOSITORY:TAG"))
+        case "file":
+            folder = _nonempty(rest.removeprefix("//"), "file:FOLDER")
+            return FolderModel((base / folder).resolve())
+        case _:
+            raise ValueError("it must start with hf://, pvc://, oci:// or file:")
+
+
+def _hub_repo(repo: str) -> str:
+    if not _HUB_REPO.fullmatch(repo):
+        raise ValueError("expected hf://ORG/NAME, as on the model's page on the Hub")
+    return repo
+
+
+def _inside(folder: str) -> str:
+    if ".." in folder.split("/"):
+        raise ValueError("the folder may not contain '..'; name a folder inside the claim")
+    return folder
+
+
+def _nonempty(text: str, expected: str) -> str:
+    if not text:
+        raise ValueError(f"expected {expected}")
+    return text

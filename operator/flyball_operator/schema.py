@@ -1,0 +1,141 @@
+"""The CRD's schema: the one description of the API, used to check and complete manifests without a cluster."""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from jsonschema import Draft202012Validator, ValidationError
+
+CRD_FILE = Path(__file__).with_name("llmdeployments.yaml")
+
+Schema = dict[str, Any]
+
+_TYPE_NAMES = {"object": "a mapping", "array": "a list", "integer": "an integer", "string": "a string"}
+
+
+def crd_text() -> str:
+    """Return the CustomResourceDefinition as YAML."""
+    return CRD_FILE.read_text(encoding="utf-8")
+
+
+@cache
+def schema() -> Schema:
+    """Return the OpenAPI v3 schema of an LLMDeployment."""
+    crd = yaml.safe_load(crd_text())
+    found: Schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return found
+
+
+def problems(spec: object) -> list[str]:
+    """Return one line for each place where ``spec`` (the value under the key spec) breaks the schema."""
+    errors = list(_validator().iter_errors(spec))
+    mistyped = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
+    telling = [error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in mistyped]
+    return [line for error in telling for line in _explain(error)]
+
+
+def with_defaults(spec: object) -> Any:
+    """Return a copy of a valid ``spec`` with the schema's defaults filled in, as the Kubernetes API server would."""
+    return _fill(schema()["properties"]["spec"], spec)
+
+
+@cache
+def _validator() -> Draft202012Validator:
+    return Draft202012Validator(_strict(schema()["properties"]["spec"]))
+
+
+def _strict(node: Schema) -> Schema:
+    """Translate a structural schema to JSON Schema: unknown fields are errors, int-or-string is spelled out."""
+    strict = {key: value for key, value in node.items() if not key.startswith("x-kubernetes-")}
+    if node.get("x-kubernetes-int-or-string"):
+        strict["type"] = ["integer", "string"]
+    if "pattern" in node:  # Python's $ would let a trailing newline through
+        strict["pattern"] = node["pattern"].removesuffix("$") + r"\Z"
+    if "properties" in node:
+        strict["properties"] = {name: _strict(child) for name, child in node["properties"].items()}
+        strict["additionalProperties"] = False
+    for key in ("items", "additionalProperties"):
+        if isinstance(node.get(key), dict):
+            strict[key] = _strict(node[key])
+    return strict
+
+
+def _fill(node: Schema, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_fill(node["items"], item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    properties: Schema = node.get("properties", {})
+    defaults = {name: child["default"] for name, child in properties.items() if "default" in child}
+    return {name: _fill(properties.get(name, {}), child) for name, child in {**defaults, **value}.items()}
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    path, field = _path(error), _field(error)
+    value: Any = error.instance
+    if error.validator == "additionalProperties":
+        yield from _unknown_fields(path, value, list(field["properties"]))
+    elif error.validator == "required":
+        for name in [name for name in field["required"] if name not in value]:
+            yield f"{path}.{name} is missing. {field['properties'][name].get('description', '')}".rstrip()
+    else:
+        yield f"{path} is {_shown(value)}; {_limit(error)}"
+
+
+def _unknown_fields(path: str, value: Iterable[object], known: list[str]) -> Iterator[str]:
+    for name in value:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}."
+            yield f"{path}.{name} is not a field; {hint}"
+
+
+def _limit(error: ValidationError) -> str:
+    limit: Any = error.validator_value
+    value: Any = error.instance
+    about = str(_field(error).get("description", "")).removesuffix(".")
+    match error.validator:
+        case "minimum":
+            text = f"the least is {limit}"
+        case "maximum":
+            text = f"the most is {limit}"
+        case "enum":
+            text = f"one of {', '.join(map(str, limit))} is expected"
+        case "pattern":
+            text = f"it must match {str(limit).removesuffix(chr(92) + 'Z')}$"
+        case "minLength" | "maxLength":
+            text = f"it has {len(value)} characters, the limit is {limit}"
+        case "maxItems":
+            text = f"it has {len(value)} entries, the limit is {limit}"
+        case "type":
+            text = _expected_type(error)
+        case _:
+            text = error.message
+    return f"{text}. {about}." if about else f"{text}."
+
+
+def _expected_type(error: ValidationError) -> str:
+    if isinstance(error.instance, bool) and "enum" in _field(error):
+        word = "On" if error.instance else "Off"
+        return f'a string is expected (YAML reads a bare {word} as {str(error.instance).lower()}: write "{word}" in quotes)'
+    types: Any = error.validator_value
+    names: list[str] = types if isinstance(types, list) else [types]
+    return f"{' or '.join(_TYPE_NAMES[name] for name in names)} is expected"
+
+
+def _field(error: ValidationError) -> Schema:
+    """Return the schema node that was broken; ours are never the boolean schemas that JSON Schema also allows."""
+    return cast(Schema, error.schema)
+
+
+def _path(error: ValidationError) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path]
+    return "spec" + "".join(parts)
+
+
+def _shown(value: object) -> str:
+    text = "empty" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

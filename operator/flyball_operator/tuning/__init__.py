@@ -1,0 +1,9 @@
+"""The slow loop: evidence of the running replicas -> ``decide()`` -> new limits. Only admin.py and loop.py do I/O."""
+
+from flyball_operator.tuning.decide import decide
+from flyball_operator.tuning.decision import Action, Decision, Reason
+from flyball_operator.tuning.evidence import PodEvidence
+from flyball_operator.tuning.knobs import Knob
+from flyball_operator.tuning.state import Move, TunerState
+
+__all__ = ["Action", "Decision", "Knob", "Move", "PodEvidence", "Reason", "TunerState", "decide"]

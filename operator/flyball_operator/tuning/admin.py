@@ -1,0 +1,101 @@
+"""The replicas' admin ports, as the slow loop uses them."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from flyball_operator.tuning.evidence import PodEvidence
+from flyball_protocol import Evidence, LimitsAck, LimitsUpdate
+from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_LIMITS_PATH
+from flyball_protocol.limits import LIMITS_HTTP_STATUS
+
+MAX_CONCURRENT = 32
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A replica that is expected to serve: its name and the base URL of its admin port."""
+
+    name: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Posted:
+    """What became of an update at one replica: its answer, or the problem that kept it from answering."""
+
+    pod: str
+    ack: LimitsAck | None
+    problem: str = ""
+
+
+class AdminClient:
+    """Reads evidence and posts limits. A replica that does not answer is a result, not an exception."""
+
+    def __init__(self, session: aiohttp.ClientSession, token: str, *, timeout_s: float = 2.0) -> None:
+        self._session = session
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+
+    async def gather(self, targets: Sequence[Target]) -> list[PodEvidence]:
+        """Read the evidence of every target at once."""
+        return await asyncio.gather(*(self.evidence(target) for target in targets))
+
+    async def post_all(self, targets: Sequence[Target], update: LimitsUpdate) -> list[Posted]:
+        """Post the same update to every target at once."""
+        return await asyncio.gather(*(self.post(target, update) for target in targets))
+
+    async def evidence(self, target: Target) -> PodEvidence:
+        async def read() -> PodEvidence:
+            status, body = await self._request("GET", target.url + ADMIN_EVIDENCE_PATH)
+            if status != 200:
+                return PodEvidence(
+                    pod=target.name, problem=f"GET {ADMIN_EVIDENCE_PATH} answered {status}: {_head(body)}"
+                )
+            return PodEvidence(pod=target.name, evidence=msgspec.json.decode(body, type=Evidence))
+
+        return await _or_problem(read, lambda problem: PodEvidence(pod=target.name, problem=problem))
+
+    async def post(self, target: Target, update: LimitsUpdate) -> Posted:
+        async def send() -> Posted:
+            status, body = await self._request("POST", target.url + ADMIN_LIMITS_PATH, msgspec.json.encode(update))
+            if status not in LIMITS_HTTP_STATUS.values():
+                return Posted(target.name, None, f"POST {ADMIN_LIMITS_PATH} answered {status}: {_head(body)}")
+            return Posted(target.name, msgspec.json.decode(body, type=LimitsAck))
+
+        return await _or_problem(send, lambda problem: Posted(target.name, None, problem))
+
+    async def _request(self, method: str, url: str, body: bytes | None = None) -> tuple[int, bytes]:
+        headers = self._headers | ({"Content-Type": "application/json"} if body else {})
+        async with (
+            self._slots,
+            self._session.request(
+                method, url, data=body, headers=headers, timeout=self._timeout, allow_redirects=False
+            ) as response,
+        ):
+            return response.status, await response.read()
+
+
+async def _or_problem(ask: Callable[[], Awaitable[T]], problem: Callable[[str], T]) -> T:
+    started = time.monotonic()
+    try:
+        return await ask()
+    except TimeoutError:
+        return problem(f"no answer in {time.monotonic() - started:.1f} s")
+    except (aiohttp.ClientError, OSError) as error:
+        return problem(f"{type(error).__name__}: {error}")
+    except msgspec.MsgspecError as error:
+        return problem(f"an answer that cannot be read: {error}")
+
+
+def _head(body: bytes) -> str:
+    return body[:200].decode("utf-8", "replace")

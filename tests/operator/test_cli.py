@@ -1,0 +1,177 @@
+"""The command, as a process and in this one."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flyball_operator import cli
+from operator_kit.local import DEADLINE_S, FAKE_RUNTIME, ManifestFile
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def workplace() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="flyball-") as name:  # short: it holds a socket
+        folder = Path(name)
+        flyball = folder / "flyball"
+        flyball.write_text(f'#!/bin/sh\nexec {FAKE_RUNTIME[0]} {FAKE_RUNTIME[1]} "$@"\n')
+        flyball.chmod(0o755)
+        yield folder
+
+
+def local(folder: Path, *options: str) -> list[str]:
+    """Return the command line of an instance in ``folder``."""
+    where = ["--state-dir", str(folder / "state"), "--flyball", str(folder / "flyball"), "--port", "0"]
+    return [sys.executable, "-m", "flyball_operator.cli", "local", "-f", str(folder / "chat.yaml"), *where, *options]
+
+
+class Instance:
+    """A running `flyball-operator local`; its standard error is read from a file."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.log = folder / "instance.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(local(folder, *options), stderr=log, stdout=log, env=environment())
+
+    def until(self, text: str) -> str:
+        deadline = time.monotonic() + DEADLINE_S
+        while text not in (said := self.log.read_text()):
+            assert time.monotonic() < deadline, f"never said {text!r}:\n{said}"
+            assert self.process.poll() is None or text in self.log.read_text(), f"ended:\n{said}"
+            time.sleep(0.02)
+        return said
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(DEADLINE_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_drains_and_exits_0(number: int) -> None:
+    with workplace() as folder:
+        ManifestFile(folder)
+        instance = Instance(folder)
+        said = instance.until("replica 1 ready in")
+        url = said.partition(" at ")[2].partition(": starting")[0]
+        with urllib.request.urlopen(url + "/readyz") as response:
+            assert response.status == 200
+        instance.process.send_signal(number)
+        assert instance.end() == 0
+        assert "replica 1 drained and stopped" in instance.log.read_text()
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    with workplace() as folder:
+        ManifestFile(folder, env={"FAKE_IGNORE_SIGTERM": "1"})
+        instance = Instance(folder)
+        instance.until("replica 1 ready in")
+        instance.process.send_signal(signal.SIGINT)
+        instance.until("once more to end at once")
+        instance.process.send_signal(signal.SIGINT)
+        assert instance.end() == 130
+
+
+def test_run_again_with_a_changed_file_reconciles_the_running_instance() -> None:
+    with workplace() as folder:
+        file = ManifestFile(folder)
+        instance = Instance(folder)
+        instance.until("replica 1 ready in")
+        other = ManifestFile(folder)
+        other.path = folder / "other.yaml"
+        other.write(replicas=2)
+        command = [word if word != str(file.path) else str(other.path) for word in local(folder)]
+        second = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S)
+        assert second.returncode == 0, second.stderr
+        assert "handed to the instance at http://127.0.0.1:" in second.stdout
+        assert "scaling 1 -> 2: spec.replicas changed" in second.stdout
+        instance.until("replica 2 ready in")
+        other.write(replicas=1)  # the file handed over last is the one that is watched
+        instance.until("replica 2 drained and stopped")
+        other.write_text("replicas: [")
+        instance.until("is not taken, what runs goes on")
+        other.write(replicas=1)
+        instance.process.send_signal(signal.SIGHUP)
+        instance.until("was read again: nothing to change")
+        instance.process.send_signal(signal.SIGTERM)
+        assert instance.end() == 0
+
+
+def test_replicas_of_an_instance_that_was_killed_end_by_themselves() -> None:
+    with workplace() as folder:
+        ManifestFile(folder)
+        instance = Instance(folder, "--verbose")
+        said = instance.until("replica 1 ready in")
+        port = int(said.partition("ready in")[2].partition("port ")[2].partition("\n")[0])
+        instance.until(f"[replica-1] serving on {port}")
+        instance.process.kill()
+        instance.end()
+        deadline = time.monotonic() + DEADLINE_S
+        while _listens(port):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        again = Instance(folder)  # neither its lock nor its socket is in the way
+        again.until("replica 1 ready in")
+        again.process.send_signal(signal.SIGTERM)
+        assert again.end() == 0
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_taken_port_ends_the_command_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with workplace() as folder, socket.socket() as taken:
+        ManifestFile(folder)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main([*local(folder)[3:], "--port", str(port)]) == 2
+        assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_a_malformed_manifest_ends_the_command_with_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    with workplace() as folder:
+        ManifestFile(folder, replicas=-1)
+        assert cli.main(local(folder)[3:]) == 2
+        assert "chat.yaml: spec.replicas is -1; the least is 0" in capsys.readouterr().err
+
+
+def test_without_a_flyball_command_the_way_out_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with workplace() as folder:
+        ManifestFile(folder)
+        assert cli.main(["local", "-f", str(folder / "chat.yaml"), "--state-dir", str(folder / "state")]) == 2
+        assert "--flyball FILE" in capsys.readouterr().err
+
+
+def test_render_prints_the_deployment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["render", "-f", str(ROOT / "examples" / "llmdeployment.yaml")]) == 0
+    (rendered,) = yaml.safe_load_all(capsys.readouterr().out)
+    assert (rendered["kind"], rendered["metadata"]["name"]) == ("Deployment", "chat")
+
+
+def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["crd"]) == 0
+    assert capsys.readouterr().out == (ROOT / "crds" / "llmdeployments.yaml").read_text()

@@ -1,0 +1,326 @@
+"""decide(): the symptom -> move table, case by case, and what must hold for any evidence."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from flyball_operator.spec import Bounds, Objectives, Range
+from flyball_operator.tuning import Action, Decision, Knob, Reason, TunerState, decide
+from flyball_operator.tuning.knobs import spans
+from flyball_operator.tuning.record import DecisionRecord, from_line, to_line
+from flyball_protocol import Evidence, Limits
+from operator_kit.evidence import ENVELOPE, LIMITS, TUNING, make_evidence, pods
+
+NOW_S = 10_000.0
+
+
+def decided(
+    *evidence: Evidence | None, state: TunerState | None = None, now_s: float = NOW_S, **tuning: Any
+) -> Decision:
+    return decide(structs.replace(TUNING, **tuning), state or TunerState(), pods(*evidence), now_s=now_s)
+
+
+@dataclass
+class Case:
+    evidence: dict[str, Any]
+    reason: Reason
+    changes: dict[str, float]
+
+
+CASES = {
+    "all well and nothing binding": Case({}, Reason.STEADY, {}),
+    "ITL over cuts the token budget first": Case(
+        {"itl_over": 4000}, Reason.INTER_TOKEN_LATENCY_OVER, {"max_num_batched_tokens": 358}
+    ),
+    "ITL over is more urgent than TTFT over": Case(
+        {"itl_over": 4000, "ttft_over": 500, "blocked_by": {"budget": 0.9}},
+        Reason.INTER_TOKEN_LATENCY_OVER,
+        {"max_num_batched_tokens": 358},
+    ),
+    "ITL over with the budget at its floor cuts sequences": Case(
+        {"itl_over": 4000, "limits": structs.replace(LIMITS, max_num_batched_tokens=64)},
+        Reason.INTER_TOKEN_LATENCY_OVER,
+        {"max_num_seqs": 44},
+    ),
+    "ITL over with nothing left to cut": Case(
+        {"itl_over": 4000, "limits": Limits(max_num_seqs=1, kv_cache_fraction=0.8, max_num_batched_tokens=16)},
+        Reason.AT_LIMIT,
+        {},
+    ),
+    "TTFT over, blocked by sequences": Case(
+        {"ttft_over": 500, "blocked_by": {"seqs": 0.4}}, Reason.TTFT_OVER, {"max_num_seqs": 80}
+    ),
+    "TTFT over, blocked by the budget": Case(
+        {"ttft_over": 500, "blocked_by": {"budget": 0.4, "seqs": 0.2}},
+        Reason.TTFT_OVER,
+        {"max_num_batched_tokens": 640},
+    ),
+    "TTFT over, blocked by KV": Case(
+        {"ttft_over": 500, "blocked_by": {"kv": 0.4}}, Reason.TTFT_OVER, {"kv_cache_fraction": 1.0}
+    ),
+    "TTFT over, but no limit blocks": Case(
+        {"ttft_over": 500, "blocked_by": {"seqs": 0.1, "none": 0.9}}, Reason.NOT_THE_LIMITS, {}
+    ),
+    "TTFT over, the binding limit is at the envelope": Case(
+        {"ttft_over": 500, "blocked_by": {"seqs": 0.5}, "limits": structs.replace(LIMITS, max_num_seqs=128)},
+        Reason.AT_LIMIT,
+        {},
+    ),
+    "TTFT over, the first binding limit is at the envelope, the second is not": Case(
+        {
+            "ttft_over": 500,
+            "blocked_by": {"seqs": 0.5, "budget": 0.2},
+            "limits": structs.replace(LIMITS, max_num_seqs=128),
+        },
+        Reason.TTFT_OVER,
+        {"max_num_batched_tokens": 640},
+    ),
+    "TTFT over, but ITL is close to its budget": Case(
+        {"ttft_over": 500, "itl_over": 1000, "blocked_by": {"seqs": 0.5}}, Reason.NEAR_OBJECTIVE, {}
+    ),
+    "TTFT over, but ITL has too few samples": Case(
+        {"ttft_over": 500, "itl_count": 1999, "blocked_by": {"seqs": 0.5}}, Reason.FEW_SAMPLES, {}
+    ),
+    "preemption throws work away": Case({"num_recomputed_tokens": 5000}, Reason.PREEMPTING, {"max_num_seqs": 44}),
+    "objectives have room and a limit binds": Case({"blocked_by": {"seqs": 0.5}}, Reason.ROOM, {"max_num_seqs": 80}),
+    "objectives are met without room": Case({"itl_over": 500, "blocked_by": {"seqs": 0.5}}, Reason.STEADY, {}),
+    "too few first tokens": Case({"ttft_count": 99, "blocked_by": {"seqs": 0.5}}, Reason.FEW_SAMPLES, {}),
+    "just started": Case({"uptime_s": 5.0, "itl_over": 4000}, Reason.NO_EVIDENCE, {}),
+    "draining": Case({"draining": True, "itl_over": 4000}, Reason.NO_EVIDENCE, {}),
+    "impossible shares": Case({"blocked_by": {"seqs": 7.0}}, Reason.NO_EVIDENCE, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_symptom_and_move(case: Case) -> None:
+    evidence = make_evidence(**case.evidence)
+    decision = decided(evidence)
+    assert decision.reason is case.reason, decision.why
+    assert decision.action is (Action.CHANGE if case.changes else Action.HOLD)
+    assert decision.limits == structs.replace(evidence.target, **case.changes)
+    assert decision.revision == evidence.revision + bool(case.changes)
+    assert decision.why
+
+
+def test_why_holds_the_numbers() -> None:
+    why = decided(make_evidence(itl_over=4000)).why
+    for word in ("max_num_batched_tokens 512 -> 358", "20.0% of 20000 inter-token gaps", "40 ms", "budget 5%"):
+        assert word in why
+
+
+def test_only_one_objective_is_enough() -> None:
+    only_ttft = Objectives(ttft_p95_milliseconds=1000)
+    decision = decided(make_evidence(ttft_over=500, itl_over=20000, blocked_by={"seqs": 0.5}), objectives=only_ttft)
+    assert decision.reason is Reason.TTFT_OVER
+
+
+def test_bounds_that_exclude_the_present_limits_pull_them_in_at_once() -> None:
+    bounds = Bounds(max_num_seqs=Range(max=32), kv_cache_percent=Range(max=50))
+    decision = decided(make_evidence(), bounds=bounds)
+    assert decision.reason is Reason.OUT_OF_BOUNDS
+    assert decision.limits == structs.replace(LIMITS, max_num_seqs=32, kv_cache_fraction=0.5)
+
+
+def test_replicas_out_of_step_are_set_again_under_a_new_revision() -> None:
+    strayed = structs.replace(LIMITS, max_num_seqs=100)
+    decision = decided(make_evidence(), make_evidence(limits=strayed))
+    assert (decision.reason, decision.action, decision.revision) == (Reason.OUT_OF_STEP, Action.CHANGE, 4)
+
+
+def test_a_lease_that_ran_out_on_every_replica_is_noticed() -> None:
+    state = TunerState(revision=3, limits=structs.replace(LIMITS, max_num_seqs=20))
+    decision = decided(make_evidence(), state=state)
+    assert (decision.reason, decision.limits) == (Reason.OUT_OF_STEP, state.limits)
+
+
+def test_limits_survive_the_restart_of_every_replica() -> None:
+    state = TunerState(revision=9, limits=structs.replace(LIMITS, max_num_seqs=20))
+    decision = decided(make_evidence(revision=0), state=state)
+    assert (decision.action, decision.revision, decision.limits) == (Action.HOLD, 9, state.limits)
+
+
+def test_limits_survive_the_restart_of_the_operator() -> None:
+    newer = structs.replace(LIMITS, max_num_seqs=20)
+    decision = decided(make_evidence(revision=0), make_evidence(revision=7, limits=newer), state=TunerState())
+    assert (decision.revision, decision.limits) == (7, newer)
+
+
+def test_half_of_the_replicas_are_enough_and_fewer_are_not() -> None:
+    over = make_evidence(itl_over=4000)
+    assert decided(over, None).reason is Reason.INTER_TOKEN_LATENCY_OVER
+    partial = decided(over, None, None)
+    assert partial.reason is Reason.PARTIAL_EVIDENCE
+    assert "1 of 3" in partial.why
+    assert partial.limits == LIMITS
+
+
+def test_no_replica_and_no_answer_hold() -> None:
+    assert decided().reason is Reason.NO_REPLICAS
+    silent = decided(None)
+    assert (silent.reason, silent.limits) == (Reason.NO_EVIDENCE, None)
+    assert "replica 1: no answer in 2.0 s" in silent.why
+
+
+def test_stale_evidence_holds() -> None:
+    stale = [structs.replace(pod, age_s=46.0) for pod in pods(make_evidence(itl_over=4000))]
+    assert decide(TUNING, TunerState(), stale, now_s=NOW_S).reason is Reason.NO_EVIDENCE
+
+
+def test_after_a_change_the_window_must_pass_before_the_next() -> None:
+    over = make_evidence(itl_over=4000)
+    first = decided(over)
+    assert first.limits is not None
+    later = make_evidence(itl_over=4000, limits=first.limits, revision=first.revision)
+    assert decided(later, state=first.state, now_s=NOW_S + 59).reason is Reason.SETTLING
+    second = decided(later, state=first.state, now_s=NOW_S + 60)
+    assert (second.reason, second.limits) == (
+        Reason.INTER_TOKEN_LATENCY_OVER,
+        structs.replace(LIMITS, max_num_batched_tokens=250),
+    )
+
+
+def test_a_raise_waits_the_whole_cool_down_and_a_second_cut_a_quarter() -> None:
+    first = decided(make_evidence(itl_over=4000))
+    assert first.limits is not None
+    same = {"limits": first.limits, "revision": first.revision, "window_s": 5.0}
+    cut_again, turn = make_evidence(itl_over=4000, **same), make_evidence(blocked_by={"budget": 0.5}, **same)
+    assert decided(cut_again, state=first.state, now_s=NOW_S + 14).reason is Reason.COOLING_DOWN
+    assert decided(cut_again, state=first.state, now_s=NOW_S + 15).action is Action.CHANGE
+    assert decided(turn, state=first.state, now_s=NOW_S + 59).reason is Reason.COOLING_DOWN
+    assert decided(turn, state=first.state, now_s=NOW_S + 60).action is Action.CHANGE
+
+
+def test_turning_round_doubles_the_cool_down_each_time() -> None:
+    state, now_s, limits, revision, waits = TunerState(), NOW_S, LIMITS, 3, []
+    for turn in range(4):
+        symptom: dict[str, Any] = {"itl_over": 4000} if turn % 2 == 0 else {"blocked_by": {"budget": 0.5}}
+        evidence = make_evidence(limits=limits, revision=revision, window_s=1.0, **symptom)
+        started_s = now_s
+        while (decision := decided(evidence, state=state, now_s=now_s)).action is Action.HOLD:
+            now_s += 1
+        assert decision.limits is not None
+        state, limits, revision = decision.state, decision.limits, decision.revision
+        waits.append(now_s - started_s)
+    assert waits == [0, 60, 120, 240]
+
+
+# --- for any evidence -------------------------------------------------------------------------------------------------
+
+limits_strategy = st.builds(
+    Limits,
+    max_num_seqs=st.integers(1, 128),
+    kv_cache_fraction=st.integers(10, 100).map(lambda percent: percent / 100),
+    max_num_batched_tokens=st.integers(16, 2048),
+)
+ranges = st.tuples(st.integers(1, 3000), st.integers(1, 3000)).map(lambda two: Range(min=min(two), max=max(two)))
+percents = st.tuples(st.integers(1, 100), st.integers(1, 100)).map(lambda two: Range(min=min(two), max=max(two)))
+bounds_strategy = st.builds(
+    Bounds,
+    max_num_seqs=st.one_of(st.just(Range()), ranges),
+    max_num_batched_tokens=st.one_of(st.just(Range()), ranges),
+    kv_cache_percent=st.one_of(st.just(Range()), percents),
+)
+shares = st.floats(0, 1)
+
+
+@st.composite
+def evidence_strategy(draw: st.DrawFn, limits: Limits | None = None) -> Evidence:
+    ttft_count, itl_count = draw(st.integers(0, 2000)), draw(st.integers(0, 40000))
+    return make_evidence(
+        ttft_count=ttft_count,
+        ttft_over=draw(st.integers(0, ttft_count)),
+        itl_count=itl_count,
+        itl_over=draw(st.integers(0, itl_count)),
+        blocked_by={"seqs": draw(shares), "budget": draw(shares), "kv": draw(shares)},
+        num_recomputed_tokens=draw(st.sampled_from([0, 100, 50_000])),
+        limits=limits or draw(limits_strategy),
+        revision=draw(st.integers(0, 5)),
+        ready=draw(st.sampled_from([True, True, True, False])),
+        window_s=draw(st.sampled_from([5.0, 60.0])),
+    )
+
+
+@given(bounds_strategy, st.lists(st.one_of(st.none(), evidence_strategy()), min_size=1, max_size=4))
+def test_a_change_ends_inside_bounds_and_envelope(bounds: Bounds, evidence: list[Evidence | None]) -> None:
+    decision = decided(*evidence, bounds=bounds)
+    if decision.action is Action.HOLD:
+        return
+    assert decision.limits is not None
+    if decision.reason is not Reason.OUT_OF_STEP:  # sets again what was in force; pulled into bounds in the next round
+        allowed = spans(bounds, ENVELOPE, decision.limits)
+        for knob in Knob:
+            assert allowed[knob].low - 1e-9 <= knob.of(decision.limits) <= allowed[knob].high + 1e-9, (
+                knob,
+                decision.why,
+            )
+    assert 1 <= decision.limits.max_num_seqs <= ENVELOPE.max_num_seqs
+    assert ENVELOPE.min_num_batched_tokens <= decision.limits.max_num_batched_tokens <= ENVELOPE.max_num_batched_tokens
+    assert ENVELOPE.min_kv_cache_fraction <= decision.limits.kv_cache_fraction <= 1
+
+
+@given(st.lists(st.one_of(st.none(), evidence_strategy(LIMITS)), min_size=1, max_size=5))
+def test_nothing_is_raised_on_less_than_half_the_evidence(evidence: list[Evidence | None]) -> None:
+    decision = decided(*evidence)
+    usable = [one for one in evidence if one is not None and one.ready]
+    if len(usable) < len(evidence) / 2:
+        assert decision.action is Action.HOLD
+        assert decision.limits in (None, LIMITS)
+
+
+@given(evidence_strategy(LIMITS))
+def test_one_decision_moves_one_knob_by_at_most_its_step(evidence: Evidence) -> None:
+    decision = decided(evidence)
+    assert decision.limits is not None
+    ratios = [knob.of(decision.limits) / knob.of(LIMITS) for knob in Knob]
+    assert sum(ratio != 1 for ratio in ratios) <= 1
+    assert all(0.68 <= ratio <= 1.25 + 1e-9 for ratio in ratios)
+
+
+@given(evidence_strategy(LIMITS), st.integers(0, 20000), st.integers(0, 20000))
+def test_more_slow_tokens_never_lead_to_higher_limits(evidence: Evidence, one: int, other: int) -> None:
+    few, many = sorted((one, other))
+    low, high = (structs.replace(evidence, itl=make_evidence(itl_over=over).itl) for over in (few, many))
+    after_few, after_many = decided(low).limits, decided(high).limits
+    assert after_few is not None
+    assert after_many is not None
+    # More slow tokens may move the blame from KV pressure (cut sequences) to the budget (cut tokens), never raise.
+    assert any(knob.of(after_many) < knob.of(LIMITS) for knob in Knob) or all(
+        knob.of(after_many) <= max(knob.of(LIMITS), knob.of(after_few)) for knob in Knob
+    )
+
+
+@settings(max_examples=30)
+@given(st.lists(evidence_strategy(LIMITS), min_size=5, max_size=25), st.integers(1, 40))
+def test_no_knob_turns_round_within_the_cool_down(history: list[Evidence], pace_s: int) -> None:
+    state, limits, revision = TunerState(), LIMITS, 3
+    for step, sample in enumerate(history):
+        evidence = structs.replace(sample, target=limits, effective=limits, revision=revision, ready=True, window_s=1.0)
+        decision = decided(evidence, state=state, now_s=step * pace_s)
+        state, revision = decision.state, decision.revision
+        limits = decision.limits or limits
+    for knob in Knob:
+        own = [move for move in state.moves if move.knob is knob and move.direction != "clamp"]
+        for first, second in itertools.pairwise(own):
+            if first.direction is not second.direction:
+                assert second.at_s - first.at_s >= TUNING.cooldown_seconds
+
+
+@given(st.lists(st.one_of(st.none(), evidence_strategy()), max_size=3))
+def test_a_recorded_decision_replays_to_itself(evidence: list[Evidence | None]) -> None:
+    state = decided(make_evidence(itl_over=4000)).state
+    decision = decided(*evidence, state=state, now_s=NOW_S + 100)
+    record = DecisionRecord(
+        time="2026-01-01T00:00:00.000+00:00",
+        deployment="demo",
+        tuning=TUNING,
+        state=state,
+        evidence=tuple(pods(*evidence)),
+        now_s=NOW_S + 100,
+        decision=decision,
+    )
+    assert from_line(to_line(record)).replay() == decision

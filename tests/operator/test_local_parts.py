@@ -1,0 +1,200 @@
+"""Parts of local mode that need no process."""
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from rich.console import Console
+
+from flyball_operator import children, manifest
+from flyball_operator.errors import LocalError, SpecError
+from flyball_operator.local.accelerators import AcceleratorPool, visible_devices
+from flyball_operator.local.backoff import Backoff
+from flyball_operator.local.control import InstanceFolder
+from flyball_operator.local.process import explain_exit
+from flyball_operator.local.replica import State
+from flyball_operator.local.runner import select
+from flyball_operator.local.snapshot import Event, ReplicaSnapshot, Snapshot
+from flyball_operator.local.table import render
+from flyball_operator.local.template import ProcessTemplate, process_template
+from flyball_operator.local.watch import WatchedFile
+from operator_kit.evidence import LIMITS, make_evidence, pods
+
+TEXT = """
+apiVersion: flyball.dev/v1alpha1
+kind: LLMDeployment
+metadata: {name: chat}
+spec:
+  model: {uri: "hf://org/name"}
+"""
+
+
+def template(base: Path = Path("/srv"), **spec: Any) -> ProcessTemplate:
+    document = manifest.read_documents(TEXT, "chat.yaml")[0]
+    document["spec"] |= spec
+    deployment = manifest.parse_document(document, source="chat.yaml", base=base)
+    return process_template(children.deployment(deployment), ("/opt/flyball",))
+
+
+def test_the_containers_command_runs_here_on_other_addresses() -> None:
+    argv = template().argv_for(4001, 4002)
+    assert argv[:3] == ["/opt/flyball", "serve", "org/name"]
+    assert {
+        "--host=127.0.0.1",
+        "--port=4001",
+        "--admin-host=127.0.0.1",
+        "--admin-port=4002",
+        "--max-num-seqs=256",
+    } <= set(argv)
+    assert not {"--port=8000", "--host=0.0.0.0"} & set(argv)
+
+
+def test_paths_of_the_pod_stay_in_the_pod_and_other_variables_come_along() -> None:
+    assert template(runtime={"env": [{"name": "A", "value": "1"}]}).env == {"A": "1"}
+
+
+def test_the_pre_stop_sleep_is_not_waited_for() -> None:
+    assert template(rollout={"drain": {"preStopSeconds": 30, "timeoutSeconds": 20}}).grace_s == 30
+
+
+def test_the_digest_follows_the_pod_and_nothing_else() -> None:
+    assert template().digest == template(replicas=3, tuning={"minSamples": 7}).digest
+    assert template().digest != template(runtime={"maxNumSeqs": 7}).digest
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"model": {"uri": "pvc://claim/x"}}, "pvc:// needs a cluster; on this machine use file:"),
+        ({"model": {"uri": "oci://image:1"}}, "oci:// needs a cluster"),
+        ({"model": {"uri": "file:nowhere"}}, "/srv/nowhere is not a folder"),
+        ({"accelerator": {"resourceName": "amd.com/gpu"}}, "amd.com/gpu; local mode can hand out nvidia.com/gpu only"),
+    ],
+)
+def test_what_only_a_cluster_has_is_refused(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(LocalError, match=words):
+        template(**spec)
+
+
+def test_a_model_folder_is_found_beside_the_manifest(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    assert str(tmp_path / "model") in template(tmp_path, model={"uri": "file:model"}).argv
+
+
+def test_backoff_doubles_to_its_cap_and_forgets_after_a_stable_run() -> None:
+    backoff = Backoff(first_s=1, most_s=8, stable_s=60)
+    assert [backoff.after_crash(5) for _ in range(5)] == [1, 2, 4, 8, 8]
+    assert [backoff.after_crash(60), backoff.after_crash(5)] == [1, 2]
+
+
+def test_each_replica_has_its_accelerators_for_itself() -> None:
+    pool = AcceleratorPool(("0", "1", "2"))
+    assert (pool.room(1), pool.room(2), pool.room(0)) == (3, 1, None)
+    assert pool.take(1, 2) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert pool.take(2, 1) == {"CUDA_VISIBLE_DEVICES": "2"}
+    assert pool.room(1) == 0
+    pool.give_back(1)
+    assert pool.take(3, 1) == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert pool.take(4, 0) == {}
+
+
+def test_visible_devices(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_devices({}, tmp_path) == ("0", "2", "10")
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "3, GPU-a"}, tmp_path) == ("3", "GPU-a")
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+def test_a_file_has_changed_when_its_content_has(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("one")
+    file = WatchedFile(path)
+    assert not file.changed()
+    path.touch()
+    assert not file.changed()
+    path.write_text("two")
+    assert [file.changed(), file.changed()] == [True, False]
+    path.unlink()
+    assert not file.changed()
+    path.write_text("three")
+    assert file.changed()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "stopped cleanly"),
+        (2, "configuration error"),
+        (4, "drain deadline"),
+        (9, "exit code 9"),
+        (-9, "signal 9 (Killed)"),
+    ],
+)
+def test_exit_codes_in_words(code: int, words: str) -> None:
+    assert words in explain_exit(code)
+
+
+def test_one_of_several_deployments_is_chosen_by_name() -> None:
+    both = manifest.parse(TEXT + "---" + TEXT.replace("chat", "code"), source="x", base=Path("/srv"))
+    assert select(both, "code").name == "code"
+    with pytest.raises(SpecError, match=r"2 deployments \(chat, code\); choose one with --name"):
+        select(both, None)
+    with pytest.raises(SpecError, match="no deployment named 'cat', only chat, code"):
+        select(both, "cat")
+
+
+def test_a_state_folder_too_deep_for_a_socket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match=r"107 bytes .* shorter --state-dir"):
+        InstanceFolder(tmp_path / ("x" * 100), "chat").acquire()
+
+
+def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LocalError, match="another --state-dir"):
+        InstanceFolder(tmp_path / "file", "c").acquire()
+
+
+def test_the_table_shows_states_latency_and_limits_on_their_way() -> None:
+    evidence = make_evidence(effective=structs.replace(LIMITS, max_num_seqs=70), revision=41)
+    replica = ReplicaSnapshot(
+        number=1,
+        state=State.READY,
+        in_state_s=12.0,
+        message="ready",
+        pid=1,
+        port=4001,
+        outstanding=3,
+        served=9,
+        restarts=0,
+        current=True,
+        evidence=pods(evidence)[0],
+    )
+    starting = dataclasses.replace(replica, number=2, state=State.STARTING, evidence=None)
+    snapshot = Snapshot(
+        name="chat",
+        url="http://127.0.0.1:8080",
+        model="hf://a/b",
+        wanted=2,
+        replicas=(replica, starting),
+        decision=None,
+        events=(Event(0.0, "replica 1 ready in 3.2 s"),),
+    )
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(render(snapshot))
+    text = console.export_text()
+    for word in (
+        "1/2 ready",
+        "ready 12 s",
+        "starting 12 s",
+        "64/70",
+        "512",
+        "80%",
+        "50%",
+        "41",
+        "replica 1 ready in 3.2 s",
+    ):
+        assert word in text

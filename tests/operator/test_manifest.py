@@ -1,0 +1,162 @@
+"""Manifests: what is accepted, what is filled in, and what each kind of mistake is answered with."""
+
+from pathlib import Path
+
+import pytest
+
+from flyball_operator import manifest
+from flyball_operator.errors import SpecError
+from flyball_operator.model_source import ClaimModel, FolderModel, HubModel, ImageModel
+from flyball_operator.spec import LLMDeployment
+
+HEAD = "apiVersion: flyball.dev/v1alpha1\nkind: LLMDeployment\nmetadata: {name: chat}\n"
+MODEL = "model: {uri: hf://org/name}"
+
+
+def parse(text: str, base: Path = Path("/srv/manifests")) -> list[LLMDeployment]:
+    return manifest.parse(text, source="chat.yaml", base=base)
+
+
+def parse_spec(*fields: str) -> LLMDeployment:
+    body = "".join(
+        f"  {field}\n" for field in (fields if any(f.startswith("model") for f in fields) else (MODEL, *fields))
+    )
+    return parse(f"{HEAD}spec:\n{body}")[0]
+
+
+def test_the_shortest_manifest_is_completed_with_the_schemas_defaults() -> None:
+    deployment = parse_spec()
+    spec = deployment.spec
+    assert (deployment.name, deployment.namespace, deployment.served_name) == ("chat", "default", "chat")
+    assert (spec.replicas, spec.accelerator.count, spec.runtime.max_num_seqs) == (1, 1, 256)
+    assert (spec.tuning.mode, spec.tuning.interval_seconds) == ("Off", 15)
+    assert (spec.rollout.drain.pre_stop_seconds, spec.rollout.drain.timeout_seconds) == (10, 120)
+
+
+def test_a_partly_given_object_keeps_the_other_defaults() -> None:
+    assert parse_spec("runtime: {maxNumSeqs: 8}").spec.runtime.max_num_batched_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("uri", "source"),
+    [
+        ("hf://org/name", HubModel("org/name", None)),
+        ("pvc://claim/models/llama", ClaimModel("claim", "models/llama")),
+        ("pvc://claim", ClaimModel("claim", "")),
+        ("oci://registry.example/llama:8b", ImageModel("registry.example/llama:8b")),
+        ("file:/models/llama", FolderModel(Path("/models/llama"))),
+        ("file:///models/llama", FolderModel(Path("/models/llama"))),
+        ("file:./demo/checkpoint", FolderModel(Path("/srv/manifests/demo/checkpoint"))),
+        ("file:../checkpoint", FolderModel(Path("/srv/checkpoint"))),
+    ],
+)
+def test_model_uris_are_taken_apart(uri: str, source: object) -> None:
+    assert parse_spec(f"model: {{uri: '{uri}'}}").model_source == source
+
+
+def test_several_documents_make_several_deployments_and_empty_ones_none() -> None:
+    document = f"{HEAD}spec: {{{MODEL}}}\n"
+    text = f"---\n{document}---\n---\n{document.replace('chat', 'code')}"
+    assert [deployment.name for deployment in parse(text)] == ["chat", "code"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["holds no document", "LLMDeployment"]),
+        ("a: [1", ["not valid YAML", "line"]),
+        ("- a\n", ["expected a mapping"]),
+        ("spec: 1\nspec: 2\n", ["'spec'", "line 1", "line 2"]),
+        ("!!python/object:os.system {}\n", ["not valid YAML"]),
+        ("x" * 1_000_001, ["1000001 characters", "1000000"]),
+        (HEAD, ["spec is missing"]),
+        (HEAD.replace("LLMDeployment", "Deployment") + "spec: {}\n", ["kind", "'Deployment'", "LLMDeployment"]),
+        (HEAD.replace("v1alpha1", "v1") + "spec: {}\n", ["apiVersion", "flyball.dev/v1", "v1alpha1"]),
+        (HEAD + "specs: {}\nspec: {}\n", ["specs is not a field"]),
+        (HEAD.replace("{name: chat}", "{}") + "spec: {}\n", ["metadata.name is missing"]),
+        (HEAD.replace("chat", "Chat_1") + "spec: {}\n", ["metadata.name", "'Chat_1'", "lower-case"]),
+        (HEAD.replace("chat", "c" * 51) + "spec: {}\n", ["1 to 50"]),
+        (HEAD + "spec: {}\n", ["spec.model is missing"]),
+        (HEAD + "spec: 3\n", ["spec is 3", "a mapping is expected"]),
+        (2 * (HEAD + "spec: {model: {uri: hf://a/b}}\n---\n"), ["'chat'", "two documents"]),
+    ],
+)
+def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[str]) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse(text)
+    for word in ["chat.yaml", *words]:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("replicas: -1", ["spec.replicas is -1", "0"]),
+        ("replicas: 2.5", ["spec.replicas is 2.5", "an integer"]),
+        ("replicas:", ["spec.replicas is empty", "an integer"]),
+        ("replica: 2", ["spec.replica is not a field", "did you mean 'replicas'?"]),
+        ("flavour: 2", ["spec.flavour is not a field", "known are", "tuning"]),
+        ("runtime: {maxNumSeqs: 5000}", ["spec.runtime.maxNumSeqs is 5000", "4096"]),
+        ("runtime: {maxnumseqs: 5}", ["did you mean 'maxNumSeqs'?"]),
+        ("runtime: {dtype: fp16}", ["'fp16'", "Float16"]),
+        ("runtime: {kvCacheMemory: 2 GB}", ["spec.runtime.kvCacheMemory", "'2 GB'", "2Gi"]),
+        ("runtime: {kvCacheMemory: 0}", ["spec.runtime.kvCacheMemory is 0"]),
+        ("runtime: {kvCacheMemory: 1Gi, kvCacheMemoryPercent: 50}", ["both set"]),
+        ("runtime: {maxNumBatchedTokens: 64}", ["64", "256", "raise it or lower"]),
+        ("runtime: {extraArgs: ['--max-num-seqs=4']}", ["extraArgs[0]", "--max-num-seqs"]),
+        ("runtime: {extraArgs: ['--max-num-s=4']}", ["extraArgs[0]", "--max-num-seqs"]),
+        ("runtime: {extraArgs: [seed]}", ["'seed'", "--flag=value"]),
+        ("runtime: {env: [{name: A}, {name: A}]}", ["'A'", "twice"]),
+        ("runtime: {env: [{name: FLYBALL_ADMIN_TOKEN}]}", ["FLYBALL_ADMIN_TOKEN", "Secret"]),
+        ("runtime: {env: [{name: 1A}]}", ["spec.runtime.env[0].name"]),
+        ("accelerator: {count: 2}", ["spec.accelerator.count is 2", "1"]),
+        ("resources: {limits: {nvidia.com/gpu: 1}}", ["nvidia.com/gpu", "spec.accelerator.count"]),
+        ("resources: {limits: {memory: lots}}", ["spec.resources.limits.memory", "'lots'"]),
+        ("tuning: {mode: Off}", ['write "Off" in quotes']),
+        ("tuning: {mode: Auto}", ["Auto", "objectives"]),
+        ("tuning: {bounds: {maxNumSeqs: {min: 9, max: 4}}}", ["9", "4", "swap"]),
+        ("tuning: {bounds: {maxNumSeqs: {max: 300}}}", ["300", "256", "envelope"]),
+        ("rollout: {drain: {timeoutSeconds: 0}}", ["spec.rollout.drain.timeoutSeconds is 0"]),
+        ("startupTimeoutSeconds: 10", ["spec.startupTimeoutSeconds is 10", "60"]),
+        ("model: {uri: /models/llama}", ["spec.model.uri", "'/models/llama'", "hf"]),
+        ("model: {uri: 'hf://a/b/c'}", ["hf://ORG/NAME"]),
+        ("model: {uri: 'pvc://claim/../x'}", ["'..'"]),
+        ("model: {uri: 'file://'}", ["file:FOLDER"]),
+        ('model: {uri: "file:a\\n"}', ["spec.model.uri"]),
+        ("model: {uri: 'pvc://claim/x', revision: main}", ["revision", "hf://"]),
+        ("model: {}", ["spec.model.uri is missing"]),
+    ],
+)
+def test_a_bad_field_is_refused_with_its_path_and_a_way_out(field: str, words: list[str]) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec(field)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_without_an_accelerator_the_kv_cache_is_sized_in_bytes_and_below_the_memory_limit() -> None:
+    with pytest.raises(SpecError, match="set kvCacheMemory instead"):
+        parse_spec("accelerator: {count: 0}", "runtime: {kvCacheMemoryPercent: 50}")
+    with pytest.raises(SpecError, match=r"is 2Gi, and .* only 2048Mi"):
+        parse_spec("accelerator: {count: 0}", "runtime: {kvCacheMemory: 2Gi}", "resources: {limits: {memory: 2048Mi}}")
+
+
+def test_every_problem_of_a_manifest_is_named_at_once() -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec("replicas: -1", "startupTimeoutSeconds: 1", "runtime: {maxNumSeqs: 0}")
+    assert len(refused.value.problems) == 3
+
+
+def test_an_unreadable_file_is_a_spec_error(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"missing\.yaml: cannot be read"):
+        manifest.read_file(tmp_path / "missing.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xff")
+    with pytest.raises(SpecError, match=r"latin\.yaml: cannot be read"):
+        manifest.read_file(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize(
+    "example", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda p: p.name
+)
+def test_the_examples_are_valid(example: Path) -> None:
+    assert manifest.read_file(example)
