@@ -1,7 +1,7 @@
 """Incremental detokenizing against decoding everything at once."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -9,11 +9,6 @@ from transformers import PreTrainedTokenizerFast
 from flyball_runtime.api.detokenizer import MAX_HELD_TOKENS, Detokenizer
 from flyball_runtime.api.output import OutputText
 from flyball_runtime.core.sampling import SamplingParams
-<<<<<<< HEAD
-=======
-from hypothesis import given, settings
-from hypothesis import strategies as st
->>>>>>> api
 from runtime.api.support import encode
 
 

@@ -1,12 +1,7 @@
 """Stop strings: cut where a reader of the whole text would cut, however the text was split."""
 
 import pytest
-<<<<<<< HEAD
-from hypothesis import given
-=======
-from flyball_runtime.api.stop_strings import StopStrings
 from hypothesis import given, settings
->>>>>>> api
 from hypothesis import strategies as st
 
 from flyball_runtime.api.stop_strings import StopStrings

@@ -4,12 +4,7 @@ import math
 import random
 
 import pytest
-<<<<<<< HEAD
-from hypothesis import given
-=======
-from flyball_runtime.api.window import MAX_KEPT_PER_SLICE, SlidingCounts, SlidingSamples
 from hypothesis import given, settings
->>>>>>> api
 from hypothesis import strategies as st
 
 from flyball_runtime.api.window import MAX_KEPT_PER_SLICE, SlidingCounts, SlidingSamples

@@ -1,9 +1,10 @@
 import io
 
 import pytest
+from rich.console import Console
+
 from flyball_runtime.bench.progress import ProgressBar
 from flyball_runtime.bench.record import RequestRecord
-from rich.console import Console
 
 
 @pytest.mark.parametrize("terminal", [True, False])
