@@ -330,6 +330,7 @@ def test_drain_answers_new_requests_with_503_while_running_ones_finish() -> None
                 assert (response.status, (await response.json())["error"]["code"]) == (503, "draining")
             assert (await stream)[-1] == "[DONE]"
             assert await draining is True
+            assert "takes no more requests" not in now.lines  # it was told to; a red readiness probe is no news
 
     run(scenario())
 

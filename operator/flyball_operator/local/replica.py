@@ -155,6 +155,7 @@ class Replica:
         try:
             await asyncio.wait({exited, probing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
+                probing.cancel()
                 return await self._drain(process, exited)
             if exited.done():
                 return self._unasked_exit(process, exited.result())
