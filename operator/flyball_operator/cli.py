@@ -38,6 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="run an LLMDeployment as processes on this machine",
         description="Run an LLMDeployment as processes on this machine. Run again, or edit the file, to change what runs.",
     )
+    status = commands.add_parser("status", help="print how a deployment that runs on this machine stands")
+    command.add_status_arguments(status)
+    status.set_defaults(run=command.status)
     render = commands.add_parser("render", help="print the Kubernetes objects that an LLMDeployment stands for")
     for sub in (local, render):
         sub.add_argument("-f", "--file", type=Path, required=True, help="a YAML file with LLMDeployments")

@@ -8,12 +8,13 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 
 from flyball_operator import manifest
 from flyball_operator.errors import LocalError
-from flyball_operator.local.control import Handover, InstanceFolder, hand_over
+from flyball_operator.local.control import Handover, InstanceFolder, ask_status, hand_over
 from flyball_operator.local.events import to_log
 from flyball_operator.local.runner import LocalOptions, LocalRunner, select
 from flyball_operator.local.table import render
@@ -52,6 +53,24 @@ def run(arguments: argparse.Namespace) -> int:
     return asyncio.run(_run(arguments))
 
 
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``flyball-operator status``."""
+    parser.add_argument("name", help="metadata.name of the deployment")
+    parser.add_argument("--state-dir", type=Path, help="state folder, as given to local")
+    parser.add_argument("--json", action="store_true", help="print everything that is known as JSON")
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Print how a running instance stands. Raises LocalError when none runs."""
+    folder = InstanceFolder(arguments.state_dir or default_state_dir(), arguments.name)
+    snapshot = asyncio.run(ask_status(folder))
+    if arguments.json:
+        print(msgspec.json.encode(snapshot).decode())
+    else:
+        Console().print(render(snapshot))
+    return endpoints.EXIT_OK
+
+
 async def _run(arguments: argparse.Namespace) -> int:
     source: Path = arguments.file.absolute()
     deployment = select(manifest.read_file(source), arguments.name)
@@ -64,7 +83,7 @@ async def _run(arguments: argparse.Namespace) -> int:
             log_dir=arguments.log_dir or folder.log_dir,
             host=arguments.host,
             port=arguments.port,
-            evidence_period_s=1.0 if arguments.show_table else None,
+            evidence_period_s=1.0,
             echo=_echo if arguments.verbose else None,
         )
         on_event = (lambda _: None) if arguments.show_table else to_log

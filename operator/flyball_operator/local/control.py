@@ -1,4 +1,4 @@
-"""One running instance per deployment: a lock, and a socket over which a second invocation hands its manifest to the first."""
+"""One running instance per deployment: a lock, and a socket to hand it a changed manifest or ask how it stands."""
 
 import asyncio
 import contextlib
@@ -6,21 +6,29 @@ import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from flyball_operator.errors import LocalError
+from flyball_operator.local.snapshot import Snapshot
 
 ANSWER_TIMEOUT_S = 30.0
+Answer = TypeVar("Answer")
+
 MAX_SOCKET_PATH = 107  # bytes, sun_path on Linux without its final zero
 
 
-class Handover(Struct, frozen=True, kw_only=True):
+class Handover(Struct, frozen=True, kw_only=True, tag=True):
     """A manifest from a second invocation. ``source`` is the absolute path it was read from."""
 
     manifest: str
     source: str
+
+
+class StatusRequest(Struct, frozen=True, tag=True):
+    """Asks for the Snapshot."""
 
 
 class HandoverAnswer(Struct, frozen=True, kw_only=True):
@@ -78,11 +86,17 @@ class InstanceFolder:
 
 
 class ControlServer:
-    """Answers handovers on the folder's socket."""
+    """Answers on the folder's socket."""
 
-    def __init__(self, folder: InstanceFolder, apply: Callable[[Handover], HandoverAnswer]) -> None:
+    def __init__(
+        self,
+        folder: InstanceFolder,
+        apply: Callable[[Handover], HandoverAnswer],
+        snapshot: Callable[[], Snapshot],
+    ) -> None:
         self._folder = folder
         self._apply = apply
+        self._snapshot = snapshot
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -98,13 +112,17 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
-            try:
-                answer = self._apply(msgspec.json.decode(await reader.read(), type=Handover))
-            except msgspec.MsgspecError as error:
-                answer = HandoverAnswer(error=f"a handover that cannot be read: {error}")
+            answer = self._answer(await reader.read())
             with contextlib.suppress(ConnectionError):
                 writer.write(msgspec.json.encode(answer))
                 await writer.drain()
+
+    def _answer(self, request: bytes) -> HandoverAnswer | Snapshot:
+        try:
+            asked: Handover | StatusRequest = msgspec.json.decode(request, type=Handover | StatusRequest)
+        except msgspec.MsgspecError as error:
+            return HandoverAnswer(error=f"a request that cannot be read: {error}")
+        return self._snapshot() if isinstance(asked, StatusRequest) else self._apply(asked)
 
 
 async def hand_over(folder: InstanceFolder, handover: Handover) -> HandoverAnswer:
@@ -113,13 +131,28 @@ async def hand_over(folder: InstanceFolder, handover: Handover) -> HandoverAnswe
     Raises:
         LocalError: it holds the lock and does not answer.
     """
+    return await _ask(folder, handover, HandoverAnswer)
+
+
+async def ask_status(folder: InstanceFolder) -> Snapshot:
+    """Ask the instance that runs how it stands.
+
+    Raises:
+        LocalError: none runs, or it does not answer.
+    """
+    if not folder.socket_path.exists():
+        raise LocalError(f"no instance runs in {folder.path}; start one with flyball-operator local -f FILE")
+    return await _ask(folder, StatusRequest(), Snapshot)
+
+
+async def _ask(folder: InstanceFolder, request: Handover | StatusRequest, answer: type[Answer]) -> Answer:
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(folder.socket_path)
             with contextlib.closing(writer):
-                writer.write(msgspec.json.encode(handover))
+                writer.write(msgspec.json.encode(request))
                 writer.write_eof()
-                return msgspec.json.decode(await reader.read(), type=HandoverAnswer)
+                return msgspec.json.decode(await reader.read(), type=answer)
     except (OSError, TimeoutError, msgspec.MsgspecError) as error:
         raise LocalError(
             f"an instance of this deployment holds {folder.path / 'lock'} but does not answer "

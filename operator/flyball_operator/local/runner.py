@@ -78,7 +78,7 @@ class LocalRunner:
         self._template = process_template(options.build(deployment), options.executable)
         self._file = WatchedFile(source)
         self._report = Events(on_event)
-        self._control = ControlServer(folder, self._take_handover)
+        self._control = ControlServer(folder, self._take_handover, self.snapshot)
         self._balancer = Balancer(lambda: self._fleet.replicas, lambda: self._stopping)
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []

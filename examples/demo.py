@@ -1,0 +1,331 @@
+"""The demo: one manifest, two replicas, traffic that shifts, a limit that follows it, a drain. About a minute.
+
+    make demo
+
+It runs `flyball-operator local -f demo.yaml` as you would, talks to its one address with the `openai` client, and asks
+`flyball-operator status` for the table. Half-way it writes a latency objective into its copy of the manifest and sends
+long prompts; the tuner then has to do something about it. Exits 0 when every request was answered, a limit was changed
+and the drain lost nothing.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import yaml
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from flyball_operator.errors import LocalError
+from flyball_operator.local.control import InstanceFolder, ask_status
+from flyball_operator.local.snapshot import Snapshot
+from flyball_operator.local.table import render
+
+EXAMPLES = Path(__file__).parent
+MANIFEST = EXAMPLES / "demo.yaml"
+NAME = "demo"
+
+CALM_S, BUSY_S, START_S, DRAIN_S = 12, 32, 90, 30
+NUM_CHATTERS, NUM_READERS = 6, 4
+OBJECTIVE_FACTOR = 1.3
+SHOWN_ANSWERS = 3
+
+QUESTIONS = (
+    "What is continuous batching?",
+    "What is a KV cache?",
+    "Why is prefix caching useful?",
+    "What is chunked prefill?",
+    "Explain preemption in detail",
+    "What is time to first token?",
+    "What is a flyball governor?",
+    "What is queue depth?",
+    "Tell me a story about a robot",
+    "Count from 3 to 17",
+    "Write a poem about the sea",
+    "What is backpressure?",
+)
+
+
+@dataclass
+class Answer:
+    question: str
+    text: str = ""
+    done: bool = False
+
+
+@dataclass
+class Tally:
+    """What the clients saw."""
+
+    answers: deque[Answer] = field(default_factory=lambda: deque(maxlen=SHOWN_ANSWERS))
+    num_answered: int = 0
+    num_tokens: int = 0
+    failures: list[str] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+
+
+class Client:
+    """Asks through the balanced address, streaming, with the real `openai` client."""
+
+    def __init__(self, url: str, tally: Tally) -> None:
+        # No retries: a request that fails shall be seen.
+        self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self._tally = tally
+        self.stopping = False
+
+    async def ask(self, question: str, *, context: str = "", shown: bool = True) -> None:
+        answer = Answer(question)
+        if shown:
+            self._tally.answers.append(answer)
+        try:
+            await self._stream(answer, f"{context}{question}")
+            self._tally.num_answered += 1
+        except openai.OpenAIError as error:
+            self._tally.failures.append(f"{question}: {error}")
+        answer.done = True
+
+    async def _stream(self, answer: Answer, prompt: str) -> None:
+        last_s = start_s = time.perf_counter()
+        stream = await self._openai.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": prompt}], max_tokens=200, temperature=0, stream=True
+        )
+        first = True
+        async for chunk in stream:
+            if not chunk.choices or not (text := chunk.choices[0].delta.content):
+                continue
+            now_s = time.perf_counter()
+            (self._tally.ttft_s if first else self._tally.gaps_s).append(now_s - (start_s if first else last_s))
+            first, last_s = False, now_s
+            answer.text += text
+            self._tally.num_tokens += 1
+
+    async def chat(self, questions: Iterator[str], pause_s: float) -> None:
+        while not self.stopping:
+            await self.ask(next(questions))
+            await asyncio.sleep(pause_s)
+
+    async def read(self, rng: random.Random) -> None:
+        """Long prompts with a short answer: the traffic that makes other people's streams stutter."""
+        while not self.stopping:
+            words = " ".join(rng.choice(QUESTIONS) for _ in range(60))
+            await self.ask("What is a KV cache?", context=f"{words} ", shown=False)
+
+
+class Operator:
+    """`flyball-operator local` as a process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._state = folder / "state"
+        self._manifest = folder / "demo.yaml"
+        self._instance = InstanceFolder(self._state, NAME)
+        document = yaml.safe_load(MANIFEST.read_text())
+        uri = document["spec"]["model"]["uri"].removeprefix("file:")
+        document["spec"]["model"]["uri"] = f"file:{(EXAMPLES / uri).resolve()}"
+        self._document = document
+        self._draining = False
+        self._write()
+
+    async def start(self) -> None:
+        command = Path(sys.executable).with_name("flyball-operator")
+        arguments = ["local", "-f", str(self._manifest), "--port", "0", "--state-dir", str(self._state)]
+        with (self._manifest.parent / "operator.log").open("wb") as log:
+            # A session of its own: Ctrl-C reaches the demo alone, which then drains.
+            self._process = await asyncio.create_subprocess_exec(
+                command, *arguments, stdout=log, stderr=log, start_new_session=True
+            )
+
+    async def snapshot(self) -> Snapshot | None:
+        if self._process.returncode is not None and not self._draining:
+            raise SystemExit(f"flyball-operator ended with exit code {self._process.returncode}:\n{self.log()}")
+        try:
+            return await ask_status(self._instance)
+        except LocalError:
+            return None  # it is starting
+
+    def set_objective(self, milliseconds: int) -> None:
+        objectives = self._document["spec"]["tuning"].setdefault("objectives", {})
+        objectives["interTokenLatencyP95Milliseconds"] = milliseconds
+        self._write()
+
+    async def drain(self) -> int:
+        self._draining = True
+        self._process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(DRAIN_S):
+            return await self._process.wait()
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    def log(self) -> str:
+        return (self._manifest.parent / "operator.log").read_text()
+
+    def _write(self) -> None:
+        new = self._manifest.with_suffix(".new")
+        new.write_text(yaml.safe_dump(self._document))
+        new.replace(self._manifest)
+
+
+class Screen:
+    """The live picture on a terminal; a line now and then elsewhere."""
+
+    def __init__(self, console: Console, operator: Operator, tally: Tally) -> None:
+        self._console, self._operator, self._tally = console, operator, tally
+        self.snapshot: Snapshot | None = None
+        self.phase = ""
+
+    async def run(self) -> None:
+        if not self._console.is_terminal:
+            return await self._lines()
+        with Live(console=self._console, auto_refresh=False) as live:
+            while True:
+                self.snapshot = await self._operator.snapshot() or self.snapshot
+                live.update(self._picture(), refresh=True)
+                await asyncio.sleep(0.25)
+
+    async def _lines(self) -> None:
+        for tick in itertools.count():
+            self.snapshot = await self._operator.snapshot() or self.snapshot
+            if self.snapshot is not None and tick % 16 == 12:
+                self._console.print(self._picture())
+            await asyncio.sleep(0.5)
+
+    def _picture(self) -> RenderableType:
+        parts: list[RenderableType] = [Text(self.phase, style="bold cyan")]
+        if self.snapshot is not None:
+            parts.append(render(self.snapshot))
+        for answer in self._tally.answers:
+            tail = answer.text[-240:].replace("\n", " ")
+            cursor = "" if answer.done else " ▌"
+            parts.append(Panel(Text(tail + cursor), title=answer.question, title_align="left", height=5))
+        return Group(*parts)
+
+
+@asynccontextmanager
+async def background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(coroutine)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def wait_ready(operator: Operator, screen: Screen) -> Snapshot:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        snapshot = await operator.snapshot()
+        if snapshot is not None and snapshot.num_ready == snapshot.wanted:
+            return snapshot
+        await asyncio.sleep(0.2)
+    raise SystemExit(f"the replicas were not ready within {START_S} s:\n{operator.log()}")
+
+
+def percentile(values: list[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else 0.0
+
+
+def changes(snapshot: Snapshot) -> list[str]:
+    return [event.text for event in snapshot.events if event.text.startswith("tuning, revision")]
+
+
+async def session(console: Console, folder: Path) -> int:
+    operator, tally = Operator(folder), Tally()
+    screen = Screen(console, operator, tally)
+    screen.phase = f"1/4  flyball-operator local -f {MANIFEST.relative_to(EXAMPLES.parent)}: starting the replicas"
+    await operator.start()
+    try:
+        async with background(screen.run()):
+            ready = await wait_ready(operator, screen)
+            client = Client(ready.url, tally)
+            async with asyncio.TaskGroup() as traffic:
+                await send_traffic(traffic, client, operator, screen, tally)
+                client.stopping = True
+                await asyncio.sleep(0.3)  # whoever is about to ask has asked
+                final = await operator.snapshot() or ready
+                exit_code = await operator.drain()  # answers under way are finished first
+    finally:
+        operator.kill()
+    return report(console, tally, changes(final), exit_code)
+
+
+async def send_traffic(
+    traffic: asyncio.TaskGroup, client: Client, operator: Operator, screen: Screen, tally: Tally
+) -> None:
+    """Chats, then chats beside long prompts."""
+    questions = itertools.cycle(QUESTIONS)
+    screen.phase = f"2/4  {NUM_CHATTERS} people chat through one address"
+    for _ in range(NUM_CHATTERS):
+        traffic.create_task(client.chat(questions, pause_s=0.2))
+    await asyncio.sleep(CALM_S)
+    objective_ms = max(1, round(OBJECTIVE_FACTOR * 1000 * percentile(tally.gaps_s, 95)))
+    operator.set_objective(objective_ms)
+    screen.phase = (
+        f"3/4  long prompts arrive; the manifest now asks for an inter-token latency p95 of {objective_ms} ms"
+    )
+    for index in range(NUM_READERS):
+        traffic.create_task(client.read(random.Random(index)))
+    await until_changed(screen)
+    screen.phase = "4/4  draining: answers under way are finished"
+
+
+async def until_changed(screen: Screen) -> None:
+    """Wait for the tuner's first change, then long enough to see what it does."""
+    start_s = time.monotonic()
+    while time.monotonic() < start_s + BUSY_S:
+        await asyncio.sleep(0.5)
+        if screen.snapshot and changes(screen.snapshot) and time.monotonic() > start_s + BUSY_S / 2:
+            return
+
+
+def report(console: Console, tally: Tally, moves: list[str], exit_code: int) -> int:
+    ttft = f"TTFT p50 {percentile(tally.ttft_s, 50) * 1000:.0f} ms, p95 {percentile(tally.ttft_s, 95) * 1000:.0f} ms"
+    itl = f"ITL p50 {percentile(tally.gaps_s, 50) * 1000:.1f} ms, p95 {percentile(tally.gaps_s, 95) * 1000:.1f} ms"
+    console.rule("Summary")
+    console.print(
+        f"{tally.num_answered} answers, {tally.num_tokens} tokens, {len(tally.failures)} failures; {ttft}; {itl}"
+    )
+    for move in moves:
+        console.print(f"  {move}", highlight=False)
+    console.print(f"drained, exit code {exit_code}")
+    problems = [*tally.failures[:5]]
+    if not moves:
+        problems.append("the tuner changed no limit")
+    if exit_code:
+        problems.append(f"flyball-operator ended with exit code {exit_code}")
+    for problem in problems:
+        console.print(f"  problem: {problem}", style="red")
+    console.print("Demo failed." if problems else "Every request was answered and every replica drained.", style="bold")
+    return 1 if problems else 0
+
+
+def main() -> int:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="flyball-demo-") as folder:
+        try:
+            return asyncio.run(session(console, Path(folder)))
+        except KeyboardInterrupt:
+            return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
