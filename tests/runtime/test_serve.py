@@ -120,11 +120,11 @@ def test_bad_bodies_get_an_error_that_tells_the_way_out(
 def test_limits_move_live_over_the_admin_port(server: Replica) -> None:
     path = endpoints.ADMIN_LIMITS_PATH
     before = server.admin.get(path).json()
-    revision = before["revision"] + 1
+    revision = before["revision"] + 10
     applied = server.admin.post(path, json={"revision": revision, "limits": {"max_num_seqs": 4}})
     assert (applied.status_code, applied.json()["status"]) == (200, "applied")
     assert server.admin.get(path).json()["effective"]["max_num_seqs"] == 4
-    assert 'flyball_limit_target{limit="max_num_seqs"} 4' in server.client.get("/metrics").text
+    assert 'flyball_limit_target{limit="max_num_seqs"} 4.0' in server.client.get("/metrics").text
     stale = server.admin.post(path, json={"revision": revision - 1, "limits": {"max_num_seqs": 8}})
     assert (stale.status_code, stale.json()["status"]) == (409, "stale")
     outside = server.admin.post(path, json={"revision": revision + 1, "limits": {"max_num_seqs": 100000}})

@@ -103,8 +103,8 @@ class Engine:
         drained, self._draining_limits = self._draining_limits and not drains, drains
         return self.limits() if expired or drained else None
 
-    def idle_stats(self) -> StepStats:
-        """The state of an engine that has nothing to do."""
+    def state(self) -> StepStats:
+        """The state between steps."""
         return self._stats(None, 0.0)
 
     def _ending(self, seq: Sequence, reason: FinishReason) -> Finished:

@@ -96,6 +96,7 @@ class EngineProcess:
                     self._send(messages.StepOutput([], [], [finished], None))
             case messages.PostLimits(update):
                 ack = self._engine.post_limits(update)
+                self._send_state()  # before the answer, so that metrics show the limits to whoever waited for it
                 self._send(messages.LimitsAnswer(ack, self._engine.limits()))
             case messages.Stop():
                 self._stopped = True
@@ -103,9 +104,12 @@ class EngineProcess:
     def _idle(self) -> None:
         """Wait for a message; show life meanwhile."""
         if time.monotonic() >= self._next_heartbeat_s:
-            self._send(messages.StepOutput([], [], [], self._engine.idle_stats()))
+            self._send_state()
             self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
         self._inbox.poll(HEARTBEAT_S * 1000)
+
+    def _send_state(self) -> None:
+        self._send(messages.StepOutput([], [], [], self._engine.state()))
 
     def _send(self, message: messages.FromEngine) -> None:
         self._outbox.send(messages.encode(message))
