@@ -17,8 +17,8 @@ _in_force: dict[str, str] = {}  # device type -> backend
 def resolve_attention_backend(device: torch.device | str, requested: str = "auto") -> str:
     """Return the backend that ``requested`` means on ``device``: ``cpp``, ``torch`` or ``triton``.
 
-    ``auto`` is ``triton`` on CUDA, ``cpp`` on CPU and ``torch`` elsewhere (meta); where the C++ ops cannot be loaded or built it is ``torch``,
-    with a warning that says what is missing and how to get it.
+    ``auto`` is ``triton`` on CUDA, ``cpp`` on CPU and ``torch`` elsewhere (meta tensors). Where the C++ ops can be neither
+    loaded nor built it is ``torch`` on CPU too, with a warning that says what is missing and how to get it.
 
     Raises:
         ValueError: ``requested`` is not a backend, or cannot run on this device.
