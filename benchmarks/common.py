@@ -1,16 +1,13 @@
-"""What every benchmark shares: the machine's description, checkpoints of a given shape, result files."""
+"""Checkpoints of a given shape, random prompts, result files."""
 
 import itertools
 import json
-import os
-import platform
 import random
-import statistics
-import subprocess
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from machine import environment
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -87,43 +84,6 @@ def random_prompts(
 ) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(10, vocab_size) for _ in range(length)] for length in itertools.islice(lengths, num_prompts)]
-
-
-def environment() -> dict[str, Any]:
-    """Machine, versions and commit, as they go into every result."""
-    import torch
-    import transformers
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
-    return {
-        "device": device,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": _commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-    }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def _commit() -> str:
-    def git(*args: str) -> str:
-        return subprocess.run(["git", *args], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
-
-    dirty = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + dirty
-
-
-def median_of(values: Iterable[float]) -> dict[str, float]:
-    kept = sorted(values)
-    return {"median": statistics.median(kept), "min": kept[0], "max": kept[-1], "runs": len(kept)}
 
 
 def save(name: str, result: dict[str, Any]) -> Path:

@@ -26,7 +26,7 @@ from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import Scheduler, SchedulerConfig
-from machine import describe_machine
+from machine import describe
 
 Lengths = tuple[int, int]
 
@@ -102,7 +102,7 @@ def main() -> None:
     static = statistics.mean(1 - held / (running * args.max_model_len) for running, held, _, _ in steps)
     running = statistics.mean(running for running, _, _, _ in steps)
     num_preempted = sum(preempted for _, _, _, preempted in steps)
-    print(describe_machine())
+    print(describe())
     print(f"{len(lengths)} requests ({source}), {len(steps)} steps, KV cache of {args.kv_tokens} tokens")
     print(
         f"blocks of {args.block_size}: waste {paged:.2%}, {running:.0f} sequences running, {num_preempted} preemptions"

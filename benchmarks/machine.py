@@ -1,14 +1,73 @@
-"""Where a figure comes from."""
+"""Where a figure comes from, and how two things are timed fairly."""
 
+import os
 import platform
+import statistics
 import subprocess
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 
-def describe_machine() -> str:
-    """Name processor, Python and commit."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+def environment() -> dict[str, Any]:
+    """Machine, versions and commit, as they go into every result."""
+    return {
+        "device": _device(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "triton", "transformers")},
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def describe() -> str:
+    """The environment in one line."""
+    return ", ".join(f"{name} {value}" for name, value in environment().items())
+
+
+def median_of(values: Iterable[float]) -> dict[str, float]:
+    kept = sorted(values)
+    return {"median": statistics.median(kept), "min": kept[0], "max": kept[-1], "runs": len(kept)}
+
+
+def compare(ours: Callable[[], object], theirs: Callable[[], object], *, seconds: float = 0.5) -> tuple[float, float]:
+    """Return the median seconds of each, run in turns so that a disturbance hits both."""
+    times: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 7 or time.perf_counter() < end:
+        for run, seen in zip((ours, theirs), times, strict=True):
+            start = time.perf_counter()
+            run()
+            seen.append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def _device() -> str:
+    try:
+        import torch  # optional: the scheduler's benchmarks need none
+    except ModuleNotFoundError:
+        return _cpu()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu()
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _commit() -> str:
     git = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
-    return f"{cpu}, Python {platform.python_version()}, commit {commit}"
+    result = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return result.stdout.strip() or "unknown"

@@ -21,7 +21,7 @@ from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, Scheduler, SchedulerConfig
-from machine import describe_machine
+from machine import describe
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 16
@@ -65,7 +65,7 @@ def main() -> None:
             scheduler.submit(next(sequences))
         steps.append(timed_step(scheduler))
 
-    print(describe_machine())
+    print(describe())
     steps = steps[WARMUP_STEPS:]
     report("all steps", steps)
     report("steps that admit nobody", [(p, s) for p, s in steps if len(p.sequences) == p.num_decodes])

@@ -5,6 +5,8 @@ from torch import Tensor
 
 # Kernels compute in fp32 and round once, as the references do. The two may differ in the order of fp32 additions
 # (a few units of 2**-24 of the largest term), which moves a 16-bit result by at most one unit in its last place.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton kernels; on cpu the interpreter runs them
+
 TOLERANCES = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2e-5},

@@ -17,8 +17,8 @@ _in_force: dict[str, str] = {}  # device type -> backend
 def resolve_attention_backend(device: torch.device | str, requested: str = "auto") -> str:
     """Return the backend that ``requested`` means on ``device``: ``cpp``, ``torch`` or ``triton``.
 
-    ``auto`` is ``triton`` on CUDA and ``cpp`` on CPU; where the C++ ops cannot be loaded or built it is ``torch``,
-    with a warning that says what is missing and how to get it.
+    ``auto`` is ``triton`` on CUDA, ``cpp`` on CPU and ``torch`` elsewhere (meta tensors). Where the C++ ops can be neither
+    loaded nor built it is ``torch`` on CPU too, with a warning that says what is missing and how to get it.
 
     Raises:
         ValueError: ``requested`` is not a backend, or cannot run on this device.
@@ -28,7 +28,7 @@ def resolve_attention_backend(device: torch.device | str, requested: str = "auto
     if requested not in BACKENDS:
         raise ValueError(f"attention backend is {requested!r}; it must be one of {', '.join(BACKENDS)}.")
     if requested == "auto":
-        return "triton" if device_type == "cuda" else _cpp_or_torch()
+        return _cpp_or_torch() if device_type == "cpu" else "triton" if device_type == "cuda" else "torch"
     if requested == "cpp":
         if device_type != "cpu":
             raise ValueError(f"attention backend 'cpp' runs on cpu, not on {device_type}; use 'triton' or 'auto'.")

@@ -2,31 +2,44 @@ import pytest
 import torch
 
 from flyball_kernels import kv_write
-from flyball_kernels.kv_write import reference
+from flyball_kernels.kv_write import kernel, reference
+from kernel_checks import DEVICE
 
 
-@pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), [(1, 1, 1), (4, 64, 16), (3, 80, 5)])
-def test_writes_its_slots_and_nothing_else(num_kv_heads, head_dim, block_size, dtype):
+def run_triton(key, value, k_cache, v_cache, slots):
+    tensors = [x.to(DEVICE) for x in (key, value, k_cache, v_cache, slots)]
+    kernel.kv_write(*tensors)
+    k_cache.copy_(tensors[2])
+    v_cache.copy_(tensors[3])
+
+
+@pytest.fixture(params=[kv_write, run_triton], ids=["cpp", "triton"])
+def run(request):
+    return request.param
+
+
+@pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), [(1, 1, 1), (4, 64, 16), (3, 80, 5), (8, 256, 2)])
+def test_writes_its_slots_and_nothing_else(run, num_kv_heads, head_dim, block_size, dtype):
     caches = [torch.full((6, block_size, num_kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(4)]
     key, value = (torch.randn(4, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
     slots = torch.randperm(6 * block_size)[:4]
-    kv_write(key, value, *caches[:2], slots)
+    run(key, value, *caches[:2], slots)
     reference.kv_write(key, value, *caches[2:], slots)
     for actual, expected in zip(caches[:2], caches[2:], strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_heads_of_a_fused_projection():
+def test_heads_of_a_fused_projection(run):
     qkv = torch.randn(3, 8, 16)
     k_cache, v_cache = torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 16)
-    kv_write(qkv[:, 4:6], qkv[:, 6:], k_cache, v_cache, torch.tensor([7, 0, 2]))
+    run(qkv[:, 4:6], qkv[:, 6:], k_cache, v_cache, torch.tensor([7, 0, 2]))
     torch.testing.assert_close(k_cache.flatten(0, 1)[[7, 0, 2]], qkv[:, 4:6], rtol=0, atol=0)
     torch.testing.assert_close(v_cache.flatten(0, 1)[[7, 0, 2]], qkv[:, 6:], rtol=0, atol=0)
 
 
-def test_no_tokens():
+def test_no_tokens(run):
     cache = torch.ones(1, 2, 1, 4)
-    kv_write(torch.ones(0, 1, 4), torch.ones(0, 1, 4), cache, cache.clone(), torch.zeros(0, dtype=torch.int64))
+    run(torch.ones(0, 1, 4), torch.ones(0, 1, 4), cache, cache.clone(), torch.zeros(0, dtype=torch.int64))
 
 
 def test_refuses_what_does_not_fit():

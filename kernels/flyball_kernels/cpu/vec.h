@@ -40,7 +40,11 @@ inline V load_raw(const void* from) {
 inline Vec load(const float* from) { return load_raw<Vec>(from); }
 
 inline Vec load(const c10::BFloat16* from) {
+#if defined(__AVX512F__)
+  return (Vec)(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_raw<__m256i>(from)), 16));  // GCC 12 makes six of these two
+#else
   return (Vec)(__builtin_convertvector(load_raw<VecU16>(from), VecU) << 16);
+#endif
 }
 
 inline Vec load(const c10::Half* from) {

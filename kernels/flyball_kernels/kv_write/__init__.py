@@ -25,10 +25,16 @@ def kv_write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     check_dtype("key", key, k_cache.dtype)
     check_dtype("value", value, k_cache.dtype)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
-    if backend_for(key) == "cpp":
-        torch.ops.flyball.kv_write(key, value, k_cache, v_cache, slot_mapping)
-        return
-    reference.kv_write(key, value, k_cache, v_cache, slot_mapping)
+    tensors = (key, value, k_cache, v_cache, slot_mapping)
+    backend = backend_for(key)
+    if backend == "cpp":
+        torch.ops.flyball.kv_write(*tensors)
+    elif backend == "triton":
+        from flyball_kernels.kv_write import kernel  # triton is there on Linux only
+
+        kernel.kv_write(*tensors)
+    else:
+        reference.kv_write(*tensors)
 
 
 def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:

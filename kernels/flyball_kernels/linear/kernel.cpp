@@ -151,6 +151,7 @@ Tensor linear_pack(const Tensor& unpacked) {
   const Tensor weight = unpacked.contiguous();
   const int64_t n = weight.size(0), k = weight.size(1);
   Tensor packed = at::empty({round_up(n, kPanel) / kPanel, k, kPanel}, weight.options());
+  prefer_huge_pages(packed.data_ptr(), packed.nbytes());
   dispatch(weight, "linear", [&]<class T>(T*) { pack_weight(data<const T>(weight), n, k, data<T>(packed)); });
   return packed;
 }

@@ -54,6 +54,12 @@ def paged_attention(
     if backend == "cpp":
         torch.ops.flyball.paged_attention(*tensors, scale, sliding_window, out)
         return out
+    if backend == "triton":
+        from flyball_kernels.paged_attention import kernel  # triton is there on Linux only
+
+        return kernel.paged_attention(
+            *tensors, scale=scale, max_query_len=max_query_len, sliding_window=sliding_window, out=out
+        )
     return reference.paged_attention(*tensors, scale=scale, sliding_window=sliding_window, out=out)
 
 

@@ -75,11 +75,14 @@ struct Attention {
     tile.start = start;
     tile.end = std::min(start + kTileKeys, t.last_key);
     const int32_t* table = block_tables + t.sequence * max_blocks;
-    for (int64_t key = start; key < tile.end; ++key) {
+    for (int64_t key = start, i = 0; key < tile.end;) {
       const int64_t slot = table[key / block_size] * block_size + key % block_size;
-      const int64_t offset = (slot * num_kv_heads + t.kv_head) * head_dim;
-      tile.keys[key - start] = k_cache + offset;
-      tile.values[key - start] = v_cache + offset;
+      const int64_t block_end = std::min(tile.end, (key / block_size + 1) * block_size);
+      for (int64_t offset = (slot * num_kv_heads + t.kv_head) * head_dim; key < block_end; ++key, ++i) {
+        tile.keys[i] = k_cache + offset;
+        tile.values[i] = v_cache + offset;
+        offset += num_kv_heads * head_dim;
+      }
     }
     return tile;
   }
@@ -100,9 +103,12 @@ struct Attention {
   void visit_directly(const Task& t, const KeyTile<T>& tile, const KeyTile<T>& next, const Workspace& work, int64_t rows) const {
     score_few_rows(rows, tile, work.query, work.dim, work.scores);
     soften(t, tile, work, rows);
-    weigh(work, rows, tile.size(), [&](int64_t j, int64_t d) {
-      if (d == 0 && j < next.size()) prefetch_row(next.keys[j], head_dim);
-      return load(tile.values[j] + d);
+    // the next tile's keys are fetched meanwhile; after the last tile, something that is there already
+    const T* const* coming = next.size() > 0 ? next.keys : tile.keys;
+    const int64_t last = std::max<int64_t>(next.size(), 1) - 1;
+    weigh(work, rows, tile.size(), [&]<int V>(int64_t j, int64_t d) {
+      prefetch<V * kLanes>(coming[std::min(j, last)] + d);
+      return tile.values[j] + d;
     });
   }
 
@@ -111,7 +117,7 @@ struct Attention {
     score_many(work, rows);
     soften(t, tile, work, rows);
     pack_values(tile, head_dim, work.dim, work.values);
-    weigh(work, rows, tile.size(), [&](int64_t j, int64_t d) { return load(work.values + j * work.dim + d); });
+    weigh(work, rows, tile.size(), [&]<int V>(int64_t j, int64_t d) { return work.values + j * work.dim + d; });
   }
 
   void run(const Task& t, const Workspace& work, float* partials) const {

@@ -12,7 +12,7 @@ constexpr int64_t kTileKeys = 64;
 constexpr int64_t kQueryRows = 96;  // amortises converting and transposing a tile of keys
 constexpr int64_t kFewRows = 8;    // up to here a tile reads the cache as it is, once per six rows
 
-// c[r][v] += sum over j < k of a[r][j] * b(j, v), for R rows and V vectors
+// c[r] += sum over j < k of a[r][j] * b(j), for R rows of V vectors; b returns a pointer to a row
 template <int R, int V, class B>
 inline void multiply_add(const float* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
   Vec acc[R][V];
@@ -21,9 +21,10 @@ inline void multiply_add(const float* a, int64_t a_stride, int64_t k, B b, float
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) acc[r][v] = load(c + r * c_stride + v * kLanes);
   for (int64_t j = 0; j < k; ++j) {
+    const auto* from = b(j);
     Vec row[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) row[v] = b(j, v);
+    for (int v = 0; v < V; ++v) row[v] = load(from + v * kLanes);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -57,9 +58,10 @@ inline void multiply_add_rows(int64_t rows, const float* a, int64_t a_stride, in
   }
 }
 
-template <class T>
-inline void prefetch_row(const T* row, int64_t head_dim) {
-  for (int64_t i = 0; i < head_dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(reinterpret_cast<const char*>(row) + i);
+template <int64_t N, class T>
+inline void prefetch(const T* from) {
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < N; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
 }
 
 // The keys [start, end) of one KV head: where each token's key and value are.
@@ -96,19 +98,23 @@ struct Workspace {
   }
 };
 
-// Scores of R rows, straight from the cache; V of this tile is fetched meanwhile.
-template <int R, class T>
-inline void score_few(const KeyTile<T>& tile, const float* query, int64_t dim, float* scores) {
+// Scores of R rows, straight from the cache; the tile's values are fetched meanwhile. Dim is known at compile time for
+// the common head sizes, so that the loop over it is unrolled; 0 stands for any other.
+template <int R, int64_t Dim, class T>
+inline void score_few(const KeyTile<T>& tile, const float* query, int64_t any_dim, float* scores) {
+  const int64_t dim = Dim ? Dim : any_dim;
   for (int64_t first = 0; first < tile.size(); first += kLanes) {
     Vec partial[R][kLanes];
     for (int64_t i = 0; i < kLanes; ++i) {
       const int64_t j = std::min(first + i, tile.size() - 1);
-      prefetch_row(tile.values[j], dim);
+      const T* key = tile.keys[j];
       Vec acc[R] = {};
-      for (int64_t d = 0; d < dim; d += kLanes) {
-        const Vec key = load(tile.keys[j] + d);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) acc[r] += key * load(query + r * dim + d);
+      for (int64_t d = 0; d < dim; d += kLanes) {
+        if (d * sizeof(T) % 64 == 0) __builtin_prefetch(tile.values[j] + d);
+        const Vec k = load(key + d);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) acc[r] += k * load(query + r * dim + d);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) partial[r][i] = acc[r];
@@ -120,7 +126,11 @@ inline void score_few(const KeyTile<T>& tile, const float* query, int64_t dim, f
 
 template <class T, int R = kFewRows>
 inline void score_few_rows(int64_t rows, const KeyTile<T>& tile, const float* query, int64_t dim, float* scores) {
-  if (rows == R) return score_few<R>(tile, query, dim, scores);
+  if (rows == R) {
+    if (dim == 64) return score_few<R, 64>(tile, query, dim, scores);
+    if (dim == 128) return score_few<R, 128>(tile, query, dim, scores);
+    return score_few<R, 0>(tile, query, dim, scores);
+  }
   if constexpr (R > 1) score_few_rows<T, R - 1>(rows, tile, query, dim, scores);
 }
 
@@ -148,16 +158,16 @@ inline void pack_values(const KeyTile<T>& tile, int64_t head_dim, int64_t dim, f
 
 inline void score_many(const Workspace& work, int64_t rows) {
   std::fill_n(work.scores, rows * kTileKeys, 0.0f);
-  const auto key = [&](int64_t d, int v) { return load(work.keys + d * kTileKeys + v * kLanes); };
+  const auto key = [&](int64_t d) { return work.keys + d * kTileKeys; };
   multiply_add_rows<kTileKeys / kLanes>(rows, work.query, work.dim, work.dim, key, work.scores, kTileKeys);
 }
 
-// out += weights * values; value(j, d) is a vector of the j-th value
+// out += weights * values; value<V>(j, d) points to the j-th value's elements from d on, of which V vectors are read
 template <class F>
 inline void weigh(const Workspace& work, int64_t rows, int64_t num_keys, F value) {
   for (int64_t d = 0; d < work.dim;) {
-    const auto at = [&](int64_t j, int v) { return value(j, d + v * kLanes); };
     const auto add = [&]<int V>(std::integral_constant<int, V>) {
+      const auto at = [&](int64_t j) { return value.template operator()<V>(j, d); };
       multiply_add_rows<V>(rows, work.scores, kTileKeys, num_keys, at, work.out + d, work.dim);
       d += V * kLanes;
     };

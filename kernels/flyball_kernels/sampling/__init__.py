@@ -20,7 +20,7 @@ def sample(
     """Sample one token id per row; a row's id depends on nothing else in the batch.
 
     A row of temperature 0 takes the argmax (lowest id of equals). Any other row scales its logits by 1 / temperature,
-    filters by min_p, then top_k, then top_p on what is left (vLLM's order; equal weights rank by lower id first), and
+    filters by min_p, then top_k, then top_p on what is left (vLLM's order; equal logits rank by lower id first), and
     inverts the cumulative distribution, in id order, at one uniform number hashed from (seed, position).
 
     Args:

@@ -22,7 +22,7 @@ def sample(
     scaled = logits / torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
     weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp().double()  # unnormalised, the likeliest is 1
     if _is_used(top_k, 0) or _is_used(top_p, 1) or _is_used(min_p, 0):
-        weights = _filter(weights, top_k, top_p, min_p)
+        weights = _filter(logits, weights, top_k, top_p, min_p)
     return torch.where(is_greedy, greedy, _inverse_cdf(weights, uniform(seeds, positions)))
 
 
@@ -55,9 +55,12 @@ def _is_used(setting: Tensor | None, off: float) -> bool:
     return setting is not None and (setting.is_cuda or bool((setting != off).any()))
 
 
-def _filter(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Zero what min_p, then top_k, then top_p drop; equal weights rank by lower id first."""
-    ranked, ids = weights.sort(dim=-1, descending=True, stable=True)
+def _filter(
+    logits: Tensor, weights: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor:
+    """Zero what min_p, then top_k, then top_p drop; equal logits rank by lower id first."""
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices
+    ranked = weights.gather(1, ids)
     if min_p is not None:
         ranked = ranked.where(ranked >= min_p.double().unsqueeze(1), 0.0)  # the top weight is 1
     if top_k is not None:

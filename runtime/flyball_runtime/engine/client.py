@@ -80,7 +80,7 @@ class EngineClient:
         """Stop the engine process; requests still open fail with EngineDead."""
         self._stopping = True
         if self._process.is_alive():
-            await self._send(messages.Stop())
+            self._post(messages.Stop())
             await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         if self._process.is_alive():
             logger.warning("the engine process did not stop within %g s; killing it", STOP_TIMEOUT_S)
@@ -201,11 +201,8 @@ class EngineClient:
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(batches_ahead)))
 
     def _post(self, message: messages.ToEngine) -> None:
-        # PUSH without a high-water mark never blocks, so the future is done at once.
+        # Not awaited: without a high-water mark it is done at once, unless the engine is gone, when it never is.
         self._outbox.send(messages.encode(message))
-
-    async def _send(self, message: messages.ToEngine) -> None:
-        await self._outbox.send(messages.encode(message))
 
     async def _read(self) -> None:
         while True:

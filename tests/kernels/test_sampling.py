@@ -1,0 +1,131 @@
+import pytest
+import torch
+
+from flyball_kernels import sample
+from flyball_kernels.sampling import reference
+
+NAMES = ("temperature", "top_k", "top_p", "min_p")
+
+
+def settings(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
+    return {
+        "temperature": torch.full((num_rows,), temperature),
+        "top_k": torch.full((num_rows,), top_k, dtype=torch.int64),
+        "top_p": torch.full((num_rows,), top_p),
+        "min_p": torch.full((num_rows,), min_p),
+        "seeds": torch.full((num_rows,), seed, dtype=torch.int64),
+        "positions": torch.arange(num_rows),
+    }
+
+
+def mixed_settings(num_rows):
+    """Every combination of filters side by side, greedy rows among them."""
+    rows = torch.arange(num_rows)
+    return {
+        "temperature": torch.tensor([1.0, 0.0, 0.7, 1.5, 0.01])[rows % 5],
+        "top_k": torch.tensor([0, 1, 5, 40, 10**6, 0, 3])[rows % 7],
+        "top_p": torch.tensor([1.0, 0.9, 0.5, 1e-6])[rows % 4],
+        "min_p": torch.tensor([0.0, 0.0, 0.1])[rows % 3],
+        "seeds": rows * 7919 - 50,
+        "positions": rows % 11,
+    }
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 31, 1000, 4099])
+def test_equals_the_reference(vocab):
+    logits = torch.randn(420, vocab) * 3
+    rows = mixed_settings(420)
+    assert sample(logits, **rows).equal(reference.sample(logits, **rows))
+
+
+def test_rows_without_filters_equal_the_reference():
+    logits = torch.randn(200, 777) * 2
+    rows = settings(200, seed=5)
+    expected = reference.sample(logits, **rows)
+    assert sample(logits, **rows).equal(expected)
+    assert sample(logits, **{**rows, "top_k": None, "top_p": None, "min_p": None}).equal(expected)
+
+
+@pytest.mark.parametrize("run", [sample, reference.sample], ids=["op", "reference"])
+def test_greedy_takes_the_lowest_of_equal_ids(run):
+    logits = torch.zeros(3, 50)
+    logits[1, [20, 30]] = 1.0
+    rows = settings(3, temperature=0.0, top_k=3, top_p=0.1, min_p=0.5)
+    assert run(logits, **rows).tolist() == [0, 20, 0]
+    assert run(logits, **{**rows, **dict.fromkeys(NAMES)}).tolist() == [0, 20, 0]
+
+
+@pytest.mark.parametrize("run", [sample, reference.sample], ids=["op", "reference"])
+def test_a_row_does_not_depend_on_the_others(run):
+    logits = torch.randn(70, 2000) * 2
+    rows = mixed_settings(70)
+    together = run(logits, **rows)
+    alone = [run(logits[i : i + 1], **{k: v[i : i + 1] for k, v in rows.items()}).item() for i in range(70)]
+    assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("run", [sample, reference.sample], ids=["op", "reference"])
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [
+        ({}, range(8)),
+        ({"top_k": 3}, [1, 4, 6]),
+        ({"top_p": 0.6}, [1, 4]),
+        ({"min_p": 0.3}, [1, 4, 6]),
+        ({"top_k": 2, "top_p": 0.55}, [1]),  # of the two that are left, the first holds 4/7 of the mass
+        ({"top_p": 1e-9}, [1]),
+        ({"temperature": 0.5}, range(8)),
+    ],
+)
+def test_samples_follow_the_filtered_distribution(run, filters, kept):
+    probabilities = torch.tensor([0.05, 0.4, 0.05, 0.02, 0.3, 0.05, 0.125, 0.005])
+    count = 20000
+    logits = probabilities.log().expand(count, -1)
+    counts = run(logits, **settings(count, seed=123, **filters)).bincount(minlength=8)
+    weights = torch.zeros(8)
+    weights[list(kept)] = probabilities[list(kept)] ** (1 / filters.get("temperature", 1.0))
+    expected = weights / weights.sum() * count
+    assert counts[expected == 0].sum() == 0
+    used = expected > 0
+    chi_square = ((counts[used] - expected[used]) ** 2 / expected[used]).sum()
+    # the seed is fixed; 24.3 is the 99.9 % point of 7 degrees of freedom, the most there are here
+    assert chi_square < 24.3
+
+
+def test_uniform_numbers_are_uniform_and_uncorrelated():
+    seeds = torch.arange(300).repeat_interleave(300)
+    numbers = reference.uniform(seeds, torch.arange(300).repeat(300)).view(300, 300)
+    assert numbers.min() >= 0 and numbers.max() < 1
+    counts = (numbers * 100).long().flatten().bincount(minlength=100)
+    assert ((counts - 900.0) ** 2 / 900.0).sum() < 148.2  # 99.9 % point of 99 degrees of freedom
+    for shifted in (numbers[1:, :], numbers[:, 1:]):
+        other = numbers[: shifted.shape[0], : shifted.shape[1]]
+        correlation = torch.corrcoef(torch.stack([shifted.flatten(), other.flatten()]))[0, 1]
+        assert abs(correlation) < 0.012  # 3.5 standard errors of 90,000 pairs
+
+
+def test_negative_seeds_and_the_same_seed_again():
+    logits = torch.randn(1, 500).expand(4, -1)
+    rows = settings(4)
+    rows["seeds"] = torch.tensor([-(2**63), 2**63 - 1, -1, -1])
+    rows["positions"] = torch.tensor([0, 0, 9, 9])
+    ids = sample(logits, **rows)
+    assert ids[2] == ids[3]
+    assert ids.equal(reference.sample(logits, **rows))
+
+
+def test_forbidden_tokens_are_never_sampled():
+    logits = torch.full((500, 40), float("-inf"))
+    logits[:, [3, 17]] = 0.0
+    for filters in ({}, {"top_k": 5}, {"top_p": 0.99}, {"min_p": 0.01}):
+        assert set(sample(logits, **settings(500, **filters)).tolist()) == {3, 17}
+
+
+def test_refuses_what_does_not_fit():
+    logits, rows = torch.zeros(2, 8), settings(2)
+    with pytest.raises(ValueError, match=r"logits is torch\.bfloat16; it must be torch\.float32"):
+        sample(logits.bfloat16(), **rows)
+    with pytest.raises(ValueError, match=r"top_k is torch\.int32; it must be torch\.int64"):
+        sample(logits, **{**rows, "top_k": rows["top_k"].int()})
+    with pytest.raises(ValueError, match=r"seeds has shape \[1\]; it must be \[2\]"):
+        sample(logits, **{**rows, "seeds": rows["seeds"][:1]})
