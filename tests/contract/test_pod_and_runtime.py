@@ -78,7 +78,8 @@ def test_the_admin_token_reaches_the_runtime_by_its_variable() -> None:
 
 def test_every_flag_that_a_pod_sets_is_refused_in_extra_args() -> None:
     set_by_operator = {word.partition("=")[0] for container in containers() for word in container["args"][2:]} - {
-        "--seed"
+        "--seed",
+        "--num-threads",
     }
     known = {f"--{name.replace('_', '-')}" for name in vars(SERVE)}
     assert set_by_operator <= rules.MANAGED_FLAGS <= known

@@ -2,6 +2,7 @@
 
 import time
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -12,25 +13,18 @@ from flyball_protocol import Evidence
 
 NUM_EVENTS = 8
 _STYLES = {State.READY: "green", State.BACKOFF: "red", State.UNREADY: "red"}
-_COLUMNS = (
-    "Replica",
-    "State",
-    "Running",
-    "Waiting",
-    "KV use",
-    "TTFT p95",
-    "ITL p95",
-    "Seqs",
-    "Tokens/step",
-    "KV limit",
-    "Revision",
-)
+_COLUMNS = ("#", "State", "Run", "Wait", "KV", "TTFT p95", "ITL p95", "Seqs", "Budget", "KV max", "Rev")
 
 
 def render(snapshot: Snapshot) -> RenderableType:
-    """Return the replicas as a table (limits as target, or target/effective while they differ) and the last events."""
+    """Return the replicas as a table, and the last events.
+
+    Seqs, Budget (tokens a step) and KV max are the limits: the target, or target/effective while they differ.
+    """
     title = f"{snapshot.name}  {snapshot.url}  {snapshot.num_ready}/{snapshot.wanted} ready"
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False
+    )
     for i, column in enumerate(_COLUMNS):
         table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
     for replica in snapshot.replicas:
@@ -43,7 +37,7 @@ def render(snapshot: Snapshot) -> RenderableType:
 
 
 def _row(replica: ReplicaSnapshot) -> list[RenderableType]:
-    state = Text(f"{replica.state} {replica.in_state_s:.0f} s", style=_STYLES.get(replica.state, "yellow"))
+    state = Text(f"{replica.state} {replica.in_state_s:.0f}s", style=_STYLES.get(replica.state, "yellow"))
     evidence = replica.evidence.evidence if replica.evidence and replica.state is State.READY else None
     return [str(replica.number), state, *(_cells(evidence) if evidence else ["-"] * (len(_COLUMNS) - 2))]
 
