@@ -1,17 +1,19 @@
-"""Offline throughput: output tokens per second of one peer on N random prompts, all submitted at once.
+"""Offline throughput: output tokens per second of one engine on N random prompts, all submitted at once.
 
-    python benchmarks/offline.py flyball|transformers|transformers-cb --shape small --num 96 --input 128 --output 64
+    python benchmarks/offline.py flyball|transformers|transformers-cb|vllm --load 96x128x64 [--load ...] [--runs 3]
 
-Peers that live in another environment (vLLM) run their own script; ``versus_vllm.py`` pairs them.
+A load is NUM x INPUT x OUTPUT tokens. With ``--serve`` loads are read from stdin, one a line, and answered by a line of
+JSON each, so that ``versus_vllm.py`` can run two engines in turns. ``vllm`` needs the Python of an environment that has it.
 """
 
 import argparse
 import json
+import random
+import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-from common import make_checkpoint, random_prompts
 
 Run = Callable[[list[list[int]], int], int]
 """Generates so many tokens for each prompt; returns how many came out."""
@@ -42,7 +44,13 @@ def transformers(path: Path, args: argparse.Namespace) -> Run:
         total = 0
         for start in range(0, len(prompts), args.batch):
             inputs = torch.tensor(prompts[start : start + args.batch], device=device)
-            output = model.generate(inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False)
+            output = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+            )
             total += output.shape[0] * (output.shape[1] - inputs.shape[1])
         return total
 
@@ -63,32 +71,63 @@ def transformers_cb(path: Path, args: argparse.Namespace) -> Run:
     return run
 
 
-PEERS = {"flyball": flyball, "transformers": transformers, "transformers-cb": transformers_cb}
+def vllm(path: Path, args: argparse.Namespace) -> Run:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(str(path), dtype=args.dtype, max_model_len=args.max_model_len, enable_prefix_caching=False)
+
+    def run(prompts: list[list[int]], num_tokens: int) -> int:
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return run
+
+
+ENGINES = {"flyball": flyball, "transformers": transformers, "transformers-cb": transformers_cb, "vllm": vllm}
+
+
+def measure(run: Run, load: str, seed: int) -> float:
+    """Output tokens per second of one load; every run has prompts of its own."""
+    num, num_input, num_output = map(int, load.split("x"))
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(10, 8000) for _ in range(num_input)] for _ in range(num)]
+    start_s = time.perf_counter()
+    num_tokens = run(prompts, num_output)
+    return num_tokens / (time.perf_counter() - start_s)
+
+
+def answer_loads(run: Run) -> None:
+    print("READY", flush=True)
+    for seed, line in enumerate(sys.stdin):
+        print("RESULT", json.dumps({"tokens_per_s": measure(run, line.strip(), seed)}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("peer", choices=PEERS)
-    parser.add_argument("--checkpoints", type=Path, default=Path("out/checkpoints"))
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--checkpoint", type=Path, help="default: a random one of --shape")
     parser.add_argument("--shape", default="small")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--num", type=int, default=96)
-    parser.add_argument("--input", type=int, default=128)
-    parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--load", action="append", metavar="NxINxOUT")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--serve", action="store_true")
     parser.add_argument("--batch", type=int, default=32, help="batch size of transformers' static batches")
     parser.add_argument("--max-model-len", type=int, default=4096)
     args = parser.parse_args()
-    run = PEERS[args.peer](make_checkpoint(args.checkpoints, args.shape), args)
-    prompts = random_prompts(args.num, [args.input] * args.num)
-    run(prompts[:4], 4)  # warm-up
-    start_s = time.perf_counter()
-    num_tokens = run(prompts, args.output)
-    seconds = time.perf_counter() - start_s
-    print(
-        json.dumps(
-            {"peer": args.peer, "num_tokens": num_tokens, "seconds": seconds, "tokens_per_s": num_tokens / seconds}
-        )
-    )
+    if args.checkpoint is None:
+        from common import make_checkpoint  # here: vLLM's environment lacks what it imports
+
+        args.checkpoint = make_checkpoint(Path("out/checkpoints"), args.shape)
+    run = ENGINES[args.engine](args.checkpoint, args)
+    measure(run, "4x16x4", seed=0)  # warm-up
+    if args.serve:
+        return answer_loads(run)
+    for load in args.load or ["96x128x64"]:
+        speeds = [measure(run, load, seed) for seed in range(args.runs)]
+        print(f"{args.engine} {load}: {statistics.median(speeds):.0f} output tok/s, median of {len(speeds)}")
+    return None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,215 @@
+"""Flyball against vLLM on one machine, both alive and measured in turns, so that noise hits both.
+
+    python benchmarks/versus_vllm.py --vllm /path/to/vllm-venv/bin/python [--runs 3]
+
+Offline: output tokens per second on three loads. Online: `flyball bench` in a closed loop at concurrency 1, 8 and 32
+against both servers. Beside it a profile of where this engine's time goes. Writes results/versus_vllm.json. For a CPU build
+of vLLM set VLLM_CPU_KVCACHE_SPACE (GiB). Figures of different runs do not compare: machines and neighbours differ.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import make_checkpoint, save
+from machine import median_of
+
+LOADS = ("96x128x64", "64x32x128", "16x1024x16")
+CONCURRENCIES = (1, 8, 32)
+START_S = 300.0
+
+
+class OfflineEngine:
+    """`offline.py --serve` in a process."""
+
+    def __init__(self, python: str, engine: str, checkpoint: Path) -> None:
+        command = [python, str(Path(__file__).with_name("offline.py")), engine, "--serve"]
+        self._process = subprocess.Popen(
+            [*command, "--checkpoint", str(checkpoint)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self._read("READY")
+
+    def measure(self, load: str) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(load + "\n")
+        self._process.stdin.flush()
+        return float(json.loads(self._read("RESULT"))["tokens_per_s"])
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _read(self, prefix: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(prefix):
+                return line.removeprefix(prefix)
+        raise RuntimeError(f"the engine ended: {self._process.args}")
+
+
+def offline(vllm_python: str, checkpoint: Path, runs: int) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(contextlib.closing(OfflineEngine(python, name, checkpoint)))
+            for name, python in (("vllm", vllm_python), ("flyball", sys.executable))
+        }
+        for engine in engines.values():  # the first run of a shape is slower
+            for load in LOADS:
+                engine.measure(load)
+        result = {}
+        for load in LOADS:
+            speeds: dict[str, list[float]] = {name: [] for name in engines}
+            for _ in range(runs):
+                for name, engine in engines.items():
+                    speeds[name].append(engine.measure(load))
+            result[load] = summary(speeds, higher_is_better=True)
+            print(f"offline {load} output tok/s: {show(result[load])}", flush=True)
+    return result
+
+
+@contextlib.contextmanager
+def server(command: list[str]) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline_s = time.monotonic() + START_S
+        while not answers(url):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"did not become healthy: {' '.join(command)}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def online(vllm_python: str, checkpoint: Path, runs: int) -> dict[str, Any]:
+    flags = [str(checkpoint), "--dtype", "bfloat16", "--max-model-len", "4096", "--served-model-name", "m"]
+    vllm = [str(Path(vllm_python).with_name("vllm")), "serve", *flags]
+    flyball = [sys.executable, "-m", "flyball_runtime.cli", "serve", *flags]
+    with server(vllm) as vllm_url, server(flyball) as flyball_url:
+        urls = {"vllm": vllm_url, "flyball": flyball_url}
+        for url in urls.values():
+            bench(url, checkpoint, concurrency=8)
+        result = {}
+        for concurrency in CONCURRENCIES:
+            runs_of: dict[str, list[dict[str, float]]] = {name: [] for name in urls}
+            for _ in range(runs):
+                for name, url in urls.items():
+                    runs_of[name].append(bench(url, checkpoint, concurrency))
+            figures = {
+                figure: summary(
+                    {name: [run[figure] for run in all_runs] for name, all_runs in runs_of.items()},
+                    higher_is_better=figure == "output_tokens_per_s",
+                )
+                for figure in runs_of["vllm"][0]
+            }
+            result[str(concurrency)] = figures
+            for figure, values in figures.items():
+                print(f"online concurrency {concurrency} {figure}: {show(values)}", flush=True)
+    return result
+
+
+def bench(url: str, checkpoint: Path, concurrency: int) -> dict[str, float]:
+    from flyball_runtime.bench.benchmark import run_benchmark
+    from flyball_runtime.bench.settings import BenchSettings
+
+    settings = BenchSettings(
+        base_url=url,
+        tokenizer=str(checkpoint),
+        num_requests=max(12, 2 * concurrency),
+        concurrency=concurrency,
+        input_len="128",
+        output_len="64",
+        ignore_eos=True,
+    )
+    result = asyncio.run(run_benchmark(settings))
+    if result.requests.failed:
+        raise RuntimeError(f"{url}: {result.requests.errors}")
+    return {
+        "output_tokens_per_s": result.throughput.output_tokens_per_s,
+        "ttft_p50_ms": 1000 * result.latency.ttft_s.p50,
+        "itl_p50_ms": 1000 * result.latency.itl_s.p50,
+    }
+
+
+def profile(checkpoint: Path) -> dict[str, float]:
+    """Share of self CPU time by op while 64 sequences decode."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    from flyball_runtime.core.sampling import SamplingParams
+    from flyball_runtime.llm import LLM
+
+    llm = LLM(checkpoint, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False)
+    prompts = [[10 + index] * 32 for index in range(64)]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as recorded:
+        start_s = time.perf_counter()
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+        wall_us = (time.perf_counter() - start_s) * 1e6
+    ops = {event.key: event.self_cpu_time_total / wall_us for event in recorded.key_averages()}
+    largest = dict(sorted(ops.items(), key=lambda item: -item[1])[:8])
+    return largest | {"outside any op (scheduling, inputs, Python)": 1 - sum(ops.values())}
+
+
+def summary(values: dict[str, list[float]], *, higher_is_better: bool) -> dict[str, Any]:
+    figures: dict[str, Any] = {name: median_of(of_engine) for name, of_engine in values.items()}
+    ratio = figures["flyball"]["median"] / figures["vllm"]["median"]
+    return figures | {"flyball_over_vllm": ratio if higher_is_better else 1 / ratio}
+
+
+def show(result: dict[str, Any]) -> str:
+    ours, theirs = result["flyball"]["median"], result["vllm"]["median"]
+    return f"flyball {ours:.1f}, vllm {theirs:.1f}; {result['flyball_over_vllm']:.2f}x (above 1: flyball is better)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", required=True, metavar="PYTHON", help="Python of an environment with vLLM")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--shape", default="small")
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
+    result = {
+        "shape": args.shape,
+        "offline_output_tokens_per_s": offline(args.vllm, checkpoint, args.runs),
+        "online_128_in_64_out": online(args.vllm, checkpoint, args.runs),
+        "share_of_time_64_decodes": profile(checkpoint),
+    }
+    save("versus_vllm", result)
+
+
+if __name__ == "__main__":
+    main()
