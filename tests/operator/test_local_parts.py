@@ -188,8 +188,8 @@ def test_the_table_shows_states_latency_and_limits_on_their_way() -> None:
     text = console.export_text()
     for word in (
         "1/2 ready",
-        "ready 12 s",
-        "starting 12 s",
+        "ready 12s",
+        "starting 12s",
         "64/70",
         "512",
         "80%",

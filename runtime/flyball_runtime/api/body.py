@@ -1,7 +1,9 @@
 """Request bodies: read within limits, decoded into msgspec structs, every complaint a RequestError."""
 
 import asyncio
+import contextlib
 import re
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import msgspec
@@ -12,33 +14,48 @@ from flyball_runtime.api.errors import BodyTimeout, BodyTooLarge, HttpError
 from flyball_runtime.core.errors import InvalidRequest
 
 T = TypeVar("T")
+
+LINGER_S = 2.0
 Json = dict[str, object]
 
 _FIELD_PATH = re.compile(r"`(?:key in )?\$\.?([^`]*)`")
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as more than ``max_bytes`` are announced or came, BodyTimeout late."""
+    """The whole body. Raises BodyTooLarge when more than ``max_bytes`` are announced or came, BodyTimeout late."""
+    stream = request.stream()
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise BodyTooLarge(max_bytes)
     try:
+        if announced.isdecimal() and int(announced) > max_bytes:
+            raise BodyTooLarge(max_bytes)
         async with asyncio.timeout(timeout_s):
-            return await _read_up_to(request, max_bytes)
+            return await _read_up_to(stream, max_bytes)
     except TimeoutError:
         raise BodyTimeout(timeout_s) from None
     except ClientDisconnect:
         raise HttpError(400, "disconnected", "the client left before its request was complete.") from None
+    except BodyTooLarge:
+        await _discard_rest(stream)
+        raise
 
 
-async def _read_up_to(request: Request, max_bytes: int) -> bytes:
+async def _read_up_to(stream: AsyncIterator[bytes], max_bytes: int) -> bytes:
     parts, size = [], 0
-    async for part in request.stream():
+    async for part in stream:
         size += len(part)
         if size > max_bytes:
             raise BodyTooLarge(max_bytes)
         parts.append(part)
     return b"".join(parts)
+
+
+async def _discard_rest(stream: AsyncIterator[bytes]) -> None:
+    """Drop what a client is still sending, for a moment: to close on it would reset the connection, and it would see
+    that and not the answer."""
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(LINGER_S):
+            async for _ in stream:
+                pass
 
 
 def parse_object(body: bytes) -> Json:
