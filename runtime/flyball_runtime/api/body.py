@@ -35,7 +35,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     except ClientDisconnect:
         raise HttpError(400, "disconnected", "the client left before its request was complete.") from None
     except BodyTooLarge:
-        await _discard_rest(stream)
+        await _discard_rest(stream, max_bytes)
         raise
 
 
@@ -49,13 +49,16 @@ async def _read_up_to(stream: AsyncIterator[bytes], max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-async def _discard_rest(stream: AsyncIterator[bytes]) -> None:
-    """Drop what a client is still sending, for a moment: to close on it would reset the connection, and it would see
-    that and not the answer."""
+async def _discard_rest(stream: AsyncIterator[bytes], max_bytes: int) -> None:
+    """Drop what a client is still sending, up to a limit: to close on it at once would reset the connection, and it
+    would see that and not the answer."""
+    size = 0
     with contextlib.suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(LINGER_S):
-            async for _ in stream:
-                pass
+            async for part in stream:
+                size += len(part)
+                if size > max_bytes:
+                    return
 
 
 def parse_object(body: bytes) -> Json:

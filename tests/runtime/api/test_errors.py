@@ -193,7 +193,8 @@ async def test_body_over_the_limit_announced_or_chunked(client: httpx.AsyncClien
         response = await client.post(CHAT, content=content)
         assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
         assert str(settings.max_body_bytes) in error_of(response)["message"]
-    assert num_sent <= settings.max_body_bytes // 1024 + 1, "the rest was not read"
+    # As much again is read and dropped, so that the client gets to see the answer; then no more.
+    assert num_sent <= 2 * (settings.max_body_bytes // 1024 + 1)
 
 
 @pytest.mark.parametrize("error", [QueueFull(10, 3), Draining(2), EngineDead("killed")])
