@@ -55,8 +55,9 @@ def test_refuses_what_does_not_fit():
 
 
 @pytest.mark.gpu
-def test_large_cache_on_a_gpu(dtype):
+def test_large_cache_on_a_gpu():
     """Slots whose offsets, in elements, are past 2**31."""
+    dtype = torch.bfloat16
     num_kv_heads, head_dim, num_slots = 8, 128, 2**21 + 4096
     caches = [torch.zeros(num_slots // 16, 16, num_kv_heads, head_dim, dtype=dtype, device="cuda") for _ in range(2)]
     key, value = (torch.randn(4096, num_kv_heads, head_dim, dtype=dtype, device="cuda") for _ in range(2))

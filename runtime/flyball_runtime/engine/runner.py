@@ -57,7 +57,6 @@ class ModelRunner:
         self._sampling = SamplingTensors(config.max_num_seqs, device)
         # Which sequence a row's sampling settings are of.
         self._sampling_of: list[Sequence | None] = [None] * config.max_num_seqs
-        self._device = device
         self.eos_token_ids = model_config.eos_token_ids
         self.info = EngineInfo(
             model=config.served_model_name,
@@ -78,11 +77,13 @@ class ModelRunner:
         sampled = [seq for seq, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
         if not sampled:
             return []
-        token_ids = self._sample(logits, sampled)
-        self._builder.remember(np.array([seq.row for seq in sampled]), token_ids)
+        rows = self._refresh_sampling(sampled)
+        positions = np.array([len(seq.token_ids) for seq in sampled])
+        token_ids = self._sampling.sample(logits, rows, positions).cpu().numpy()
+        self._builder.remember(rows, token_ids)
         return token_ids.tolist()
 
-    def _sample(self, logits: torch.Tensor, sampled: list[Sequence]) -> np.ndarray:
+    def _refresh_sampling(self, sampled: list[Sequence]) -> np.ndarray:
         rows = []
         for seq in sampled:
             row = seq.row
@@ -90,8 +91,7 @@ class ModelRunner:
             if self._sampling_of[row] is not seq:
                 self._sampling.set_row(row, seq.sampling)
                 self._sampling_of[row] = seq
-        positions = torch.tensor([len(seq.token_ids) for seq in sampled], device=self._device)
-        return self._sampling.sample(logits, rows, positions).cpu().numpy()
+        return np.array(rows)
 
 
 class _Stages:
