@@ -12,6 +12,7 @@ from flyball_runtime.core.stats import EngineInfo
 from flyball_runtime.engine.inputs import InputBuilder
 from flyball_runtime.engine.kv_tensors import allocate_kv_tensors
 from flyball_runtime.engine.resolve import resolve_device, resolve_kv_cache, resolve_max_model_len
+from flyball_runtime.engine.warm_up import WarmUp, peak_bytes
 from flyball_runtime.model.attention import use_attention_backend
 from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
 from flyball_runtime.model.loader import load_model
@@ -42,7 +43,14 @@ class ModelRunner:
         )
         stages.done("weights")
 
-        kv_size = resolve_kv_cache(config, model_config, dtype=dtype, device=device, max_model_len=max_model_len)
+        step_bytes = 0
+        if device.type == "cuda":
+            step_bytes = self._warm_up(config, max_model_len, TORCH_DTYPES[dtype], device)
+            stages.done("warm_up")
+
+        kv_size = resolve_kv_cache(
+            config, model_config, dtype=dtype, device=device, max_model_len=max_model_len, step_bytes=step_bytes
+        )
         self._kv = allocate_kv_tensors(
             model_config,
             num_blocks=kv_size.num_blocks,
@@ -70,6 +78,12 @@ class ModelRunner:
             num_parameters=model_config.num_parameters,
             startup_s=stages.seconds,
         )
+
+    def _warm_up(self, config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Have the kernels compiled; return the bytes that the largest step takes beside weights and KV cache."""
+        warm_up = WarmUp(self._model, config, max_model_len=max_model_len, dtype=dtype, device=device)
+        warm_up.small_steps()
+        return peak_bytes(warm_up.largest_step, device)
 
     def run(self, plan: BatchPlan) -> list[int]:
         """Compute the plan and return one token for each sequence that samples, in the plan's order."""
