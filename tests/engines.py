@@ -16,7 +16,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 def make_engine(path: Path, **settings: Any) -> Engine:
-    defaults = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 256}
+    defaults = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 256,
+    }
     return Engine(EngineConfig(model=str(path), served_model_name="test", **(defaults | settings)))
 
 

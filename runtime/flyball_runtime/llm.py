@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from flyball_runtime.api.output import OutputText
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.model_config import check_tokenizer_files
@@ -15,6 +14,7 @@ from flyball_runtime.core.request import Failed, Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.model.hub import resolve_model_path
+from flyball_runtime.text.output import OutputText
 
 Prompt = str | list[int]
 

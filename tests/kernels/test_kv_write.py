@@ -52,3 +52,17 @@ def test_refuses_what_does_not_fit():
         kv_write(row, row, cache, cache, slot.int())
     with pytest.raises(ValueError, match=r"key is torch\.bfloat16; it must be torch\.float32"):
         kv_write(row.bfloat16(), row, cache, cache, slot)
+
+
+@pytest.mark.gpu
+def test_large_cache_on_a_gpu():
+    """Slots whose offsets, in elements, are past 2**31."""
+    dtype = torch.bfloat16
+    num_kv_heads, head_dim, num_slots = 8, 128, 2**21 + 4096
+    caches = [torch.zeros(num_slots // 16, 16, num_kv_heads, head_dim, dtype=dtype, device="cuda") for _ in range(2)]
+    key, value = (torch.randn(4096, num_kv_heads, head_dim, dtype=dtype, device="cuda") for _ in range(2))
+    slots = torch.arange(num_slots - 4096, num_slots, device="cuda").flip(0)
+    kernel.kv_write(key, value, *caches, slots)
+    for cache, rows in zip(caches, (key, value), strict=True):
+        torch.testing.assert_close(cache.flatten(0, 1)[slots], rows, rtol=0, atol=0)
+        assert not cache.flatten(0, 1)[:-4096].any()

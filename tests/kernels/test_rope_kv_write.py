@@ -1,9 +1,17 @@
 import pytest
 import torch
 
-from flyball_kernels import rope_kv_write
+from flyball_kernels import backend, rope_kv_write
 from flyball_kernels.rope_kv_write import reference
-from kernel_checks import assert_close
+from kernel_checks import DEVICE, assert_close
+
+
+@pytest.fixture(params=["cpp", "triton"])
+def device(request, monkeypatch):
+    """Where the op runs, with the backend under test in force there for this test."""
+    device = "cpu" if request.param == "cpp" else DEVICE
+    monkeypatch.setitem(backend._in_force, device, request.param)
+    return device
 
 
 def inputs(num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, dtype):
@@ -17,17 +25,19 @@ def inputs(num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, dtype):
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2, 2), (7, 12, 4, 64, 64), (40, 8, 1, 80, 20)])
-def test_equals_the_composition(shape, norm, dtype):
+def test_equals_the_composition(shape, norm, dtype, device):
     tensors = inputs(*shape, dtype)
     num_kv_heads, head_dim = shape[2:4]
     norms = [torch.randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
     caches = [torch.full((8, 5, num_kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(4)]
-    query = rope_kv_write(**tensors, k_cache=caches[0], v_cache=caches[1], q_norm=norms[0], k_norm=norms[1], eps=1e-6)
+    run = {**tensors, "k_cache": caches[0], "v_cache": caches[1], "q_norm": norms[0], "k_norm": norms[1]}
+    run = {name: tensor if tensor is None else tensor.to(device) for name, tensor in run.items()}
+    query = rope_kv_write(**run, eps=1e-6)
     expected = reference.rope_kv_write(
         **tensors, k_cache=caches[2], v_cache=caches[3], q_norm=norms[0], k_norm=norms[1], eps=1e-6
     )
-    assert_close(query, expected)
-    for actual, want in zip(caches[:2], caches[2:], strict=True):
+    assert_close(query.cpu(), expected)
+    for actual, want in zip((run["k_cache"].cpu(), run["v_cache"].cpu()), caches[2:], strict=True):
         torch.testing.assert_close(actual.isnan(), want.isnan())  # the same slots, all others untouched
         assert_close(actual.nan_to_num(), want.nan_to_num())
 

@@ -14,7 +14,8 @@ LOG2E = 1.4426950408889634
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 
 
-@triton.jit
+# max_blocks changes as contexts grow; specialized on its being 1 or a multiple of 16, it would compile three kernels
+@triton.jit(do_not_specialize=["max_blocks"])
 def paged_attention_kernel(
     query_ptr,  # [num_tokens, num_q_heads, head_dim]
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]

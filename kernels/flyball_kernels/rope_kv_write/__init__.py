@@ -1,11 +1,11 @@
-"""Everything between the QKV projection and attention, in one pass. CUDA runs the torch references."""
+"""Everything between the QKV projection and attention, in one pass. On CUDA only the cache write is a kernel."""
 
 import torch
 from torch import Tensor
 
 from flyball_kernels.backend import backend_for
 from flyball_kernels.checks import check_dtype, check_shape
-from flyball_kernels.kv_write import check_cache
+from flyball_kernels.kv_write import check_cache, kv_write
 from flyball_kernels.rope import check_cos_sin_cache
 from flyball_kernels.rope_kv_write import reference
 
@@ -58,6 +58,13 @@ def rope_kv_write(
             check_shape(name, weight, head_dim)
             check_dtype(name, weight, qkv.dtype)
     tensors = (qkv, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, q_norm, k_norm)
-    if backend_for(qkv) == "cpp":
+    backend = backend_for(qkv)
+    if backend == "cpp":
         return torch.ops.flyball.rope_kv_write(*tensors, eps)
+    if backend == "triton":
+        query, key, value = reference.split_norm_rope(
+            qkv, positions, cos_sin_cache, num_kv_heads, head_dim, q_norm, k_norm, eps
+        )
+        kv_write(key, value, k_cache, v_cache, slot_mapping)
+        return query
     return reference.rope_kv_write(*tensors, eps)

@@ -6,9 +6,9 @@ from typing import Literal
 
 from flyball_runtime.api.errors import from_failed
 from flyball_runtime.api.metrics import Outcome, RequestTimer
-from flyball_runtime.api.output import OutputText
 from flyball_runtime.core.errors import EngineError
 from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
+from flyball_runtime.text.output import OutputText
 
 
 class Choice:

@@ -8,10 +8,10 @@ from typing import Any, Protocol, TypeVar
 import tokenizers
 from jinja2 import TemplateError
 
-from flyball_runtime.api.output import OutputText
 from flyball_runtime.api.schemas import Chat, Message
 from flyball_runtime.core.errors import ConfigError, InvalidRequest
 from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.text.output import OutputText
 
 T = TypeVar("T")
 

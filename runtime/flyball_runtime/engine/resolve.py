@@ -45,16 +45,24 @@ class KVCacheSize:
 
 
 def resolve_kv_cache(
-    config: EngineConfig, model: ModelConfig, *, dtype: DType, device: torch.device, max_model_len: int
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    dtype: DType,
+    device: torch.device,
+    max_model_len: int,
+    step_bytes: int,
 ) -> KVCacheSize:
     """Size the KV cache after the weights are loaded; never more than ``max_num_seqs`` full-length sequences need.
 
+    Args:
+        step_bytes: what a step takes beside weights and cache, kept free on a GPU (see ``warm_up``).
     Raises:
         ConfigError: not one sequence of ``max_model_len`` tokens would fit.
     """
     bytes_per_block = config.block_size * model.kv_bytes_per_token(dtype)
     blocks_per_sequence = -(-max_model_len // config.block_size)
-    budget_bytes = config.kv_cache_memory_bytes or _default_kv_bytes(config, model, device)
+    budget_bytes = config.kv_cache_memory_bytes or _default_kv_bytes(config, device, step_bytes)
     num_blocks = min(budget_bytes // bytes_per_block, config.max_num_seqs * blocks_per_sequence)
     if num_blocks < blocks_per_sequence:
         num_blocks, budget_bytes = max(0, num_blocks), max(0, budget_bytes)
@@ -66,21 +74,12 @@ def resolve_kv_cache(
     return KVCacheSize(num_blocks=num_blocks, bytes_per_block=bytes_per_block)
 
 
-def _default_kv_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
+def _default_kv_bytes(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
     if device.type == "cpu":
         return min(MAX_DEFAULT_CPU_KV_BYTES, available_memory_bytes() // 2)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     spare_bytes = int(total_bytes * (1.0 - config.gpu_memory_utilization))
-    return free_bytes - spare_bytes - _activation_bytes(config, model)
-
-
-def _activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Upper bound of what one step allocates beside the cache: the widest layer's tensors, and fp32 logits with copies."""
-    heads = 2 * model.num_attention_heads + 4 * model.num_key_value_heads
-    widest = 4 * model.hidden_size + 3 * model.intermediate_size + heads * model.head_dim
-    layer_bytes = config.max_num_batched_tokens * widest * 4
-    logits_bytes = config.max_num_seqs * model.vocab_size * 4 * 4
-    return layer_bytes + logits_bytes
+    return free_bytes - spare_bytes - step_bytes
 
 
 def available_memory_bytes() -> int:

@@ -12,6 +12,7 @@ from flyball_runtime.core.stats import EngineInfo
 from flyball_runtime.engine.inputs import InputBuilder
 from flyball_runtime.engine.kv_tensors import allocate_kv_tensors
 from flyball_runtime.engine.resolve import resolve_device, resolve_kv_cache, resolve_max_model_len
+from flyball_runtime.engine.warm_up import WarmUp, peak_bytes
 from flyball_runtime.model.attention import use_attention_backend
 from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
 from flyball_runtime.model.loader import load_model
@@ -42,7 +43,14 @@ class ModelRunner:
         )
         stages.done("weights")
 
-        kv_size = resolve_kv_cache(config, model_config, dtype=dtype, device=device, max_model_len=max_model_len)
+        step_bytes = 0
+        if device.type == "cuda":
+            step_bytes = self._warm_up(config, max_model_len, TORCH_DTYPES[dtype], device)
+            stages.done("warm_up")
+
+        kv_size = resolve_kv_cache(
+            config, model_config, dtype=dtype, device=device, max_model_len=max_model_len, step_bytes=step_bytes
+        )
         self._kv = allocate_kv_tensors(
             model_config,
             num_blocks=kv_size.num_blocks,
@@ -57,7 +65,6 @@ class ModelRunner:
         self._sampling = SamplingTensors(config.max_num_seqs, device)
         # Which sequence a row's sampling settings are of.
         self._sampling_of: list[Sequence | None] = [None] * config.max_num_seqs
-        self._device = device
         self.eos_token_ids = model_config.eos_token_ids
         self.info = EngineInfo(
             model=config.served_model_name,
@@ -72,17 +79,25 @@ class ModelRunner:
             startup_s=stages.seconds,
         )
 
+    def _warm_up(self, config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Have the kernels compiled; return the bytes that the largest step takes beside weights and KV cache."""
+        warm_up = WarmUp(self._model, config, max_model_len=max_model_len, dtype=dtype, device=device)
+        warm_up.small_steps()
+        return peak_bytes(warm_up.largest_step, device)
+
     def run(self, plan: BatchPlan) -> list[int]:
         """Compute the plan and return one token for each sequence that samples, in the plan's order."""
         logits = self._model.forward(self._builder.build(plan), self._kv)
         sampled = [seq for seq, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
         if not sampled:
             return []
-        token_ids = self._sample(logits, sampled)
-        self._builder.remember(np.array([seq.row for seq in sampled]), token_ids)
+        rows = self._refresh_sampling(sampled)
+        positions = np.array([len(seq.token_ids) for seq in sampled])
+        token_ids = self._sampling.sample(logits, rows, positions).cpu().numpy()
+        self._builder.remember(rows, token_ids)
         return token_ids.tolist()
 
-    def _sample(self, logits: torch.Tensor, sampled: list[Sequence]) -> np.ndarray:
+    def _refresh_sampling(self, sampled: list[Sequence]) -> np.ndarray:
         rows = []
         for seq in sampled:
             row = seq.row
@@ -90,8 +105,7 @@ class ModelRunner:
             if self._sampling_of[row] is not seq:
                 self._sampling.set_row(row, seq.sampling)
                 self._sampling_of[row] = seq
-        positions = torch.tensor([len(seq.token_ids) for seq in sampled], device=self._device)
-        return self._sampling.sample(logits, rows, positions).cpu().numpy()
+        return np.array(rows)
 
 
 class _Stages:

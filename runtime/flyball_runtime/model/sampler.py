@@ -44,12 +44,12 @@ class SamplingTensors:
         self._min_p[row] = sampling.min_p
         self._seeds[row] = sampling.seed
 
-    def sample(self, logits: Tensor, rows: list[int], positions: Tensor) -> Tensor:
+    def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Choose one token per row; what a row gets depends on its own logits, settings and position alone.
 
         Args:
             logits: ``[n, vocab]`` fp32.
-            rows: n rows, in the order of ``logits``.
+            rows: ``[n]`` integers, in the order of ``logits``.
             positions: ``[n]`` int64, how many tokens the sequence has before the sampled one.
         Returns:
             ``[n]`` int64 token ids on the device of ``logits``.
@@ -61,10 +61,14 @@ class SamplingTensors:
             top_k = self._gather(self._top_k, rows, off=0)
             top_p = self._gather(self._top_p, rows, off=1.0)
             min_p = self._gather(self._min_p, rows, off=0.0)
-        seeds = torch.from_numpy(self._seeds[rows]).to(self._device)
-        return sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+        seeds = self._tensor(self._seeds[rows])
+        return sample(logits, temperature, top_k, top_p, min_p, seeds, self._tensor(positions))
 
-    def _gather(self, values: np.ndarray, rows: list[int], *, off: float) -> Tensor | None:
+    def _gather(self, values: np.ndarray, rows: np.ndarray, *, off: float) -> Tensor | None:
         """The rows' values on the device; None when every one of them is off."""
         chosen = values[rows]
-        return None if (chosen == off).all() else torch.from_numpy(chosen).to(self._device)
+        return None if (chosen == off).all() else self._tensor(chosen)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        # a blocking copy would wait for the whole forward pass before the first kernel of sampling is launched
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -1,13 +1,16 @@
-"""Greedy tokens equal those of transformers, however the scheduler cuts the work up."""
+"""Greedy tokens equal those of transformers, however the scheduler cuts the work up; on a GPU too (``-m gpu``)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpoints import ARCHITECTURES, make_checkpoint
 from engines import GREEDY, Reference, generate, make_engine, random_prompts
+from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Request
+from flyball_runtime.engine.engine import Engine
 
 LENGTHS = [1, 5, 16, 17, 40, 100]
 
@@ -17,32 +20,41 @@ class Case:
     path: Path
     prompts: list[list[int]]
     expected: list[list[int]]
+    device: str = "cpu"
+
+    def engine(self, **settings: Any) -> Engine:
+        return make_engine(self.path, device=self.device, **settings)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def cpu_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     prompts = random_prompts(LENGTHS)
     return Case(path, prompts, Reference(path).generate(prompts))
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def case(request: pytest.FixtureRequest, cpu_case: Case) -> Case:
+    return replace(cpu_case, device=request.param)
+
+
 def test_alone(case: Case) -> None:
-    engine = make_engine(case.path, enable_prefix_caching=False)
+    engine = case.engine(enable_prefix_caching=False)
     assert [generate(engine, [prompt])[0] for prompt in case.prompts] == case.expected
 
 
 def test_batched(case: Case) -> None:
-    assert generate(make_engine(case.path), case.prompts) == case.expected
+    assert generate(case.engine(), case.prompts) == case.expected
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 100])
 def test_chunked(case: Case, chunk: int) -> None:
-    engine = make_engine(case.path, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk)
+    engine = case.engine(max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk)
     assert generate(engine, case.prompts) == case.expected
 
 
 def test_prefix_cached(case: Case) -> None:
-    engine = make_engine(case.path)
+    engine = case.engine()
     generate(engine, case.prompts)
     hits = 0
     for index, prompt in enumerate(case.prompts):
@@ -61,7 +73,7 @@ def test_prefix_cached(case: Case) -> None:
 
 def test_preempted(case: Case) -> None:
     """Ten blocks for six growing sequences: some must lose theirs and be computed again."""
-    engine = make_engine(case.path, max_model_len=144, kv_cache_memory_bytes=_bytes_of_blocks(case, 10))
+    engine = case.engine(max_model_len=144, kv_cache_memory_bytes=_bytes_of_blocks(case, 10))
     preempted = 0
     outputs: dict[str, list[int]] = {}
     for index, prompt in enumerate(case.prompts):
@@ -77,6 +89,4 @@ def test_preempted(case: Case) -> None:
 
 
 def _bytes_of_blocks(case: Case, num_blocks: int) -> int:
-    from flyball_runtime.core.model_config import ModelConfig
-
     return num_blocks * 16 * ModelConfig.from_dir(case.path).kv_bytes_per_token("float32")

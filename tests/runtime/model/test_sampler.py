@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def tensors() -> SamplingTensors:
 
 def test_a_greedy_batch_takes_the_likeliest(tensors: SamplingTensors) -> None:
     logits = _logits(3)
-    ids = tensors.sample(logits, [0, 7, 0], torch.arange(3))  # row 7 was never set: greedy
+    ids = tensors.sample(logits, np.array([0, 7, 0]), np.arange(3))  # row 7 was never set: greedy
     assert ids.dtype == torch.int64
     assert ids.tolist() == logits.argmax(-1).tolist()
 
@@ -44,16 +45,16 @@ def test_the_rest_of_the_batch_does_not_matter(tensors: SamplingTensors, others:
     for row in range(len(SETTINGS)):
         rows = [*others, row]
         for position in range(20):
-            alone = tensors.sample(_logits(1, seed=position), [row], torch.tensor([position]))
+            alone = tensors.sample(_logits(1, seed=position), np.array([row]), np.array([position]))
             logits = torch.cat((_logits(len(others), seed=99), _logits(1, seed=position)))
-            positions = torch.tensor([*range(100, 100 + len(others)), position])
-            assert tensors.sample(logits, rows, positions)[-1] == alone[0]
+            positions = np.array([*range(100, 100 + len(others)), position])
+            assert tensors.sample(logits, np.array(rows), positions)[-1] == alone[0]
 
 
 def test_filters_reach_their_rows(tensors: SamplingTensors) -> None:
     logits = _logits(1)
     drawn = {
-        row: {int(tensors.sample(logits, [row], torch.tensor([position]))) for position in range(300)}
+        row: {int(tensors.sample(logits, np.array([row]), np.array([position]))) for position in range(300)}
         for row in range(len(SETTINGS))
     }
     likeliest = logits[0].argsort(descending=True).tolist()
@@ -69,7 +70,7 @@ def test_seed_and_position_choose_the_number(tensors: SamplingTensors) -> None:
     uniform = torch.zeros(1, VOCAB_SIZE)
 
     def draw(row: int) -> list[int]:
-        return [int(tensors.sample(uniform, [row], torch.tensor([position]))) for position in range(30)]
+        return [int(tensors.sample(uniform, np.array([row]), np.array([position]))) for position in range(30)]
 
     first = draw(1)
     assert len(set(first)) > 10
@@ -82,7 +83,7 @@ def test_seed_and_position_choose_the_number(tensors: SamplingTensors) -> None:
 def test_a_row_forgets_its_last_owner(tensors: SamplingTensors) -> None:
     tensors.set_row(5, SamplingParams(temperature=0.0, seed=0))
     logits = _logits(1)
-    assert int(tensors.sample(logits, [5], torch.tensor([3]))) == int(logits.argmax())
+    assert int(tensors.sample(logits, np.array([5]), np.array([3]))) == int(logits.argmax())
 
 
 def test_a_request_without_a_seed_gets_one() -> None:
@@ -105,6 +106,6 @@ def test_on_a_gpu_as_on_the_cpu(tensors: SamplingTensors) -> None:
     on_gpu = SamplingTensors(num_rows=8, device="cuda")
     for row, sampling in enumerate(SETTINGS):
         on_gpu.set_row(row, sampling)
-    logits, rows, positions = _logits(6), list(range(6)), torch.arange(6)
+    logits, rows, positions = _logits(6), np.arange(6), np.arange(6)
     expected = tensors.sample(logits, rows, positions)
-    assert on_gpu.sample(logits.cuda(), rows, positions.cuda()).tolist() == expected.tolist()
+    assert on_gpu.sample(logits.cuda(), rows, positions).tolist() == expected.tolist()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyball_runtime.api.stop_strings import StopStrings
+from flyball_runtime.text.stop_strings import StopStrings
 
 texts = st.text(alphabet="ab€", max_size=24)
 stop_lists = st.lists(st.text(alphabet="ab€", min_size=1, max_size=5), min_size=1, max_size=4)

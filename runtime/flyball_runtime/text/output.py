@@ -2,9 +2,9 @@
 
 from tokenizers import Tokenizer
 
-from flyball_runtime.api.detokenizer import Detokenizer
-from flyball_runtime.api.stop_strings import StopStrings
 from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.text.detokenizer import Detokenizer
+from flyball_runtime.text.stop_strings import StopStrings
 
 
 class OutputText:

@@ -6,10 +6,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api.detokenizer import MAX_HELD_TOKENS, Detokenizer
-from flyball_runtime.api.output import OutputText
+from checkpoints import make_tokenizer
 from flyball_runtime.core.sampling import SamplingParams
-from runtime.api.support import encode
+from flyball_runtime.text.detokenizer import MAX_HELD_TOKENS, Detokenizer
+from flyball_runtime.text.output import OutputText
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with few merges, so that most non-ASCII characters span several tokens."""
+    return make_tokenizer()
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +26,10 @@ def byte_fallback() -> Tokenizer:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:

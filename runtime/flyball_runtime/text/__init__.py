@@ -1,0 +1,1 @@
+"""From token ids to the text that a client sees; the API and the in-process LLM share it."""

@@ -1,0 +1,54 @@
+"""How many KV blocks the engine gets."""
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.engine.resolve import KVCacheSize, resolve_kv_cache
+
+BLOCK_BYTES = 2 * 2 * 2 * 24 * 4 * 16  # K and V, layers, KV heads, head_dim, fp32, tokens
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return ModelConfig.from_dir(make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3"))
+
+
+def size(model: ModelConfig, *, step_bytes: int = 0, max_model_len: int = 64, **settings: float) -> KVCacheSize:
+    config = EngineConfig(model="", served_model_name="", **settings)  # type: ignore[arg-type]
+    return resolve_kv_cache(
+        config, model, dtype="float32", device=CUDA, max_model_len=max_model_len, step_bytes=step_bytes
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1000 blocks of memory, of which 700 are free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (700 * BLOCK_BYTES, 1000 * BLOCK_BYTES))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_gives_what_weights_and_steps_leave(model: ModelConfig) -> None:
+    got = size(model, gpu_memory_utilization=0.75, step_bytes=50 * BLOCK_BYTES)
+    assert got == KVCacheSize(num_blocks=700 - 250 - 50, bytes_per_block=BLOCK_BYTES)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_no_more_than_full_sequences_need(model: ModelConfig) -> None:
+    assert size(model, max_num_seqs=3).num_blocks == 3 * 4
+
+
+@pytest.mark.usefixtures("gpu")
+def test_too_little_for_one_sequence(model: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"room for 48 tokens, but --max-model-len is 64\. Raise --kv-cache"):
+        size(model, gpu_memory_utilization=0.75, step_bytes=447 * BLOCK_BYTES)
+    with pytest.raises(ConfigError, match="0 blocks of"):
+        size(model, gpu_memory_utilization=0.1)
+
+
+def test_the_flag_wins(model: ModelConfig) -> None:
+    assert size(model, kv_cache_memory_bytes=5 * BLOCK_BYTES + 1).num_blocks == 5

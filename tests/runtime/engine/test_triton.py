@@ -1,0 +1,29 @@
+"""The whole engine on the Triton kernels, in Triton's interpreter: what a GPU runs, without one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from engines import Reference, generate, make_engine, random_prompts
+from flyball_kernels import backend
+from flyball_runtime.core.sampling import SamplingParams
+
+NUM_TOKENS = 6
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU, test_tokens.py runs the compiled kernels"
+)
+
+
+@pytest.mark.parametrize("arch", ["mistral", "qwen3"])  # a sliding window; norms on query and key
+def test_tokens_equal_transformers(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill in chunks of 16 beside decodes, over several blocks."""
+    monkeypatch.setattr(backend, "_in_force", {})
+    path = make_checkpoint(tmp_path, arch)
+    prompts = random_prompts([3, 17, 40])
+    engine = make_engine(path, attention_backend="triton", max_num_batched_tokens=16)
+    assert engine.info.attention_backend == "triton"
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    assert generate(engine, prompts, sampling) == Reference(path).generate(prompts, NUM_TOKENS)

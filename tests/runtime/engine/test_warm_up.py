@@ -1,0 +1,101 @@
+"""Warm-up steps are the largest that the settings allow, and run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from engines import generate, make_engine, random_prompts
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.engine.warm_up import QUERY_LENS, WarmUp, peak_bytes
+from flyball_runtime.model.inputs import StepInputs
+from flyball_runtime.model.loader import load_model
+from flyball_runtime.model.transformer import CausalLM
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Stands in for the model, which it calls."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.config = model.config
+        self.steps: list[StepInputs] = []
+        self._model = model
+
+    def forward(self, inputs: StepInputs, kv: Any) -> torch.Tensor:
+        self.steps.append(inputs)
+        return self._model.forward(inputs, kv)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    path = make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    return load_model(path, ModelConfig.from_dir(path), dtype=torch.float32, device="cpu")
+
+
+def warm_up_of(model: Any, *, max_model_len: int = 128, **settings: int) -> WarmUp:
+    config = EngineConfig(model="", served_model_name="", **settings)
+    return WarmUp(model, config, max_model_len=max_model_len, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("settings", "query_lens"),
+    [
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 103}, [26, 26, 26, 25]),
+        ({"max_num_seqs": 3, "max_num_batched_tokens": 3}, [1, 1, 1]),
+        ({"max_num_seqs": 2, "max_num_batched_tokens": 100, "max_model_len": 20}, [20, 20]),  # positions end there
+    ],
+)
+def test_the_largest_step_fills_the_budget(model: CausalLM, settings: dict[str, int], query_lens: list[int]) -> None:
+    recorder = Recorder(model)
+    warm_up_of(recorder, **settings).largest_step()
+    (inputs,) = recorder.steps
+    assert inputs.cu_query_lens.diff().tolist() == query_lens
+    assert inputs.context_lens.tolist() == query_lens
+    assert inputs.logits_indices.tolist() == (inputs.cu_query_lens[1:] - 1).tolist()
+    assert inputs.token_ids.shape == inputs.positions.shape == inputs.slot_mapping.shape == (sum(query_lens),)
+
+
+def test_small_steps_cover_every_query_length(model: CausalLM) -> None:
+    recorder = Recorder(model)
+    warm_up_of(recorder, max_num_seqs=2).small_steps()
+    assert tuple(inputs.max_query_len for inputs in recorder.steps) == QUERY_LENS
+    recorder = Recorder(model)
+    warm_up_of(recorder, max_num_seqs=2, max_num_batched_tokens=20).small_steps()
+    assert max(inputs.max_query_len for inputs in recorder.steps) == 16
+
+
+def test_no_room_for_the_largest_step(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    recorder = Recorder(model)
+    monkeypatch.setattr(recorder, "forward", out_of_memory)
+    with pytest.raises(ConfigError, match=r"max-num-batched-tokens 100 and --max-num-seqs 2 does not fit.*3 GiB"):
+        warm_up_of(recorder, max_num_seqs=2, max_num_batched_tokens=100).largest_step()
+
+
+@pytest.mark.gpu
+def test_memory_of_a_step_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    assert peak_bytes(lambda: None, device) == 0
+    numel = 2**26
+    assert peak_bytes(lambda: torch.zeros(numel, device=device), device) >= numel * 4  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.gpu
+def test_serving_stays_in_the_memory_that_was_set_aside(tmp_path: Path) -> None:
+    """Long prompts in large steps, with 1 GiB for the cache and what a step takes."""
+    torch.cuda.empty_cache()
+    free_before, total = torch.cuda.mem_get_info()
+    path = make_checkpoint(tmp_path, "qwen3")
+    settings = {"max_num_seqs": 4096, "max_num_batched_tokens": 8192, "max_model_len": 512}
+    engine = make_engine(path, device="cuda", gpu_memory_utilization=1 - (free_before - 2**30) / total, **settings)
+    generate(engine, random_prompts([480] * 64))
+    free, _ = torch.cuda.mem_get_info()
+    assert free_before - free <= 2**30 + 2**28  # kernels that are first needed now take room of their own
