@@ -1,0 +1,70 @@
+"""The engine in-process, as scripts use it."""
+
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from engines import Reference, random_prompts
+
+from flyball_runtime.core.errors import ConfigError, RequestError
+from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.llm import LLM
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama3")
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> LLM:
+    return LLM(path, max_num_seqs=4)
+
+
+def test_many_prompts_come_back_in_order(llm: LLM, path: Path) -> None:
+    prompts = random_prompts([3, 40, 7, 18, 25, 9])
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs] == Reference(path).generate(prompts)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert all(output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=True) for output in outputs)
+
+
+def test_one_prompt_may_be_text_or_ids_and_settings_may_differ(llm: LLM) -> None:
+    (text,) = llm.generate("A flyball governor", GREEDY)
+    (ids,) = llm.generate(llm.tokenizer.encode("A flyball governor"), GREEDY)
+    assert text == ids
+    short, long = llm.generate(["a", "a"], [SamplingParams(max_tokens=2, ignore_eos=True), GREEDY])
+    assert (len(short.token_ids), short.finish_reason) == (2, "length")
+    assert len(long.token_ids) > 2
+
+
+def test_a_stop_string_cuts_the_text_and_ends_the_request(llm: LLM) -> None:
+    (whole,) = llm.generate("governor", SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    stop = whole.text[10:13]
+    settings = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop=(stop,))
+    (cut,) = llm.generate("governor", settings)
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert not llm.engine.has_work()
+
+
+def test_a_chat_goes_through_the_template(llm: LLM) -> None:
+    answer = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+    assert llm.tokenizer.decode(answer.prompt_token_ids).endswith("<|im_start|>assistant\n")
+
+
+def test_a_bad_prompt_raises_and_leaves_nothing_behind(llm: LLM) -> None:
+    for bad in ([[5], []], [[5], [99999]], [[5], [5] * 600]):
+        with pytest.raises(RequestError):
+            llm.generate(bad, GREEDY)
+        assert not llm.engine.has_work()
+        assert llm.engine.kv_cache.counts().used == 0
+    with pytest.raises(RequestError, match="1 sampling settings for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_what_is_not_a_model_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="config.json"):
+        LLM(tmp_path)
