@@ -93,14 +93,12 @@ def run_serve(args: argparse.Namespace) -> int:
     from transformers import AutoTokenizer  # slow to import: only when serving
 
     from flyball_runtime.api.settings import ApiSettings
-    from flyball_runtime.core.model_config import check_tokenizer_files
-    from flyball_runtime.model.hub import resolve_model_path
+    from flyball_runtime.model.hub import find_checkpoint
     from flyball_runtime.serve import ServeConfig, run
 
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    path = resolve_model_path(args.model, args.revision)
-    check_tokenizer_files(path)
+    path = find_checkpoint(args.model, args.revision)
     engine_config = engine_config_from(args, path)
     config = ServeConfig(
         host=args.host,

@@ -9,11 +9,10 @@ from transformers import AutoTokenizer
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidRequest
-from flyball_runtime.core.model_config import check_tokenizer_files
 from flyball_runtime.core.request import Failed, Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
-from flyball_runtime.model.hub import resolve_model_path
+from flyball_runtime.model.hub import find_checkpoint
 from flyball_runtime.text.output import OutputText
 
 Prompt = str | list[int]
@@ -43,8 +42,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        path = resolve_model_path(str(model), settings.pop("revision", None))
-        check_tokenizer_files(path)
+        path = find_checkpoint(str(model), settings.pop("revision", None))
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         settings.setdefault("max_queued_requests", MAX_OFFLINE_REQUESTS)
         self.engine = Engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))

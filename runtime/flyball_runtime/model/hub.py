@@ -12,12 +12,25 @@ from huggingface_hub.errors import (
 )
 
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.model_config import ModelConfig, check_tokenizer_files
 
 logger = logging.getLogger(__name__)
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # the same weights again in other layouts: Meta's, Mistral's, and exports for other runtimes
 IGNORE_PATTERNS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
+
+
+def find_checkpoint(model: str, revision: str | None = None) -> Path:
+    """Return the directory that ``model`` names, having seen that a servable config.json and a tokenizer are in it.
+
+    Raises:
+        ConfigError: as ``resolve_model_path``, or something is missing, unreadable or not supported.
+    """
+    path = resolve_model_path(model, revision)
+    ModelConfig.from_dir(path)
+    check_tokenizer_files(path)
+    return path
 
 
 def resolve_model_path(model: str, revision: str | None = None) -> Path:
