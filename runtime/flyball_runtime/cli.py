@@ -90,11 +90,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    from transformers import AutoTokenizer  # slow to import: only when serving
-
+    # Here, because the other commands need none of it.
     from flyball_runtime.api.settings import ApiSettings
     from flyball_runtime.model.hub import find_checkpoint
     from flyball_runtime.serve import ServeConfig, run
+    from flyball_runtime.text.tokenizer import load_tokenizer
 
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -109,7 +109,7 @@ def run_serve(args: argparse.Namespace) -> int:
         api=ApiSettings(served_model_names=tuple(args.served_model_name or [args.model])),
         drain_timeout_s=args.drain_timeout,
     )
-    return run(config, engine_config, AutoTokenizer.from_pretrained(path))
+    return run(config, engine_config, load_tokenizer(path))
 
 
 def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.request import Failed, Request
@@ -14,6 +12,7 @@ from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.model.hub import find_checkpoint
 from flyball_runtime.text.output import OutputText
+from flyball_runtime.text.tokenizer import load_tokenizer
 
 Prompt = str | list[int]
 
@@ -43,7 +42,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
         path = find_checkpoint(str(model), settings.pop("revision", None))
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = load_tokenizer(path)
         settings.setdefault("max_queued_requests", MAX_OFFLINE_REQUESTS)
         self.engine = Engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))
         self._num_requests = 0

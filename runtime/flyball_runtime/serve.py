@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import uvicorn
 from fastapi import FastAPI
-from transformers import PreTrainedTokenizerBase
 
 from flyball_protocol import endpoints
 from flyball_runtime.api.admin import create_admin_app
 from flyball_runtime.api.app import create_app
 from flyball_runtime.api.metrics import Metrics
 from flyball_runtime.api.settings import ApiSettings
+from flyball_runtime.api.text import ChatTokenizer
 from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError, EngineError
@@ -70,7 +70,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     return listener
 
 
-async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: ChatTokenizer) -> int:
     """Serve until a signal or the engine's death; return the exit code of ``flyball_protocol.endpoints``."""
     with contextlib.ExitStack() as sockets:
         listener = sockets.enter_context(contextlib.closing(bind(config.host, config.port, "--port")))
@@ -183,7 +183,7 @@ class Replica:
                 task.cancel()
 
 
-def run(config: ServeConfig, engine_config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+def run(config: ServeConfig, engine_config: EngineConfig, tokenizer: ChatTokenizer) -> int:
     """Blocking form of ``serve``; turns a death while loading into its exit code."""
     try:
         return asyncio.run(serve(config, engine_config, tokenizer))

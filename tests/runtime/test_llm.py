@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+
 from checkpoints import make_checkpoint
 from engines import Reference, random_prompts
-
 from flyball_runtime.core.errors import ConfigError, RequestError
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.llm import LLM
@@ -66,5 +66,5 @@ def test_a_bad_prompt_raises_and_leaves_nothing_behind(llm: LLM) -> None:
 
 
 def test_what_is_not_a_model_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         LLM(tmp_path)

@@ -6,13 +6,16 @@ import signal
 import time
 import traceback
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import zmq
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.engine import messages
-from flyball_runtime.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from flyball_runtime.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,9 @@ def run_engine(config: EngineConfig, addresses: Addresses, spawned_at_s: float) 
     Args:
         spawned_at_s: ``time.time()`` when the process was asked for; what passed since then went into imports.
     """
+    # Here, because the API process imports this module too, to start the process, and has no use for torch.
+    from flyball_runtime.engine.engine import Engine
+
     import_s = time.time() - spawned_at_s
     # The terminal sends Ctrl-C to the whole group; when to stop is the API process's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -59,7 +65,7 @@ def run_engine(config: EngineConfig, addresses: Addresses, spawned_at_s: float) 
 class EngineProcess:
     """Serves an engine over two sockets until Stop, or until the API process is gone."""
 
-    def __init__(self, engine: Engine, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+    def __init__(self, engine: "Engine", inbox: zmq.Socket, outbox: zmq.Socket) -> None:
         self._engine = engine
         self._inbox = inbox
         self._outbox = outbox

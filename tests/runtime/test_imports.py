@@ -1,0 +1,40 @@
+"""What is not needed is not imported: server packages by the in-process engine, torch by the API process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from checkpoints import make_checkpoint
+from replicas import environment
+
+SERVER_PACKAGES = ("fastapi", "uvicorn", "starlette", "zmq", "prometheus_client", "aiohttp", "rich")
+
+SCRIPT = f"""
+import sys
+for package in {SERVER_PACKAGES}:
+    sys.modules[package] = None  # importing it raises ModuleNotFoundError
+import flyball_runtime.llm
+"""
+
+
+def test_llm_imports_without_the_servers_packages() -> None:
+    everything = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=everything, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_api_process_loads_no_torch(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama2")
+    code = f"""
+import sys
+from pathlib import Path
+import flyball_runtime.serve
+from flyball_runtime.text.tokenizer import load_tokenizer
+tokenizer = load_tokenizer(Path({str(tmp_path)!r}))
+tokenizer.apply_chat_template([{{"role": "user", "content": "hi"}}], tokenize=False)
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], env=environment(), timeout=60).returncode == 0
