@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import make_tokenizer
 from flyball_operator import cli as operator_cli
-from flyball_operator import schema
+from flyball_operator import manifest, schema
 from flyball_operator.tuning import Reason
 from flyball_protocol import LimitsUpdate, endpoints
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
@@ -198,6 +198,13 @@ def test_every_command_is_understood(page: str, words: list[str]) -> None:
         runtime_cli.engine_config_from(arguments, Path(arguments.model))
     if words[:2] == ["flyball", "bench"]:
         settings_from(arguments)
+
+
+def test_every_manifest_that_is_shown_is_accepted() -> None:
+    texts = [text for page in PAGES for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), flags=re.DOTALL)]
+    assert texts
+    for text in texts:
+        manifest.parse(text, source="docs", base=DOCS)
 
 
 @pytest.mark.parametrize(("page", "words"), command_lines("python"), ids=as_id)
