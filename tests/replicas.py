@@ -68,6 +68,19 @@ class Replica:
     def kv_blocks_used(self) -> int:
         return int(self.admin.get(endpoints.ADMIN_EVIDENCE_PATH).json()["kv_blocks"]["used"])
 
+    def load(self) -> tuple[int, int, int]:
+        """Running and waiting requests, and KV blocks that they hold."""
+        evidence = self.admin.get(endpoints.ADMIN_EVIDENCE_PATH).json()
+        return evidence["num_running"], evidence["num_waiting"], evidence["kv_blocks"]["used"]
+
+    def metric(self, sample: str) -> float:
+        """The value of one sample, named with its labels."""
+        for line in self.client.get(endpoints.METRICS_PATH).text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == sample:
+                return float(value)
+        raise KeyError(sample)
+
     def engine_pid(self) -> int:
         """The server's child that runs the engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()

@@ -1,0 +1,247 @@
+"""What docs/ says, held to the code: flags, fields, metrics, errors, reasons, commands, file names."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import dropwhile, groupby
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from prometheus_client.parser import text_string_to_metric_families
+
+from checkpoints import make_tokenizer
+from flyball_operator import cli as operator_cli
+from flyball_operator import manifest, schema
+from flyball_operator.tuning import Reason
+from flyball_protocol import LimitsUpdate, endpoints
+from flyball_protocol.limits import LIMITS_HTTP_STATUS
+from flyball_runtime import cli as runtime_cli
+from flyball_runtime.api import ApiSettings, Metrics, create_admin_app, create_app
+from flyball_runtime.api import errors as api_errors
+from flyball_runtime.api.schemas import ChatRequest, CompletionRequest
+from flyball_runtime.bench.arguments import settings_from
+from flyball_runtime.core.clock import FakeClock
+from flyball_runtime.core.errors import RequestError
+from runtime.fake_engine import FakeEngine, step_stats
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+PACKAGES = (
+    "runtime/flyball_runtime",
+    "operator/flyball_operator",
+    "kernels/flyball_kernels",
+    "protocol/flyball_protocol",
+)
+PARSERS = {"flyball": runtime_cli.build_parser(), "flyball-operator": operator_cli.build_parser()}
+
+Rows = list[list[str]]
+
+
+def table(page: str, *header: str) -> Rows:
+    """The rows under every header of a page that begins with these cells."""
+    lines = (DOCS / page).read_text().splitlines()
+    blocks = [list(block) for is_row, block in groupby(lines, lambda line: line.startswith("|")) if is_row]
+    tables = [[[cell.strip() for cell in line.strip("|").split(" | ")] for line in block] for block in blocks]
+    found = [row for rows in tables if rows[0][: len(header)] == list(header) for row in rows[2:]]
+    assert found, f"docs/{page} has no table {header}"
+    return found
+
+
+def code(text: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def subcommand(command: str, name: str) -> argparse.ArgumentParser:
+    (choices,) = (one.choices for one in PARSERS[command]._actions if isinstance(one.choices, dict))
+    parser: argparse.ArgumentParser = choices[name]
+    return parser
+
+
+def shown_default(action: argparse.Action) -> str:
+    if action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction):
+        return "off"
+    return "none" if action.default is None else f"`{action.default}`"
+
+
+@pytest.mark.parametrize(
+    ("page", "command", "name"),
+    [
+        ("serving.md", "flyball", "serve"),
+        ("benchmarking.md", "flyball", "bench"),
+        ("local-mode.md", "flyball-operator", "local"),
+    ],
+)
+def test_every_flag_is_documented_with_its_default_and_choices(page: str, command: str, name: str) -> None:
+    parser = subcommand(command, name)
+    actions = {tuple(one.option_strings): one for one in parser._actions if one.option_strings and one.dest != "help"}
+    documented = {tuple(code(row[0])): row for row in table(page, "Flag", "Default")}
+    assert documented.keys() == actions.keys()
+    for flags, (_, default, meaning) in documented.items():
+        assert default == shown_default(actions[flags]), flags
+        assert {str(choice) for choice in actions[flags].choices or ()} <= set(code(default + meaning)), flags
+
+
+def test_every_metric_is_documented_with_its_type() -> None:
+    metrics = Metrics(model_name="test", clock=FakeClock())
+    metrics.attach(FakeEngine(vocab_size=384))
+    metrics.step(step_stats(num_tokens=1))
+    families = text_string_to_metric_families(metrics.exposition("")[0].decode())
+    exported = {
+        family.name + ("_total" if family.type == "counter" else ""): family.type
+        for family in families
+        if not family.name.startswith("process_")
+    }
+    documented = {code(row[0])[0].partition("{")[0]: row[1] for row in table("serving.md", "Metric", "Type")}
+    assert documented == exported
+
+
+def error_classes(base: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
+    for one in base.__subclasses__():
+        yield one
+        yield from error_classes(one)
+
+
+def test_every_error_class_is_documented_with_its_status() -> None:
+    documented = {
+        pair
+        for statuses, codes, *_ in table("serving.md", "Status", "Code")
+        for pair in zip(code(codes), map(int, statuses.split(", ")), strict=True)
+    }
+    raised = {(one.code, one.status) for one in error_classes() if one is not api_errors.HttpError}
+    assert len(raised) > 9
+    assert raised <= documented
+
+
+def test_every_limits_status_and_exit_code_is_documented() -> None:
+    statuses = {code(row[0])[0]: int(row[1]) for row in table("serving.md", "Status", "HTTP")}
+    assert statuses == {status.value: number for status, number in LIMITS_HTTP_STATUS.items()}
+    exits = {int(row[0]) for row in table("serving.md", "Exit code")}
+    assert exits == {value for name, value in vars(endpoints).items() if name.startswith("EXIT_")}
+
+
+def test_the_bounds_on_a_request_are_documented() -> None:
+    settings = ApiSettings(served_model_names=("test",))
+    for name, value, *_ in table("serving.md", "Setting", "Value"):
+        assert value == str(getattr(settings, code(name)[0])), name
+
+
+def test_every_field_of_a_request_is_documented() -> None:
+    documented = {field for row in table("serving.md", "Field") for field in code(row[0])}
+    assert documented == {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+
+
+def leaves(path: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Fields of a schema node that hold a value, with their paths; a list's entries are ``name[]``."""
+    if "properties" in node:
+        for name, child in node["properties"].items():
+            yield from leaves(f"{path}.{name}" if path else name, child)
+    elif "properties" in node.get("items", {}):
+        yield from leaves(f"{path}[]", node["items"])
+    else:
+        yield path, node
+
+
+def test_every_field_of_spec_is_documented_with_its_default() -> None:
+    expected = dict(leaves("", schema.schema()["properties"]["spec"]))
+    documented = {code(row[0])[0]: row for row in table("local-mode.md", "Field of spec")}
+    assert documented.keys() == expected.keys()
+    for path, (_, default, meaning) in documented.items():
+        node = expected[path]
+        shown = f"`{node['default']}`" if node.get("default", "") != "" else "none"
+        assert default == ("required" if path == "model.uri" else shown), path
+        assert set(node.get("enum", ())) <= set(code(default + meaning)), path
+
+
+def test_every_reason_of_a_decision_is_documented() -> None:
+    documented = [code(row[0])[0] for row in table("local-mode.md", "Reason")]
+    assert sorted(documented) == sorted(Reason)
+
+
+def test_every_benchmark_script_is_documented() -> None:
+    text = (DOCS / "benchmarking.md").read_text()
+    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks").glob("*.sh")]
+    missing = [script.name for script in scripts if f"`{script.name}`" not in text]
+    assert not missing, f"docs/benchmarking.md does not say what these are for: {missing}"
+
+
+def shell_lines(page: Path) -> Iterator[list[str]]:
+    """The words of each command in the page's bash blocks; a leading VARIABLE=value is left out."""
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        text = re.sub(r"^#.*\n", "", block, flags=re.MULTILINE).replace("\\\n", " ")
+        lexer = shlex.shlex(text, posix=True, punctuation_chars="\n")
+        lexer.whitespace, lexer.whitespace_split, lexer.commenters = " ", True, ""
+        for is_end, command in groupby(lexer, lambda word: set(word) == {"\n"}):
+            if not is_end:
+                yield list(dropwhile(re.compile(r"[A-Z_]+=").match, command))
+
+
+def command_lines(*names: str) -> list[tuple[str, list[str]]]:
+    return [(page.name, words) for page in PAGES for words in shell_lines(page) if words[0] in names]
+
+
+def as_id(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else " ".join(value)[:70]
+
+
+@pytest.mark.parametrize(("page", "words"), command_lines(*PARSERS), ids=as_id)
+def test_every_command_is_understood(page: str, words: list[str]) -> None:
+    arguments = PARSERS[words[0]].parse_args(words[1:])
+    if words[:2] == ["flyball", "serve"]:
+        runtime_cli.engine_config_from(arguments, Path(arguments.model))
+    if words[:2] == ["flyball", "bench"]:
+        settings_from(arguments)
+
+
+def test_every_manifest_that_is_shown_is_accepted() -> None:
+    texts = [text for page in PAGES for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), flags=re.DOTALL)]
+    assert texts
+    for text in texts:
+        manifest.parse(text, source="docs", base=DOCS)
+
+
+@pytest.mark.parametrize(("page", "words"), command_lines("python"), ids=as_id)
+def test_every_script_is_there(page: str, words: list[str]) -> None:
+    assert (ROOT / words[1]).is_file()
+
+
+def routes() -> set[tuple[str, str]]:
+    """Method and path of everything that both apps serve."""
+    front, clock = FakeEngine(vocab_size=384), FakeClock()
+    metrics = Metrics(model_name="test", clock=clock)
+    apps: list[FastAPI] = [
+        create_app(front, make_tokenizer(), ApiSettings(served_model_names=("test",)), metrics),
+        create_admin_app(front, metrics, "a-test-token"),
+    ]
+    return {(how, one.path) for app in apps for one in app.routes if isinstance(one, APIRoute) for how in one.methods}
+
+
+@pytest.mark.parametrize(("page", "words"), command_lines("curl"), ids=as_id)
+def test_every_curl_asks_for_what_is_served(page: str, words: list[str]) -> None:
+    (url,) = (word for word in words if word.startswith("http://"))
+    body = words[words.index("-d") + 1] if "-d" in words else None
+    method = "POST" if body is not None or "POST" in words else "GET"
+    path = urlsplit(url).path
+    assert (method, path) in routes()
+    kinds = {endpoints.ADMIN_LIMITS_PATH: LimitsUpdate, "/v1/chat/completions": ChatRequest}
+    kinds["/v1/completions"] = CompletionRequest
+    if body is not None:
+        msgspec.json.decode(body, type=kinds.get(path, dict[str, Any]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    text = page.read_text()
+    named = [word for word in code(re.sub(r"```.*?```", "", text, flags=re.DOTALL)) if re.fullmatch(r"[\w./-]+", word)]
+    paths = [word for word in named if "/" in word and re.search(r"\.(py|cpp|h|md|yaml|toml|sh)$|[a-z_]/$", word)]
+    folders = [ROOT, *(ROOT / package for package in PACKAGES)]
+    missing = [path for path in paths if not any((folder / path).exists() for folder in folders)]
+    links = [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (page.parent / link).exists()]
+    assert not missing + links
