@@ -66,7 +66,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests that may wait; more get 429",
     )
     engine.add_argument("--attention-backend", default="auto", choices=settings.ATTENTION_BACKENDS)
-    engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine (default: all cores)")
+    engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine; None takes all cores")
 
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="0.0.0.0", help="address to listen on")

@@ -55,6 +55,7 @@ class ApiSettings:
     def uvicorn_options(self) -> dict[str, Any]:
         """Keyword arguments for ``uvicorn.Config`` that put these limits in force."""
         return {
+            "http": "h11",  # the only one of uvicorn's parsers that bounds headers
             "h11_max_incomplete_event_size": self.max_header_bytes,
             "timeout_keep_alive": self.keep_alive_s,
             "server_header": False,

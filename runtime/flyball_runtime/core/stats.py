@@ -35,7 +35,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     """Facts fixed once the engine is up.
 
     Attributes:
-        startup_s: seconds by stage: import, config, weights, kv_cache, warmup.
+        startup_s: seconds by stage: import, config, weights, warm_up (GPUs only), kv_cache.
         attention_backend: which paged attention runs: cpp, torch or triton.
     """
 
