@@ -37,6 +37,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 128,
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
     },
 }
 
@@ -56,8 +57,9 @@ def make_checkpoint(folder: Path, shape: str, *, dtype: str = "bfloat16", seed: 
     config_class, model_class = (
         (Qwen3Config, Qwen3ForCausalLM) if shape.startswith("qwen3") else (LlamaConfig, LlamaForCausalLM)
     )
-    sizes = {"vocab_size": 8192, "max_position_embeddings": 16384} | SHAPES[shape]
-    config = config_class(**sizes, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    defaults = {"vocab_size": 8192, "max_position_embeddings": 16384, "tie_word_embeddings": False}
+    sizes = defaults | SHAPES[shape]
+    config = config_class(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     model_class(config).to(getattr(torch, dtype)).save_pretrained(path)
     _make_tokenizer(sizes["vocab_size"]).save_pretrained(path)
     return path
@@ -88,8 +90,12 @@ def random_prompts(
 
 def save(name: str, result: dict[str, Any]) -> Path:
     """Write ``results/NAME.json`` with the environment beside the figures."""
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+    write(path, {"environment": environment(), **result})
     print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
     return path
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -68,6 +69,11 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    git = ["git", "describe", "--always", "--dirty"]
-    result = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return result.stdout.strip() or "unknown"
+    """What git says, or FLYBALL_COMMIT where the sources were copied without their repository."""
+    git = shutil.which("git")
+    if git is not None:
+        command = [git, "describe", "--always", "--dirty"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+        if result.returncode == 0:
+            return result.stdout.strip()
+    return os.environ.get("FLYBALL_COMMIT", "unknown")
