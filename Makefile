@@ -40,6 +40,7 @@ $(STAMP): pyproject.toml
 	@echo "Setting up $(VENV) (once; a few minutes, mostly torch's download)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@# setuptools warns of editable installs, at length, to no use here
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@$(BIN)/python -m flyball_kernels.cpu.build
 	@touch $(STAMP)
