@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import multiprocessing
+import os
 import shutil
 import tempfile
 import time
@@ -78,7 +79,10 @@ class EngineClient:
         self._outbox.bind(addresses.to_engine)
         self._inbox.bind(addresses.from_engine)
         self._process = multiprocessing.get_context("spawn").Process(
-            target=run_engine, args=(self._config, addresses, time.time()), name="flyball-engine", daemon=False
+            target=run_engine,
+            args=(self._config, addresses, os.getpid(), time.time()),
+            name="flyball-engine",
+            daemon=False,
         )
         self._process.start()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._process_ended)
