@@ -81,13 +81,18 @@ class Replica:
                 return float(value)
         raise KeyError(sample)
 
+    def has_engine(self) -> bool:
+        """Whether the engine process has been started."""
+        return bool(self._engine_pids())
+
     def engine_pid(self) -> int:
         """The server's child that runs the engine."""
+        (pid,) = self._engine_pids()
+        return pid
+
+    def _engine_pids(self) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in map(int, children):
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        raise RuntimeError(f"no engine among the children {children}")
+        return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def stop(self) -> int:
         """SIGTERM, then the exit code."""

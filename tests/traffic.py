@@ -79,6 +79,7 @@ class Traffic:
     Attributes:
         num_left: requests whose client left before the answer's end.
         num_choices: choices of complete answers; ``num_output_tokens`` are theirs, by the server's usage.
+        most_streaming: most streams at one moment that had begun to arrive and not ended.
         errors: what was wrong with any answer that was waited for.
     """
 
@@ -89,6 +90,8 @@ class Traffic:
     num_left: int = 0
     num_choices: int = 0
     num_output_tokens: int = 0
+    num_streaming: int = 0
+    most_streaming: int = 0
     errors: list[str] = field(default_factory=list)
 
     @classmethod
@@ -135,7 +138,12 @@ class Traffic:
                 answer = msgspec.json.decode(await response.read())
                 self._check(ask, [choice["finish_reason"] for choice in answer["choices"]], answer["usage"])
                 return True
-            return await self._read_stream(ask, response)
+            self.num_streaming += 1  # the server answers with the first token, not before
+            self.most_streaming = max(self.most_streaming, self.num_streaming)
+            try:
+                return await self._read_stream(ask, response)
+            finally:
+                self.num_streaming -= 1
 
     async def _read_stream(self, ask: Ask, response: aiohttp.ClientResponse) -> bool:
         parser, events = SSEParser(), []

@@ -137,12 +137,13 @@ def test_limits_move_live_over_the_admin_port(server: Replica) -> None:
     server.admin.post(path, json={"revision": revision + 1, "limits": {"max_num_seqs": 256}})
 
 
-def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
+def test_sigterm_drains_even_when_the_engine_gets_it_too(model: Path, tmp_path: Path) -> None:
     with replica(model, log=tmp_path / "log") as server:
         body = {"model": "test", "prompt": [5], "max_tokens": 500, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
+            os.kill(server.engine_pid(), signal.SIGTERM)
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: server.client.get("/readyz").status_code == 503, "still ready while draining")
             refused = server.complete()
@@ -176,11 +177,21 @@ def test_a_killed_engine_fails_requests_turns_livez_red_and_ends_the_server(mode
         assert server.process.wait(30) == endpoints.EXIT_ENGINE_DIED
 
 
-def test_a_killed_server_takes_its_engine_along(model: Path, tmp_path: Path) -> None:
-    with replica(model, log=tmp_path / "log") as server:
-        engine = Path(f"/proc/{server.engine_pid()}")
+def test_a_killed_server_takes_its_engine_along_even_while_it_loads(model: Path, tmp_path: Path) -> None:
+    server = Replica(model, log=tmp_path / "log")
+    try:
+        wait_until(server.has_engine, "no engine was started")
+        engine = server.engine_pid()
         server.process.kill()
-        wait_until(lambda: not engine.exists() or "Z" in (engine / "stat").read_text(), "the engine lives on")
+        wait_until(lambda: gone(engine), "the engine lives on")
+    finally:
+        server.close()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, waited for or not."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def serve(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -5,9 +5,11 @@ import contextlib
 import logging
 import math
 import multiprocessing
+import os
 import shutil
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Self
 
@@ -17,7 +19,15 @@ import zmq.asyncio
 from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, EngineError, NotReady, QueueFull
+from flyball_runtime.core.errors import (
+    ConfigError,
+    Draining,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    NotReady,
+    QueueFull,
+)
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.stats import EngineInfo, StepStats
 from flyball_runtime.engine import messages
@@ -69,7 +79,10 @@ class EngineClient:
         self._outbox.bind(addresses.to_engine)
         self._inbox.bind(addresses.from_engine)
         self._process = multiprocessing.get_context("spawn").Process(
-            target=run_engine, args=(self._config, addresses, time.time()), name="flyball-engine", daemon=False
+            target=run_engine,
+            args=(self._config, addresses, os.getpid(), time.time()),
+            name="flyball-engine",
+            daemon=False,
         )
         self._process.start()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._process_ended)
@@ -129,6 +142,8 @@ class EngineClient:
         self._check_accepting()
         validate_request(request, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         self._check_queue()
+        if request.request_id in self._router:
+            raise InvalidRequest(f"request_id {request.request_id} is in use; wait for it to end or choose another.")
         stream = self._router.open(request.request_id, self.abort)
         self._post(messages.Submit(request))
         return stream
@@ -205,10 +220,14 @@ class EngineClient:
         self._outbox.send(messages.encode(message))
 
     async def _read(self) -> None:
-        while True:
-            message = messages.decode_from_engine(await self._inbox.recv())
-            self._last_sign_of_life_s = self._clock.now()
-            self._handle(message)
+        try:
+            while True:
+                message = messages.decode_from_engine(await self._inbox.recv())
+                self._last_sign_of_life_s = self._clock.now()
+                self._handle(message)
+        except Exception as error:  # noqa: BLE001 - the loop's boundary: unread, every stream would hang
+            logger.critical("cannot read the engine any more:\n%s", traceback.format_exc())
+            self._fail_everything(EngineError(f"reading its messages failed: {type(error).__name__}: {error}"))
 
     def _handle(self, message: messages.FromEngine) -> None:
         match message:
@@ -220,7 +239,7 @@ class EngineClient:
                 self._note_drained()
             case messages.LimitsAnswer(ack, report):
                 self._limits = report
-                self._acks.pop(0).set_result(ack)
+                self._answer(ack)
             case messages.LimitsMoved(report):
                 self._limits = report
             case messages.Ready(info, report):
@@ -228,6 +247,11 @@ class EngineClient:
                 self._started.set()
             case messages.Died(reason, is_config_error):
                 self._fail_everything(ConfigError(reason) if is_config_error else EngineError(reason))
+
+    def _answer(self, ack: LimitsAck) -> None:
+        waiter = self._acks.pop(0)
+        if not waiter.done():  # else whoever asked has stopped waiting
+            waiter.set_result(ack)
 
     def _note_stats(self, stats: StepStats | None) -> None:
         if stats is None:

@@ -31,10 +31,11 @@ class Addresses:
     from_engine: str
 
 
-def run_engine(config: EngineConfig, addresses: Addresses, spawned_at_s: float) -> None:
+def run_engine(config: EngineConfig, addresses: Addresses, parent_pid: int, spawned_at_s: float) -> None:
     """Entry point of the process. Its last message is Died when it ends for any reason but Stop.
 
     Args:
+        parent_pid: the API process; the engine ends when that is gone, also if it went while the model was loading.
         spawned_at_s: ``time.time()`` when the process was asked for; what passed since then went into imports.
     """
     # libgomp reads it when torch is loaded. Its default, to spin for milliseconds where threads wait for each other, costs
@@ -44,8 +45,10 @@ def run_engine(config: EngineConfig, addresses: Addresses, spawned_at_s: float) 
     from flyball_runtime.engine.engine import Engine
 
     import_s = time.time() - spawned_at_s
-    # The terminal sends Ctrl-C to the whole group; when to stop is the API process's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Terminals send Ctrl-C, and systemd and some inits SIGTERM, to the whole group; when to stop is the API process's
+    # decision, which ends this one by Stop, by SIGKILL or by its own end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -54,7 +57,7 @@ def run_engine(config: EngineConfig, addresses: Addresses, spawned_at_s: float) 
     inbox.connect(addresses.to_engine)
     outbox.connect(addresses.from_engine)
     try:
-        EngineProcess(Engine(config, import_s=import_s), inbox, outbox).serve()
+        EngineProcess(Engine(config, import_s=import_s), inbox, outbox, parent_pid).serve()
     except ConfigError as error:
         outbox.send(messages.encode(messages.Died(str(error), is_config_error=True)))
         raise SystemExit(1) from None
@@ -69,11 +72,11 @@ def run_engine(config: EngineConfig, addresses: Addresses, spawned_at_s: float) 
 class EngineProcess:
     """Serves an engine over two sockets until Stop, or until the API process is gone."""
 
-    def __init__(self, engine: "Engine", inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+    def __init__(self, engine: "Engine", inbox: zmq.Socket, outbox: zmq.Socket, parent_pid: int) -> None:
         self._engine = engine
         self._inbox = inbox
         self._outbox = outbox
-        self._parent_pid = os.getppid()
+        self._parent_pid = parent_pid
         self._next_heartbeat_s = 0.0
         self._stopped = False
 

@@ -12,7 +12,15 @@ import pytest
 from checkpoints import make_checkpoint
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, NotReady, PromptTooLong, QueueFull
+from flyball_runtime.core.errors import (
+    ConfigError,
+    Draining,
+    EngineDead,
+    InvalidRequest,
+    NotReady,
+    PromptTooLong,
+    QueueFull,
+)
 from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.stats import StepStats
@@ -145,6 +153,48 @@ async def _post_until_it_fails(client: EngineClient) -> None:
     while True:
         revision += 1
         await client.post_limits(LimitsUpdate(revision=revision, limits=LimitsChange(max_num_seqs=4)))
+
+
+def test_who_stops_waiting_for_a_limits_answer_disturbs_nobody(path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        update = LimitsUpdate(revision=1, limits=LimitsChange(max_num_seqs=4))
+        impatient = asyncio.create_task(client.post_limits(update))
+        await asyncio.sleep(0)
+        impatient.cancel()
+        ack = await client.post_limits(LimitsUpdate(revision=2, limits=LimitsChange(max_num_seqs=5)))
+        assert (ack.status, ack.revision) == (LimitsStatus.APPLIED, 2)
+        assert len((await collect(client.submit(request("after"))))[0]) == 8
+
+    run(path, scenario)
+
+
+def test_an_id_in_use_is_refused_and_its_owner_goes_on(path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        first = client.submit(request("same", max_tokens=50))
+        with pytest.raises(InvalidRequest, match="same is in use"):
+            client.submit(request("same"))
+        tokens, ending = await collect(first)
+        assert (len(tokens), ending) == (50, Finished("same", "length", 5, 50))
+
+    run(path, scenario)
+
+
+def test_a_bug_while_reading_the_engine_ends_every_request(path: Path) -> None:
+    class Broken:
+        def step(self, stats: StepStats) -> None:
+            if stats.num_tokens:
+                raise KeyError("no such metric")
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        _, ending = await collect(client.submit(request("victim", max_tokens=500)))
+        assert isinstance(ending, Failed)
+        assert "no such metric" in ending.message
+        assert client.died.is_set()
+
+    run(path, scenario, Broken())
 
 
 def test_a_model_that_cannot_be_loaded_is_a_config_error(path: Path) -> None:
