@@ -1,0 +1,80 @@
+"""Conversations and documents as padded batches of token ids, with the loss on what the model should say."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import corpus
+import torch
+from tokenizer import MAX_LENGTH, TEXT_END, TURN_END, TURN_START
+from transformers import PreTrainedTokenizerFast
+
+_POOL_SIZE = 1024  # examples that are sorted by length together, so that a batch has little padding
+_DOCUMENTS_PER_POOL = 80
+_IGNORED = -100  # label of a token without loss, as transformers has it
+
+
+class Example(NamedTuple):
+    """Token ids, and which of them the model should learn to say."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+class Batch(NamedTuple):
+    """``ids`` and ``labels``: ``[num_examples, longest]`` int64, padded on the right."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def _example(parts: list[tuple[str, bool]], tokenizer: PreTrainedTokenizerFast) -> Example:
+    """The parts one after another; the loss is on those marked True."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for text, learned in parts:
+        part = tokenizer.encode(text)
+        ids += part
+        labels += part if learned else [_IGNORED] * len(part)
+    return Example(ids[:MAX_LENGTH], labels[:MAX_LENGTH])
+
+
+def conversation_parts(messages: list[corpus.Message]) -> list[tuple[str, bool]]:
+    """What the chat template writes, cut where the assistant starts and ends to speak."""
+    parts = []
+    for message in messages:
+        parts.append((f"{TURN_START}{message['role']}\n", False))
+        parts.append((message["content"] + TURN_END, message["role"] == "assistant"))
+        parts.append(("\n", False))
+    return parts
+
+
+def batches(seed: int, tokens_per_batch: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
+    """Batches without end, each of about ``tokens_per_batch`` tokens with its padding."""
+    rng = random.Random(seed)
+    conversations, documents = corpus.conversations(seed), corpus.documents(seed)
+    while True:
+        pool = [conversation_parts(c) for c in itertools.islice(conversations, _POOL_SIZE - _DOCUMENTS_PER_POOL)]
+        pool += [[(text + TEXT_END, True)] for text in itertools.islice(documents, _DOCUMENTS_PER_POOL)]
+        examples = sorted((_example(parts, tokenizer) for parts in pool), key=lambda example: len(example.ids))
+        cut = list(_cut(examples, tokens_per_batch))
+        rng.shuffle(cut)
+        yield from (_padded(group, tokenizer.pad_token_id) for group in cut)
+
+
+def _cut(examples: list[Example], tokens_per_batch: int) -> Iterator[list[Example]]:
+    group: list[Example] = []
+    for example in examples:  # sorted: this one is the longest of its group
+        if group and (len(group) + 1) * len(example.ids) > tokens_per_batch:
+            yield group
+            group = []
+        group.append(example)
+    yield group
+
+
+def _padded(group: list[Example], pad_id: int) -> Batch:
+    longest = max(len(example.ids) for example in group)
+    ids = [example.ids + [pad_id] * (longest - len(example.ids)) for example in group]
+    labels = [example.labels + [_IGNORED] * (longest - len(example.labels)) for example in group]
+    return Batch(torch.tensor(ids), torch.tensor(labels))
