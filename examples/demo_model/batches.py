@@ -11,33 +11,35 @@ from tokenizer import MAX_LENGTH, TEXT_END, TURN_END, TURN_START
 from transformers import PreTrainedTokenizerFast
 
 _POOL_SIZE = 1024  # examples that are sorted by length together, so that a batch has little padding
-_DOCUMENTS_PER_POOL = 80
-_IGNORED = -100  # label of a token without loss, as transformers has it
+_DOCUMENTS_PER_POOL = 30
 
 
 class Example(NamedTuple):
-    """Token ids, and which of them the model should learn to say."""
+    """Token ids, and for each of them how much it counts in the loss (0: it is only read)."""
 
     ids: list[int]
-    labels: list[int]
+    weights: list[float]
 
 
 class Batch(NamedTuple):
-    """``ids`` and ``labels``: ``[num_examples, longest]`` int64, padded on the right."""
+    """Both ``[num_examples, longest]``, padded on the right: ``ids`` int64, ``weights`` fp32."""
 
     ids: torch.Tensor
-    labels: torch.Tensor
+    weights: torch.Tensor
 
 
 def _example(parts: list[tuple[str, bool]], tokenizer: PreTrainedTokenizerFast) -> Example:
-    """The parts one after another; the loss is on those marked True."""
+    """The parts one after another; those marked True are learned.
+
+    A token of an answer of n tokens counts 1/sqrt(n): else stories would drown the short answers, which are harder.
+    """
     ids: list[int] = []
-    labels: list[int] = []
+    weights: list[float] = []
     for text, learned in parts:
         part = tokenizer.encode(text)
         ids += part
-        labels += part if learned else [_IGNORED] * len(part)
-    return Example(ids[:MAX_LENGTH], labels[:MAX_LENGTH])
+        weights += [len(part) ** -0.5 if learned else 0.0] * len(part)
+    return Example(ids[:MAX_LENGTH], weights[:MAX_LENGTH])
 
 
 def conversation_parts(messages: list[corpus.Message]) -> list[tuple[str, bool]]:
@@ -76,5 +78,5 @@ def _cut(examples: list[Example], tokens_per_batch: int) -> Iterator[list[Exampl
 def _padded(group: list[Example], pad_id: int) -> Batch:
     longest = max(len(example.ids) for example in group)
     ids = [example.ids + [pad_id] * (longest - len(example.ids)) for example in group]
-    labels = [example.labels + [_IGNORED] * (longest - len(example.labels)) for example in group]
-    return Batch(torch.tensor(ids), torch.tensor(labels))
+    weights = [example.weights + [0.0] * (longest - len(example.weights)) for example in group]
+    return Batch(torch.tensor(ids), torch.tensor(weights))

@@ -15,11 +15,12 @@ import corpus
 import torch
 from batches import Batch, batches
 from tokenizer import MAX_LENGTH, train_tokenizer
+from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 _NUM_TOKENIZER_TEXTS = 8000
 _VOCAB_SIZE = 2048
-_PEAK_LR = 2e-3
+_PEAK_LR = 6e-3
 _WARMUP = 0.03  # share of the time
 _TOKENS_PER_BATCH = 2048
 
@@ -34,11 +35,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A Llama with random weights: small, but with grouped-query attention and tied embeddings as large ones have."""
     config = LlamaConfig(
         vocab_size=_VOCAB_SIZE,
-        hidden_size=192,
+        hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=2,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
@@ -52,6 +53,16 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
+def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for the embeddings and the norms."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr=_PEAK_LR, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=4),
+        torch.optim.AdamW(others, lr=_PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
 def learning_rate(progress: float) -> float:
     """Linear warm-up, then a cosine to zero; ``progress`` is from 0 to 1."""
     if progress < _WARMUP:
@@ -59,26 +70,37 @@ def learning_rate(progress: float) -> float:
     return _PEAK_LR * 0.5 * (1 + math.cos(math.pi * (progress - _WARMUP) / (1 - _WARMUP)))
 
 
-def train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
-    """One update; returns the mean loss in nats per token of the answers."""
-    loss = model(input_ids=batch.ids, labels=batch.labels).loss
+def loss_of(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
+    """The weighted mean loss in nats per token; logits are computed only where a token counts."""
+    hidden = model.model(input_ids=batch.ids).last_hidden_state[:, :-1]
+    targets, weights = batch.ids[:, 1:], batch.weights[:, 1:]
+    counts = weights > 0
+    losses = functional.cross_entropy(model.lm_head(hidden[counts]), targets[counts], reduction="none")
+    return (losses * weights[counts]).sum() / weights.sum()
+
+
+def train_step(model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], batch: Batch) -> float:
+    """One update; returns the loss."""
+    loss = loss_of(model, batch)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
     return loss.item()
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, minutes: float) -> None:
     """Train ``model`` in place for ``minutes`` and print how it goes."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
+    optimizers = make_optimizers(model)
     start, num_tokens, smooth = time.monotonic(), 0, math.nan
     for step, batch in enumerate(batches(seed, _TOKENS_PER_BATCH, tokenizer)):
         progress = (time.monotonic() - start) / (60 * minutes)
         if progress >= 1:
             break
-        optimizer.param_groups[0]["lr"] = learning_rate(progress)
-        loss = train_step(model, optimizer, batch)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = learning_rate(progress)
+        loss = train_step(model, optimizers, batch)
         num_tokens += batch.ids.numel()
         smooth = loss if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss
         if step % 50 == 0:
