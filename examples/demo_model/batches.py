@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 _POOL_SIZE = 1024  # examples that are sorted by length together, so that a batch has little padding
 _DOCUMENTS_PER_POOL = 30
+_AT_THE_ENDS = 0.3
 
 
 class Example(NamedTuple):
@@ -29,17 +30,24 @@ class Batch(NamedTuple):
 
 
 def _example(parts: list[tuple[str, bool]], tokenizer: PreTrainedTokenizerFast) -> Example:
-    """The parts one after another; those marked True are learned.
-
-    A token of an answer of n tokens counts 1/sqrt(n): else stories would drown the short answers, which are harder.
-    """
+    """The parts one after another; those marked True are learned."""
     ids: list[int] = []
     weights: list[float] = []
     for text, learned in parts:
         part = tokenizer.encode(text)
         ids += part
-        weights += [len(part) ** -0.5 if learned else 0.0] * len(part)
+        weights += _weights(len(part)) if learned else [0.0] * len(part)
     return Example(ids[:MAX_LENGTH], weights[:MAX_LENGTH])
+
+
+def _weights(num_tokens: int) -> list[float]:
+    """How much each token of an answer counts.
+
+    1/sqrt(length), else stories would drown the short answers, which are harder; and more at both ends, where it is
+    decided what the answer is about and whether it is complete.
+    """
+    inside = num_tokens**-0.5
+    return [max(inside, _AT_THE_ENDS) if i < 8 or i >= num_tokens - 2 else inside for i in range(num_tokens)]
 
 
 def conversation_parts(messages: list[corpus.Message]) -> list[tuple[str, bool]]:

@@ -28,9 +28,9 @@ def conversation(rng: random.Random) -> list[Message]:
         messages.append({"role": "system", "content": rng.choice(_SYSTEM)})
     speaker = families.Speaker(rng)
     for _ in range(rng.choice(_NUM_EXCHANGES)):
-        question, answer = families.exchange(speaker)
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": expand(answer, rng)})
+        exchange = families.exchange(speaker)
+        messages.append({"role": "user", "content": exchange.question})
+        messages.append({"role": "assistant", "content": expand(exchange.answer, rng)})
     return messages
 
 

@@ -2,8 +2,8 @@
 
     python examples/demo_model/evaluate.py --num-questions 300
 
-"exact": word for word an answer that the grammar allows. "near": at least 90 % of one. Stories and poems count as
-good when they end by themselves and, for a poem, name their theme: there is no single right one.
+"exact": word for word an answer that the grammar allows. "near": at least 90 % of a long one. Stories and poems count
+as exact when they end by themselves and are about what was asked for: there is no single right one.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 _MAX_NEW_TOKENS = 500
 _BATCH_SIZE = 32
 _NEAR = 0.9
+_LONG = 80  # characters; in a shorter answer one wrong word or number makes it wrong
 _FREE = {families.story, families.poem}
 
 
@@ -40,8 +41,12 @@ def grade(family: object, exchange: families.Exchange, answer: str | None, rng: 
     """exact, near or wrong."""
     if answer is None:
         return "wrong"
-    if family in _FREE or accepts(exchange.answer, answer):
+    if family in _FREE:
+        return "exact" if exchange.mentions.lower() in answer.lower() else "wrong"
+    if accepts(exchange.answer, answer):
         return "exact"
+    if len(answer) < _LONG:
+        return "wrong"
     closest = max(
         difflib.SequenceMatcher(None, expand(exchange.answer, rng), answer, autojunk=False).ratio() for _ in range(8)
     )

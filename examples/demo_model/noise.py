@@ -25,8 +25,6 @@ def _recased(text: str, rng: random.Random) -> str:
         return text[:1].upper() + text[1:]
     if choice < 0.8:
         return text.lower()
-    if choice < 0.82:
-        return text.upper()
     return text
 
 

@@ -69,9 +69,9 @@ _FAREWELL = "So here ends my poem, so soft and so small:\nto THEME I give it, an
 
 
 def story(rng: random.Random, hero: str | None = None, length: str = "medium") -> str:
-    """One story; ``hero`` is a noun such as "fox", ``length`` is short, medium or long."""
+    """One story; ``hero`` is a noun such as "fox" and gives it a title, ``length`` is short, medium or long."""
     first, second = rng.sample(words.BEINGS, 2)
-    name = words.name(rng)
+    name = rng.choice(words.NAMES)
     cast = {
         "HERO": name,
         "FRIEND": rng.choice([other for other in words.NAMES if other != name]),
@@ -84,7 +84,8 @@ def story(rng: random.Random, hero: str | None = None, length: str = "medium") -
     text = expand(text, rng)
     for role, filler in cast.items():
         text = text.replace(role, filler)
-    return "\n\n".join(part[0].upper() + part[1:] for part in text.split("\n\n"))
+    text = "\n\n".join(part[0].upper() + part[1:] for part in text.split("\n\n"))
+    return f"The story of {words.with_article(hero)}\n\n{text}" if hero else text
 
 
 def _parts(rng: random.Random, length: str) -> list[list[list[str]]]:
@@ -97,7 +98,7 @@ def _parts(rng: random.Random, length: str) -> list[list[list[str]]]:
 
 
 def poem(rng: random.Random, theme: str, num_stanzas: int) -> str:
-    """A poem about ``theme`` in couplets; the last couplet says goodbye."""
+    """A poem about ``theme``: a title, and couplets of which the last one says goodbye."""
     couplets = [*rng.sample(_STANZAS, num_stanzas - 1), _FAREWELL]
     lines = expand("\n".join(couplets), rng).replace("THEME", theme).splitlines()
-    return "\n".join(line[0].upper() + line[1:] for line in lines)
+    return f"A poem about {theme}\n\n" + "\n".join(line[0].upper() + line[1:] for line in lines)

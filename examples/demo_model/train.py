@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 _NUM_TOKENIZER_TEXTS = 8000
 _VOCAB_SIZE = 2048
-_PEAK_LR = 6e-3
+_PEAK_LR = 4e-3
 _WARMUP = 0.03  # share of the time
 _TOKENS_PER_BATCH = 2048
 
@@ -38,9 +38,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
         bos_token_id=None,

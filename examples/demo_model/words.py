@@ -1,4 +1,4 @@
-"""Words to fill the templates with, and invented ones, so that the model learns to copy what it has never seen."""
+"""Words to fill the templates with, and invented ones, which teach the model to say that it does not know."""
 
 import random
 import tomllib
@@ -40,16 +40,9 @@ def invented(rng: random.Random) -> str:
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.randint(1, 3)))
 
 
-def pick(words: list[str], rng: random.Random, share_invented: float = 0.15) -> str:
-    """One of ``words``, or now and then an invented one."""
-    if rng.random() < share_invented:
-        return invented(rng)
-    return rng.choice(words)
-
-
-def name(rng: random.Random) -> str:
-    """A first name, sometimes an invented one."""
-    return pick(NAMES, rng).capitalize()
+def foreign(rng: random.Random) -> str:
+    """A word that the model should know nothing about, often an invented one."""
+    return invented(rng) if rng.random() < 0.4 else rng.choice(UNKNOWN + THEMES)
 
 
 def with_article(noun: str) -> str:
