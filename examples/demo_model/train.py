@@ -1,6 +1,6 @@
 """Train the demo model from text that corpus.py makes up, and save it as a checkpoint.
 
-    python examples/demo_model/train.py --minutes 12
+    python examples/demo_model/train.py --minutes 14
 
 The learning rate follows a cosine over the minutes given, so a slower machine takes fewer steps, not longer.
 """
@@ -110,7 +110,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=12.0, help="training time, wall clock (default 12)")
+    parser.add_argument("--minutes", type=float, default=14.0, help="training time, wall clock (default 14)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the text (default 0)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "checkpoint")
