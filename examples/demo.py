@@ -43,7 +43,7 @@ MANIFEST = EXAMPLES / "demo.yaml"
 NAME = "demo"
 
 CALM_S, BUSY_S, START_S, DRAIN_S = 12, 32, 90, 30
-NUM_CHATTERS, NUM_READERS = 6, 4
+NUM_CHATTERS, NUM_READERS = 6, 6
 NUM_QUESTIONS_IN_LONG_PROMPT = 150
 OBJECTIVE_FACTOR = 1.2
 SHOWN_ANSWERS = 3
@@ -59,7 +59,7 @@ QUESTIONS = (
     "What is queue depth?",
     "Tell me a story about a robot",
     "Count from 3 to 17",
-    "Write a poem about the sea",
+    "What is an SLO?",
     "What is backpressure?",
 )
 

@@ -2,7 +2,6 @@
 
 import time
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +22,13 @@ def render(snapshot: Snapshot) -> RenderableType:
     """
     title = f"{snapshot.name}  {snapshot.url}  {snapshot.num_ready}/{snapshot.wanted} ready"
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
     )
     for i, column in enumerate(_COLUMNS):
         table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
