@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -90,6 +91,16 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Pre
             return await replica.run()
 
 
+def freeze_startup_objects() -> None:
+    """Leave what start-up made out of later garbage collections.
+
+    The libraries' objects, several 100,000, live as long as the process. Walking them in every full collection stopped
+    all streams for 0.2 to 0.3 s.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 class Replica:
     """The life of one replica: loading, ready, draining, gone."""
 
@@ -109,6 +120,7 @@ class Replica:
 
     async def run(self) -> int:
         self._take_signals()
+        freeze_startup_objects()  # while the engine loads
         servers = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in self._servers]
         try:
             return await self._live()
