@@ -1,6 +1,7 @@
 """Request bodies: read within limits, decoded into msgspec structs, every complaint a RequestError."""
 
 import asyncio
+import contextlib
 import re
 from typing import TypeVar
 
@@ -14,17 +15,25 @@ from flyball_runtime.core.errors import InvalidRequest
 T = TypeVar("T")
 Json = dict[str, object]
 
+MAX_DROPPED_BODIES = 8
+"""How much of a body that is too long is taken in and dropped, in longest allowed bodies."""
+
+DROP_TIMEOUT_S = 2.0
+
 _FIELD_PATH = re.compile(r"`(?:key in )?\$\.?([^`]*)`")
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body. Raises BodyTooLarge as soon as more than ``max_bytes`` are announced or came, BodyTimeout late."""
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise BodyTooLarge(max_bytes)
     try:
+        if announced.isdecimal() and int(announced) > max_bytes:
+            raise BodyTooLarge(max_bytes)
         async with asyncio.timeout(timeout_s):
             return await _read_up_to(request, max_bytes)
+    except BodyTooLarge:
+        await _drop_rest(request, MAX_DROPPED_BODIES * max_bytes)
+        raise
     except TimeoutError:
         raise BodyTimeout(timeout_s) from None
     except ClientDisconnect:
@@ -39,6 +48,22 @@ async def _read_up_to(request: Request, max_bytes: int) -> bytes:
             raise BodyTooLarge(max_bytes)
         parts.append(part)
     return b"".join(parts)
+
+
+async def _drop_rest(request: Request, max_bytes: int) -> None:
+    """Take in what the client is sending, within bounds, so that it gets to read its answer.
+
+    Closing a connection with bytes unread resets it, which takes the answer from the client as well. Who waits for
+    leave to send (Expect) reads the answer first.
+    """
+    if "expect" in request.headers:
+        return
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(DROP_TIMEOUT_S):
+            async for part in request.stream():
+                max_bytes -= len(part)
+                if max_bytes < 0:
+                    return
 
 
 def parse_object(body: bytes) -> Json:
