@@ -18,6 +18,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from flyball_protocol import endpoints
+from flyball_runtime.serve import SHUTDOWN_GRACE_S
 from replicas import ADMIN_TOKEN, Replica, environment, free_port, replica
 
 
@@ -150,6 +151,24 @@ def test_sigterm_drains_even_when_the_engine_gets_it_too(model: Path, tmp_path: 
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
             assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.process.wait(30) == endpoints.EXIT_OK
+
+
+def test_a_drain_waits_for_slow_readers(model: Path, tmp_path: Path) -> None:
+    with replica(model, log=tmp_path / "log") as server, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", server.port))
+        fields = {"model": "test", "prompt": [5], "ignore_eos": True, "stream": True, "max_tokens": 800, "n": 32}
+        body = json.dumps(fields | {"stream_options": {"continuous_usage_stats": True}})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        reader.sendall((head + body).encode())
+        answer = reader.recv(4096)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "every accepted request was finished" in server.log.read_text(), "no drain")
+        time.sleep(SHUTDOWN_GRACE_S + 1)  # the reader sleeps longer than a shutdown without a drain would wait
+        while packet := reader.recv(2**16):
+            answer += packet
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert server.process.wait(30) == endpoints.EXIT_OK
 
 

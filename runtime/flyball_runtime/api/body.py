@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import msgspec
@@ -14,34 +13,36 @@ from flyball_runtime.api.errors import BodyTimeout, BodyTooLarge, HttpError
 from flyball_runtime.core.errors import InvalidRequest
 
 T = TypeVar("T")
-
-LINGER_S = 2.0
 Json = dict[str, object]
+
+MAX_DROPPED_BODIES = 8
+"""How much of a body that is too long is taken in and dropped, in longest allowed bodies."""
+
+DROP_TIMEOUT_S = 2.0
 
 _FIELD_PATH = re.compile(r"`(?:key in )?\$\.?([^`]*)`")
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises BodyTooLarge when more than ``max_bytes`` are announced or came, BodyTimeout late."""
-    stream = request.stream()
+    """The whole body. Raises BodyTooLarge as soon as more than ``max_bytes`` are announced or came, BodyTimeout late."""
     announced = request.headers.get("content-length", "")
     try:
         if announced.isdecimal() and int(announced) > max_bytes:
             raise BodyTooLarge(max_bytes)
         async with asyncio.timeout(timeout_s):
-            return await _read_up_to(stream, max_bytes)
+            return await _read_up_to(request, max_bytes)
+    except BodyTooLarge:
+        await _drop_rest(request, MAX_DROPPED_BODIES * max_bytes)
+        raise
     except TimeoutError:
         raise BodyTimeout(timeout_s) from None
     except ClientDisconnect:
         raise HttpError(400, "disconnected", "the client left before its request was complete.") from None
-    except BodyTooLarge:
-        await _discard_rest(stream, max_bytes)
-        raise
 
 
-async def _read_up_to(stream: AsyncIterator[bytes], max_bytes: int) -> bytes:
+async def _read_up_to(request: Request, max_bytes: int) -> bytes:
     parts, size = [], 0
-    async for part in stream:
+    async for part in request.stream():
         size += len(part)
         if size > max_bytes:
             raise BodyTooLarge(max_bytes)
@@ -49,15 +50,19 @@ async def _read_up_to(stream: AsyncIterator[bytes], max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-async def _discard_rest(stream: AsyncIterator[bytes], max_bytes: int) -> None:
-    """Drop what a client is still sending, up to a limit: to close on it at once would reset the connection, and it
-    would see that and not the answer."""
-    size = 0
+async def _drop_rest(request: Request, max_bytes: int) -> None:
+    """Take in what the client is sending, within bounds, so that it gets to read its answer.
+
+    Closing a connection with bytes unread resets it, which takes the answer from the client as well. Who waits for
+    leave to send (Expect) reads the answer first.
+    """
+    if "expect" in request.headers:
+        return
     with contextlib.suppress(TimeoutError, ClientDisconnect):
-        async with asyncio.timeout(LINGER_S):
-            async for part in stream:
-                size += len(part)
-                if size > max_bytes:
+        async with asyncio.timeout(DROP_TIMEOUT_S):
+            async for part in request.stream():
+                max_bytes -= len(part)
+                if max_bytes < 0:
                     return
 
 

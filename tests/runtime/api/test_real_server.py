@@ -136,6 +136,24 @@ async def test_body_that_breaks_off(app: FastAPI, engine: FakeEngine, caplog: py
     assert not engine.requests and "Traceback" not in caplog.text
 
 
+async def test_who_sends_too_much_can_send_on_and_read_the_answer(app: FastAPI, settings: ApiSettings) -> None:
+    """Closing at once would reset the connection, and a client that is still sending would lose the answer."""
+    part = b" " * 16384
+    num_parts = 3 * settings.max_body_bytes // len(part)
+    async with served(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(post_bytes(b"", content_length=num_parts * len(part)))
+        for _ in range(num_parts):
+            await asyncio.sleep(0.01)  # time for a reset to arrive
+            writer.write(part)
+            await writer.drain()
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 413")
+        assert json.loads(body)["error"]["code"] == "body_too_large"
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_headers_over_the_limit(app: FastAPI, settings: ApiSettings) -> None:
     async with served(app, **settings.uvicorn_options()) as address:
         reader, writer = await asyncio.open_connection(*address)
