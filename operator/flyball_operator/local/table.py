@@ -26,9 +26,8 @@ def render(snapshot: Snapshot) -> RenderableType:
         title_justify="left",
         title_style="bold",
         header_style="bold",
-        box=box.SIMPLE_HEAD,
+        box=None,
         padding=(0, 2, 0, 0),
-        pad_edge=False,
     )
     for i, column in enumerate(_COLUMNS):
         table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
