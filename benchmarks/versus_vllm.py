@@ -198,16 +198,19 @@ def main() -> None:
     parser.add_argument("--vllm", required=True, metavar="PYTHON", help="Python of an environment with vLLM")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--shape", default="small")
+    parser.add_argument("--part", choices=("offline", "online", "profile"), action="append", help="default: all three")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
-    result = {
-        "shape": args.shape,
-        "offline_output_tokens_per_s": offline(args.vllm, checkpoint, args.runs),
-        "online_128_in_64_out": online(args.vllm, checkpoint, args.runs),
-        "share_of_time_64_decodes": profile(checkpoint),
-    }
+    parts = args.part or ["offline", "online", "profile"]
+    result: dict[str, Any] = {"shape": args.shape}
+    if "offline" in parts:
+        result["offline_output_tokens_per_s"] = offline(args.vllm, checkpoint, args.runs)
+    if "online" in parts:
+        result["online_128_in_64_out"] = online(args.vllm, checkpoint, args.runs)
+    if "profile" in parts:
+        result["share_of_time_64_decodes"] = profile(checkpoint)
     save("versus_vllm", result)
 
 
