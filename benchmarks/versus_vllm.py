@@ -201,6 +201,9 @@ def main() -> None:
     parser.add_argument("--part", choices=("offline", "online", "profile"), action="append", help="default: all three")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    # Left alone, vLLM's CPU build may keep a core back for its front end; both engines get all of them.
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
     parts = args.part or ["offline", "online", "profile"]
