@@ -5,7 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.flyball-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format clean

@@ -331,7 +331,7 @@ def report(console: Console, tally: Tally, moves: list[str], exit_code: int) -> 
 
 
 def main() -> int:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the demo brings its model
     console = Console()
     with tempfile.TemporaryDirectory(prefix="flyball-demo-") as folder:
         try:
