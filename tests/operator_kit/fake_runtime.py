@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 
 class FakeRuntime:
@@ -101,6 +102,7 @@ class FakeRuntime:
     async def admin_route(self, writer, method, path, headers, body):
         if headers.get("authorization") != f"Bearer {os.environ['FLYBALL_ADMIN_TOKEN']}":
             return send(writer, 401, {})
+        sys.path.append(str(Path(__file__).parents[1]))  # a script's path begins at its own folder
         import msgspec
 
         from flyball_protocol import Limits, LimitsAck, LimitsUpdate

@@ -96,7 +96,8 @@ class Running:
                     await asyncio.sleep(0.01)
                 return snapshot
         except TimeoutError:
-            raise AssertionError(f"never became so:\n{self.runner.snapshot()}\n{self.lines}") from None
+            logs = "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.log_dir.glob("*.log")))
+            raise AssertionError(f"never became so:\n{self.runner.snapshot()}\n{self.lines}\n{logs}") from None
 
     async def until_ready(self, count: int) -> Snapshot:
         return await self.until(lambda now: now.num_ready == count == len(now.replicas))
