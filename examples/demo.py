@@ -235,7 +235,7 @@ async def background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None
             await task
 
 
-async def wait_ready(operator: Operator, screen: Screen) -> Snapshot:
+async def wait_ready(operator: Operator) -> Snapshot:
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s:
         snapshot = await operator.snapshot()
@@ -260,7 +260,7 @@ async def session(console: Console, folder: Path) -> int:
     await operator.start()
     try:
         async with background(screen.run()):
-            ready = await wait_ready(operator, screen)
+            ready = await wait_ready(operator)
             client = Client(ready.url, tally)
             async with asyncio.TaskGroup() as traffic:
                 await send_traffic(traffic, client, operator, screen)

@@ -211,7 +211,7 @@ class EngineClient:
             raise QueueFull(self._config.max_queued_requests, self._retry_after_s(num_running, num_waiting))
 
     def _retry_after_s(self, num_running: int, num_waiting: int) -> int:
-        """A coarse guess: each batch of running requests takes about a second a queue's worth ahead."""
+        """A coarse guess: one second for each batch, as large as the one running, that waits ahead."""
         batches_ahead = num_waiting / max(1, num_running)
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(batches_ahead)))
 
