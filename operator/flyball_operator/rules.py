@@ -24,6 +24,7 @@ MANAGED_FLAGS = frozenset(
         "--max-num-batched-tokens",
         "--gpu-memory-utilization",
         "--kv-cache-memory-bytes",
+        "--boot-prior",
         "--drain-timeout",
         "--shutdown-timeout",
     }

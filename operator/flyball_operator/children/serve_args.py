@@ -27,6 +27,7 @@ def serve_args(llm: LLMDeployment) -> list[str]:
         "--dtype": _DTYPES[runtime.dtype],
         "--max-num-seqs": runtime.max_num_seqs,
         "--max-num-batched-tokens": runtime.max_num_batched_tokens,
+        "--boot-prior": f"{names.BOOT_PRIOR_MOUNT}/{names.BOOT_PRIOR_FILE}",
         "--drain-timeout": spec.rollout.drain.timeout_seconds,
         **{flag: value for flag, value in optional.items() if value is not None},
     }
