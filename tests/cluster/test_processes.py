@@ -63,9 +63,7 @@ def test_a_process_that_ends_early_shows_its_log(tmp_path: Path) -> None:
         group.close()
 
 
-def test_without_go_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_go_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingProgram, match=r"Install Go 1\.\d+.* from https://go.dev/dl"):

@@ -130,9 +130,7 @@ class ControlPlane(Cluster):
         config = {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [
-                {"name": "test", "cluster": {"server": self.url, "certificate-authority": str(self.pki.ca)}}
-            ],
+            "clusters": [{"name": "test", "cluster": {"server": self.url, "certificate-authority": str(self.pki.ca)}}],
             "users": [{"name": "admin", "user": user}],
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
             "current-context": "test",
