@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,9 +50,9 @@ class AdminClient:
         """Read the evidence of every target at once."""
         return await asyncio.gather(*(self.evidence(target) for target in targets))
 
-    async def post_all(self, targets: Sequence[Target], update: LimitsUpdate) -> list[Posted]:
-        """Post the same update to every target at once."""
-        return await asyncio.gather(*(self.post(target, update) for target in targets))
+    async def post_all(self, updates: Mapping[Target, LimitsUpdate]) -> list[Posted]:
+        """Post to every target its update, all at once."""
+        return await asyncio.gather(*(self.post(target, update) for target, update in updates.items()))
 
     async def evidence(self, target: Target) -> PodEvidence:
         async def read() -> PodEvidence:
