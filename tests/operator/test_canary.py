@@ -12,7 +12,7 @@ from msgspec import structs
 
 from flyball_operator.spec import Bounds, Objectives, Range, Tuning
 from flyball_operator.tuning import Action, Decision, PodEvidence, Reason, Trial, TunerState, advance
-from flyball_operator.tuning.canary import PATIENCE_WINDOWS, withdraw
+from flyball_operator.tuning.canary import PATIENCE_WINDOWS
 from flyball_operator.tuning.record import DecisionRecord, from_line, to_line
 from flyball_operator.tuning.state import Direction
 from flyball_protocol import Evidence, Limits
@@ -238,12 +238,16 @@ def test_a_revision_that_somebody_else_set_ends_the_trial_above_it() -> None:
     assert "replica 1 has revision 9, which somebody else set" in decision.why
 
 
-def test_tuning_that_is_turned_off_leaves_no_canary_behind() -> None:
-    decision = withdraw(in_trial(on_trial()), pods(make_evidence(), canary()), now_s=NOW_S)
-    assert decision is not None
+@pytest.mark.parametrize("mode", ["Off", "Recommend"])
+def test_a_mode_that_changes_nothing_leaves_no_canary_behind(mode: Any) -> None:
+    tuning = structs.replace(TUNING, mode=mode)
+    decision = judged(canary(), after_s=5, tuning=tuning)
     assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.TUNING_OFF)
     assert decision.wanted_at("replica 2") == decision.wanted_at("replica 1") == (5, LIMITS)
-    assert withdraw(decision.state, [], now_s=NOW_S) is None
+    after = advanced(decision.state, pods(*[make_evidence(**ITL_OVER)] * 2), tuning=tuning)
+    assert (after.action, after.state.trial) == (Action.HOLD, None)
+    recommended = advanced(TunerState(), pods(*[make_evidence(**ITL_OVER)] * 2), tuning=tuning)
+    assert (recommended.action, recommended.state.trial) == (Action.CHANGE, None)
 
 
 def test_a_trial_replays_from_its_record() -> None:

@@ -38,13 +38,24 @@ class Posted:
 
 
 class AdminClient:
-    """Reads evidence and posts limits. A replica that does not answer is a result, not an exception."""
+    """Reads evidence and posts limits. A replica that does not answer is a result, not an exception.
 
-    def __init__(self, session: aiohttp.ClientSession, token: str, *, timeout_s: float = 2.0) -> None:
+    Args:
+        slots: how many requests may be under way; several clients may share it.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        token: str,
+        *,
+        timeout_s: float = 2.0,
+        slots: asyncio.Semaphore | None = None,
+    ) -> None:
         self._session = session
         self._headers = {"Authorization": f"Bearer {token}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._slots = slots or asyncio.Semaphore(MAX_CONCURRENT)
 
     async def gather(self, targets: Sequence[Target]) -> list[PodEvidence]:
         """Read the evidence of every target at once."""

@@ -30,22 +30,20 @@ AT_ONCE = frozenset({Reason.OUT_OF_BOUNDS, Reason.OUT_OF_STEP})
 def advance(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence], *, now_s: float) -> Decision:
     """Decide as ``decide()`` does, but try a change on one replica first where there are several.
 
-    Arguments are those of ``decide()``; while ``state.trial`` is set, the trial alone is decided on.
+    Arguments are those of ``decide()``; while ``state.trial`` is set, the trial alone is decided on. A mode that changes
+    nothing takes it back, because nobody would judge it.
     """
     if state.trial is not None:
-        return _judge(_Situation(tuning, state, state.trial, tuple(evidence), now_s))
+        trying = _Situation(tuning, state, state.trial, tuple(evidence), now_s)
+        return _judge(trying) if tuning.mode == "Auto" else trying.take_back(Reason.TUNING_OFF, f"mode {tuning.mode}")
     decision = decide(tuning, state, evidence, now_s=now_s)
-    if decision.action is not Action.CHANGE or decision.reason in AT_ONCE or len(evidence) < 2:
+    if tuning.mode != "Auto" or not _is_experiment(decision) or len(evidence) < 2:
         return decision
     return _try_first(decision, state, _choose(tuning, evidence), now_s)
 
 
-def withdraw(state: TunerState, evidence: Sequence[PodEvidence], *, now_s: float) -> Decision | None:
-    """Take back the change that is on trial, because nobody will judge it; None when there is none."""
-    trial = state.trial
-    if trial is None:
-        return None
-    return _take_back(state, trial, evidence, now_s, Reason.TUNING_OFF, "tuning no longer changes limits")
+def _is_experiment(decision: Decision) -> bool:
+    return decision.action is Action.CHANGE and decision.reason not in AT_ONCE
 
 
 def _choose(tuning: Tuning, evidence: Sequence[PodEvidence]) -> PodEvidence:
@@ -144,7 +142,18 @@ class _Situation:
         return self.take_back(Reason.CANARY_UNJUDGED, f"no verdict in {patience_s:.0f} s ({why})")
 
     def take_back(self, reason: Reason, why: str) -> Decision:
-        return _take_back(self.state, self.trial, self.evidence, self.now_s, reason, why)
+        trial = self.trial
+        revision = max(trial.revision, *(one.revision for one in self.answered.values()), 0) + 1
+        # Both moves are kept: a limit that turned round has a longer cool-down, so a bad change is tried ever less often.
+        moves = [structs.replace(trial.move, at_s=trial.started_s), trial.move.undone(self.now_s)]
+        return Decision(
+            action=Action.ROLL_BACK,
+            reason=reason,
+            why=f"{_in_words(trial)} is taken back from {trial.canary}: {why}",
+            limits=trial.before,
+            revision=revision,
+            state=self.state.after(moves, trial.before, revision),
+        )
 
     def promote(self, why: str) -> Decision:
         trial = self.trial
@@ -178,23 +187,6 @@ class _View:
     def failures(self) -> tuple[float, float]:
         """The share of requests that failed, lower and upper bound."""
         return wilson(self.num_failed, self.num_ended)
-
-
-def _take_back(
-    state: TunerState, trial: Trial, evidence: Sequence[PodEvidence], now_s: float, reason: Reason, why: str
-) -> Decision:
-    reported = (pod.evidence.revision for pod in evidence if pod.evidence is not None)
-    revision = max(trial.revision, *reported, trial.before_revision) + 1
-    # Both moves are kept: a limit that turned round has a longer cool-down, so a bad change is tried ever less often.
-    moves = [structs.replace(trial.move, at_s=trial.started_s), trial.move.undone(now_s)]
-    return Decision(
-        action=Action.ROLL_BACK,
-        reason=reason,
-        why=f"{_in_words(trial)} is taken back from {trial.canary}: {why}",
-        limits=trial.before,
-        revision=revision,
-        state=state.after(moves, trial.before, revision),
-    )
 
 
 def _in_words(trial: Trial) -> str:

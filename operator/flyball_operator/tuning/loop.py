@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from flyball_operator.spec import Tuning
 from flyball_operator.tuning.admin import AdminClient, Posted, Target
-from flyball_operator.tuning.canary import advance, withdraw
+from flyball_operator.tuning.canary import advance
 from flyball_operator.tuning.decide import decide
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
@@ -64,70 +64,35 @@ class SlowLoop:
         self._state = TunerState()
         self._told: tuple[Action, Reason, object] | None = None
 
+    @property
+    def has_trial(self) -> bool:
+        """Whether a change is on trial at one replica."""
+        return self._state.trial is not None
+
     async def round(self, tuning: Tuning, targets: Sequence[Target]) -> Round:
         """Decide once and, in mode Auto, bring the replicas to the limits that follow."""
         evidence = tuple(await self._admin.gather(targets))
         now_s = self._clock()
         if self._memory is not None:
             self._recover(self._memory, evidence, now_s)
-        if tuning.mode != "Auto":
-            return await self._recommend(tuning, targets, evidence, now_s)
         function, state = advance if self._canary_first else decide, self._state
         decision = function(tuning, state, evidence, now_s=now_s)
         posted: tuple[Posted, ...] = ()
-        if self._memory is None:
+        if self._memory is not None or (tuning.mode != "Auto" and decision.action is not Action.ROLL_BACK):
+            self._state = TunerState()  # what was recommended was not done
+        else:
             # Even a change that no replica took counts as made: it is not tried again before its cool-down.
             self._state = decision.state
             posted = await self._post(tuning, decision, targets)
-        return self._done(tuning, state, evidence, now_s, decision, posted)
-
-    async def withdraw(self, tuning: Tuning, targets: Sequence[Target]) -> Decision | None:
-        """Take a change that is on trial back. Call it when no further round will judge it."""
-        evidence = tuple(await self._admin.gather(targets))
-        decision = withdraw(self._state, evidence, now_s=self._clock())
-        if decision is not None:
-            self._state = decision.state
-            await self._post(tuning, decision, targets)
-        return decision
+        told = self._is_news(decision)
+        if told or decision.action is not Action.HOLD:
+            self._on_record(_record(self._deployment, tuning, state, evidence, now_s, decision, self._canary_first))
+        return Round(evidence, decision, posted, told)
 
     def _recover(self, memory: Memory, evidence: tuple[PodEvidence, ...], now_s: float) -> None:
         state = recover(memory, evidence, now_s=now_s)
         if state is not None:
             self._state, self._memory = state, None
-
-    async def _recommend(
-        self, tuning: Tuning, targets: Sequence[Target], evidence: tuple[PodEvidence, ...], now_s: float
-    ) -> Round:
-        withdrawn = withdraw(self._state, evidence, now_s=now_s)
-        posted = () if withdrawn is None else await self._post(tuning, withdrawn, targets)
-        state = self._state = TunerState()  # what is recommended is not done
-        decision = withdrawn or decide(tuning, state, evidence, now_s=now_s)
-        return self._done(tuning, state, evidence, now_s, decision, posted)
-
-    def _done(
-        self,
-        tuning: Tuning,
-        state: TunerState,
-        evidence: tuple[PodEvidence, ...],
-        now_s: float,
-        decision: Decision,
-        posted: tuple[Posted, ...],
-    ) -> Round:
-        told = self._is_news(decision)
-        if told or decision.action is not Action.HOLD:
-            self._on_record(
-                DecisionRecord(
-                    time=datetime.now(UTC).isoformat(timespec="milliseconds"),
-                    deployment=self._deployment,
-                    tuning=tuning,
-                    state=state,
-                    evidence=evidence,
-                    now_s=now_s,
-                    decision=decision,
-                    canary_first=self._canary_first and tuning.mode == "Auto",
-                )
-            )
-        return Round(evidence, decision, posted, told)
 
     async def _post(self, tuning: Tuning, decision: Decision, targets: Sequence[Target]) -> tuple[Posted, ...]:
         """Bring every replica to what it should have, or renew the lease of it."""
@@ -162,3 +127,24 @@ def _log_answer(posted: Posted, update: LimitsUpdate) -> None:
         )
     else:
         log.debug("%s has limits revision %d: %s", posted.pod, posted.ack.revision, posted.ack.status)
+
+
+def _record(
+    deployment: str,
+    tuning: Tuning,
+    state: TunerState,
+    evidence: tuple[PodEvidence, ...],
+    now_s: float,
+    decision: Decision,
+    canary_first: bool,
+) -> DecisionRecord:
+    return DecisionRecord(
+        time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        deployment=deployment,
+        tuning=tuning,
+        state=state,
+        evidence=evidence,
+        now_s=now_s,
+        decision=decision,
+        canary_first=canary_first,
+    )
