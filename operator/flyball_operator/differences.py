@@ -15,10 +15,10 @@ QUANTITIES = frozenset({"limits", "requests", "sizeLimit", "averageValue"})
 def differences(wanted: Any, observed: Any, path: str = "", *, is_quantity: bool = False) -> Iterator[str]:
     """Yield one line for each place where ``observed`` lacks ``wanted``: ``spec.replicas is 5, wanted 3``.
 
-    Maps may have more keys than wanted, lists may not have more items. Empty and absent are the same, because the API
-    server drops what is empty.
+    Maps may have more keys than wanted, lists may not have more items. Empty, zero and absent are the same, because
+    the API server drops what is empty.
     """
-    if not wanted and not observed and wanted != 0 and observed != 0:
+    if not wanted and not observed:
         return
     if isinstance(wanted, dict) and isinstance(observed, dict):
         for key, value in wanted.items():

@@ -103,7 +103,9 @@ def test_what_is_on_its_way_out_is_waited_for() -> None:
     [
         ({"a": 1}, {"a": 1, "b": 2}, []),
         ({"a": {}}, {}, []),
-        ({"a": 0}, {}, ["a is absent, wanted 0"]),
+        ({"a": 0}, {}, []),
+        ({"a": 0}, {"a": 3}, ["a is 3, wanted 0"]),
+        ({"a": 3}, {}, ["a is absent, wanted 3"]),
         ({"a": False}, {"a": None}, []),
         ({"a": [1, 2]}, {"a": [1]}, ["a has 1 items, wanted 2"]),
         ({"a": [{"b": 1}]}, {"a": [{"b": 2, "c": 3}]}, ["a[0].b is 2, wanted 1"]),
