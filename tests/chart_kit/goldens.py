@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 CRD = ROOT / "crds" / "llmdeployments.yaml"
 CRD_COPY = CHART / "files" / "llmdeployments.yaml"
 VALUES = sorted((ROOT / "tests" / "chart" / "values").glob("*.yaml"))
+VALUES_OF = {path.stem: path for path in VALUES}
 
 
 def golden_of(values: Path) -> Path:

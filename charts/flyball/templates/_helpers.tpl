@@ -1,10 +1,10 @@
 {{- define "flyball.name" -}}
-{{ printf "%s-operator" (trunc 54 .Release.Name) }}
+{{ .Release.Name }}-operator
 {{- end }}
 
 {{- define "flyball.selectorLabels" -}}
 app.kubernetes.io/name: flyball
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end }}
 
