@@ -78,18 +78,19 @@ def _limits(field: Schema) -> str:
 
 
 def _rules(root: Schema) -> str:
-    lines = [f"- `{path}`: {rule['message']}." for path, rule in _validations(root, "")]
+    lines = [f"- `{path}`: {rule['message']}." for path, rule in validations(root)]
     return "\n".join([*lines, ""])
 
 
-def _validations(node: Schema, path: str) -> Iterator[tuple[str, Schema]]:
+def validations(node: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
+    """Yield every CEL rule at and below ``node`` with the path it is about."""
     for rule in node.get("x-kubernetes-validations", []):
         yield path or "metadata.name", rule
     for name, child in node.get("properties", {}).items():
-        yield from _validations(child, f"{path}.{name}" if path else name)
+        yield from validations(child, f"{path}.{name}" if path else name)
     for key, suffix in (("items", "[]"), ("additionalProperties", ".*")):
         if isinstance(node.get(key), dict):
-            yield from _validations(node[key], path + suffix)
+            yield from validations(node[key], path + suffix)
 
 
 def _columns() -> str:

@@ -1,14 +1,13 @@
 """The CRD's schema: the one description of the API, used to check and complete manifests without a cluster."""
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from jsonschema import Draft202012Validator, ValidationError, validators
-from jsonschema.protocols import Validator
+from jsonschema import Draft202012Validator, ValidationError
 
 CRD_FILE = Path(__file__).with_name("llmdeployments.yaml")
 
@@ -29,8 +28,14 @@ def crd_text() -> str:
 
 
 @cache
+def crd() -> dict[str, Any]:
+    """Return the CustomResourceDefinition as a manifest."""
+    found: dict[str, Any] = yaml.safe_load(crd_text())
+    return found
+
+
 def _version() -> Schema:
-    found: Schema = yaml.safe_load(crd_text())["spec"]["versions"][0]
+    found: Schema = crd()["spec"]["versions"][0]
     return found
 
 
@@ -66,20 +71,9 @@ def _spec_schema() -> Schema:
     return found
 
 
-def _is_integer(_: object, value: object) -> bool:
-    """JSON Schema calls 2.0 an integer; the API server does not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-_extend: Callable[..., type[Validator]] = validators.extend
-_Validator = _extend(
-    Draft202012Validator, type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_integer)
-)
-
-
 @cache
-def _validator() -> Validator:
-    return _Validator(_strict(_spec_schema()))
+def _validator() -> Draft202012Validator:
+    return Draft202012Validator(_strict(_spec_schema()))
 
 
 def _strict(node: Schema) -> Schema:
@@ -120,12 +114,13 @@ def _repeated_entries(keys: list[str], entries: list[Any], path: str) -> Iterato
 
 def _fill(node: Schema, value: Any) -> Any:
     if isinstance(value, list):
-        return [_fill(node["items"], item) for item in value]
+        return [_fill(node.get("items", {}), item) for item in value]
     if not isinstance(value, dict):
-        return value
+        return int(value) if isinstance(value, float) and node else value  # 2.0 is an integer to JSON Schema
     properties: Schema = node.get("properties", {})
+    others: Schema = node.get("additionalProperties", {})
     defaults = {name: child["default"] for name, child in properties.items() if "default" in child}
-    return {name: _fill(properties.get(name, {}), child) for name, child in {**defaults, **value}.items()}
+    return {name: _fill(properties.get(name, others), child) for name, child in {**defaults, **value}.items()}
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
