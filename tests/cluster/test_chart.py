@@ -1,16 +1,10 @@
 """The chart on a real API server: what it renders is accepted, its rights hold, the CRD comes, changes and stays."""
 
-import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import yaml
 
-from chart_kit import CHART, Helm, create_operator_account, goldens
-from chart_kit.helm import objects
-from cluster_kit import Cluster, CommandFailed, ControlPlane, find_assets
+from cluster_kit import ControlPlane, find_assets
 
 pytestmark = pytest.mark.cluster
 CRD = "llmdeployments.flyball.dev"
