@@ -1,25 +1,42 @@
-"""The service account of the operator, with exactly the rights that the chart gives it."""
+"""The operator's service account, with exactly the rights that the chart gives it."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from chart_kit.helm import Helm, objects
+from chart_kit.helm import Helm, Manifest, objects
 from cluster_kit import Cluster
 
 RIGHTS = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
 
 
-def create_operator_account(cluster: Cluster, namespace: str, *, watched: Sequence[str] = ()) -> Path:
-    """Give a namespace the operator's service account and rights, and return a kubeconfig of that account.
+def rights(namespace: str, *, watched: Sequence[str] = ()) -> list[Manifest]:
+    """Return the account, the roles and the bindings of an operator in ``namespace``.
 
     Args:
-        namespace: where the operator would be installed. A release of this name is rendered, so several do not meet.
-        watched: the namespaces to serve; none means all, by a ClusterRole that outlives the namespace.
+        namespace: names the release too, so several in one cluster do not meet.
+        watched: the namespaces to serve; none means all, by a ClusterRole.
     """
-    values = [f"watchNamespaces[{index}]={name}" for index, name in enumerate(watched)]
-    switches = ("crds.install=false", "userRoles.create=false", *values)
-    rendered = Helm().render(*(f"--set={one}" for one in switches), release=namespace, namespace=namespace)
-    rights = [one for one in objects(rendered) if one["kind"] in RIGHTS]
-    cluster.apply(*rights)
-    (account,) = (one["metadata"]["name"] for one in rights if one["kind"] == "ServiceAccount")
-    return cluster.kubeconfig_of(namespace, account)
+    values = ("--set=crds.install=false,userRoles.create=false", f"--set-string=watchNamespaces={{{','.join(watched)}}}")
+    rendered = Helm().render(*values, release=namespace, namespace=namespace)
+    return [one for one in objects(rendered) if one["kind"] in RIGHTS]
+
+
+def serving_rules() -> list[Manifest]:
+    """Return the rules under which the operator serves a namespace."""
+    return _rules_of("any-operator")
+
+
+def own_rules() -> list[Manifest]:
+    """Return the rules that it has beside these in its own namespace."""
+    return _rules_of("any-operator-own")
+
+
+def _rules_of(role: str) -> list[Manifest]:
+    found = {one["metadata"]["name"]: one for one in rights("any", watched=["any"]) if one["kind"] == "Role"}
+    return list(found[role]["rules"])
+
+
+def create_operator_account(cluster: Cluster, namespace: str, *, watched: Sequence[str] = ()) -> Path:
+    """Give a namespace the operator's account and rights, and return a kubeconfig of that account."""
+    cluster.apply(*rights(namespace, watched=watched))
+    return cluster.kubeconfig_of(namespace, f"{namespace}-operator")
