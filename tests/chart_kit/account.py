@@ -21,21 +21,6 @@ def rights(namespace: str, *, watched: Sequence[str] = ()) -> list[Manifest]:
     return [one for one in objects(rendered) if one["kind"] in RIGHTS]
 
 
-def serving_rules() -> list[Manifest]:
-    """Return the rules under which the operator serves a namespace."""
-    return _rules_of("any-operator")
-
-
-def own_rules() -> list[Manifest]:
-    """Return the rules that it has beside these in its own namespace."""
-    return _rules_of("any-operator-own")
-
-
-def _rules_of(role: str) -> list[Manifest]:
-    found = {one["metadata"]["name"]: one for one in rights("any", watched=["any"]) if one["kind"] == "Role"}
-    return list(found[role]["rules"])
-
-
 def create_operator_account(cluster: Cluster, namespace: str, *, watched: Sequence[str] = ()) -> Path:
     """Give a namespace the operator's account and rights, and return a kubeconfig of that account."""
     cluster.apply(*rights(namespace, watched=watched))

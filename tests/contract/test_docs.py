@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import make_tokenizer
 from flyball_operator import cli as operator_cli
-from flyball_operator import manifest, reference, schema
+from flyball_operator import diagnosis, manifest, reference, schema, status, tuning_status
 from flyball_operator.cluster import reconciler
 from flyball_operator.cluster.metrics import Metrics as OperatorMetrics
 from flyball_operator.tuning import Reason

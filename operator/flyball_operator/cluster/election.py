@@ -131,9 +131,11 @@ class Election:
             self._lease = await self._client.replace(LEASE, self._signed(self._lease))
         except Conflict as error:
             # Taken by another, or an earlier renewal arrived although its answer did not.
-            self._lease = await self._client.get(LEASE, self._namespace, LEASE_NAME)
-            if self._lease.get("spec", {}).get("holderIdentity") != self._identity:
+            found = await self._client.get(LEASE, self._namespace, LEASE_NAME)
+            if found.get("spec", {}).get("holderIdentity") != self._identity:
+                self._lease = {}  # nothing of ours to release
                 raise LeaseLost(f"{self._what} was taken by somebody else") from error
+            self._lease = found
 
     @property
     def _what(self) -> str:

@@ -63,7 +63,7 @@ class Expired(ApiError):
 
 
 class Invalid(ApiError):
-    """400 or 422: the API server refuses the object as it is; sending it again would change nothing."""
+    """400, 422 and some 500s: the API server refuses the object as it is; sending it again would change nothing."""
 
 
 class Forbidden(ApiError):
@@ -102,10 +102,17 @@ _CLASSES: dict[int, type[ApiError]] = {
 
 def from_answer(call: Call, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> ApiError:
     """Return the error that an answer with a status of 400 and above stands for."""
-    error = _CLASSES.get(status, Unavailable if status >= 500 else ApiError)(call, status, body)
+    error = _class_of(status, body)(call, status, body)
     if isinstance(error, TooManyRequests):
         error.retry_after_s = _retry_after_s(headers.get("Retry-After"), error.retry_after_s)
     return error
+
+
+def _class_of(status: int, body: Mapping[str, Any]) -> type[ApiError]:
+    # Server-side apply of a field that the kind does not have is the client's mistake, and answered with a 500.
+    if status == 500 and "failed to create typed patch object" in str(body.get("message")):
+        return Invalid
+    return _CLASSES.get(status, Unavailable if status >= 500 else ApiError)
 
 
 def _retry_after_s(header: str | None, default_s: float) -> float:

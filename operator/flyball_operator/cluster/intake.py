@@ -1,6 +1,6 @@
 """Takes in what watches and lists see: into the store, and the deployment it concerns into the queue."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 from flyball_operator import names
 from flyball_operator.cluster.client import Client
@@ -59,17 +59,15 @@ class Intake:
         self._changed(key)
 
 
-async def list_all(client: Client, intake: Intake, kinds: Sequence[Kind], namespaces: Sequence[str | None]) -> None:
-    """Read everything once. Watches alone would miss what is deleted while they are interrupted.
+async def read_all(client: Client, intake: Intake, kind: Kind, namespace: str | None) -> None:
+    """Read a kind as it is now. Watches alone would miss what is deleted while they are interrupted.
 
     Raises:
-        ClusterError: a list failed; what was read until then is taken in.
+        ClusterError: the list failed; what was read until then is taken in.
     """
-    for kind in kinds:
-        for namespace in namespaces:
-            uids: set[str] = set()
-            async for page in client.pages(kind, namespace, labels=selector_of(kind)):
-                for obj in page.items:
-                    uids.add(obj["metadata"]["uid"])
-                    intake.seen(kind, obj)
-            intake.only(kind, namespace, uids, page.resource_version)
+    uids: set[str] = set()
+    async for page in client.pages(kind, namespace, labels=selector_of(kind)):
+        for obj in page.items:
+            uids.add(obj["metadata"]["uid"])
+            intake.seen(kind, obj)
+    intake.only(kind, namespace, uids, page.resource_version)

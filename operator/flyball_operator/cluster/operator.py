@@ -1,12 +1,15 @@
 """The operator's process: what it is made of, and the order in which it starts."""
 
 import asyncio
+import itertools
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+import aiohttp
 import kopf
 
 from flyball_operator import children
@@ -16,10 +19,10 @@ from flyball_operator.cluster.admin_token import AdminTokens, load_key
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.election import Election, Terms
-from flyball_operator.cluster.errors import ClusterError, TooManyRequests
+from flyball_operator.cluster.errors import ClusterError, Forbidden, Invalid, TooManyRequests
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.health import Health, HealthServer
-from flyball_operator.cluster.intake import Intake, list_all
+from flyball_operator.cluster.intake import Intake, read_all
 from flyball_operator.cluster.kinds import (
     BUILT_IN_CHILDREN,
     LLM_DEPLOYMENT,
@@ -31,9 +34,9 @@ from flyball_operator.cluster.kinds import (
 )
 from flyball_operator.cluster.metrics import Metrics
 from flyball_operator.cluster.queue import Backoff, WorkQueue
-from flyball_operator.cluster.reconciler import Build, Reconciler, TunerView
+from flyball_operator.cluster.reconciler import Build, Reconciler
 from flyball_operator.cluster.store import Key, Store
-from flyball_operator.status import Condition
+from flyball_operator.cluster.tuner import ClusterTuner
 
 log = logging.getLogger(__name__)
 
@@ -77,19 +80,6 @@ class OperatorOptions:
         return [*self.namespaces] or [None]
 
 
-class NoTuner:
-    """Stands in where there is no slow loop."""
-
-    def status(self, key: Key) -> Mapping[str, Any] | None:
-        return None
-
-    def conditions(self, key: Key) -> Sequence[Condition]:
-        return ()
-
-    def boot_prior(self, key: Key) -> Mapping[str, Any] | None:
-        return None
-
-
 class Operator:
     """``run()`` serves until SIGTERM, and raises what makes going on pointless."""
 
@@ -107,7 +97,6 @@ class Operator:
         self._events = Recorder(self._client, options.identity)
         self._health = Health()
         self._platform = self._platform_with(keda=False, pod_monitor=False)
-        self._tuner: TunerView = NoTuner()
         metrics.queue_depth.set_function(lambda: self._queue.num_due)
         metrics.queue_retries.set_function(lambda: self._queue.num_failing)
         metrics.resources.set_function(lambda: len(self._store.resources))
@@ -139,24 +128,33 @@ class Operator:
     async def _act(self) -> None:
         self._metrics.leader.set(1)
         await self._wait_for_kind(LLM_DEPLOYMENT)
-        await self._look_at_platform()
+        await self._insist(self._look_at_platform)
         kinds = self._kinds()
         await self._wait_for_rights(kinds)
-        tokens = AdminTokens(await self._insist(lambda: load_key(self._client, self._options.own_namespace)))
-        self._reconciler = Reconciler(
+        key = await self._insist(lambda: load_key(self._client, self._options.own_namespace))
+        # Lists before watches: a reconcile that has not seen all children would look for each by itself.
+        for kind, namespace in itertools.product(kinds, self._options.scopes):
+            await self._insist(partial(read_all, self._client, self._intake, kind, namespace))
+        self._health.waiting_for = None
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as to_pods:
+            await self._serve(AdminTokens(key), kinds, to_pods)
+
+    async def _serve(self, tokens: AdminTokens, kinds: Sequence[Kind], to_pods: aiohttp.ClientSession) -> None:
+        tuner = ClusterTuner(
+            self._store, token_of=tokens.token, session=to_pods, changed=self._queue.add, event=self._events
+        )
+        reconciler = Reconciler(
             store=self._store,
             client=self._client,
             tokens=tokens,
             build=self._build,
             platform=lambda: self._platform,
-            tuner=self._tuner,
+            tuner=tuner,
             event=self._events,
         )
-        # Lists before watches: a reconcile that has not seen all children would look for each by itself.
-        await self._insist(lambda: list_all(self._client, self._intake, kinds, self._options.scopes))
-        self._health.waiting_for = None
-        workers = [self._work() for _ in range(self._options.workers)]
-        await _first_of(*workers, self._events.run(), self._resync(), self._watch_platform(), self._watch(kinds))
+        workers = [self._work(reconciler) for _ in range(self._options.workers)]
+        others = (self._events.run(), tuner.run(), self._resync(), self._watch_platform(), self._watch(kinds))
+        await _first_of(*workers, *others)
 
     async def _watch(self, kinds: Sequence[Kind]) -> None:
         await kopf.operator(
@@ -167,15 +165,17 @@ class Operator:
             standalone=True,
         )
 
-    async def _work(self) -> None:
+    async def _work(self, reconciler: Reconciler) -> None:
         while True:
             key = await self._queue.get()
             self._health.started(key)
             try:
                 with self._metrics.reconcile_seconds.time():
-                    is_done = await self._reconciler.reconcile(key)
+                    is_done = await reconciler.reconcile(key)
+            except (Invalid, Forbidden) as error:
+                self._retry(key, error, REFUSED)
             except ClusterError as error:
-                self._retry(key, error)
+                self._retry(key, error, UNREACHABLE)
             except Exception as error:
                 log.exception("%s: a bug in the operator", key)
                 self._retry(key, error, REFUSED)
@@ -187,7 +187,7 @@ class Operator:
             finally:
                 self._health.ended(key)
 
-    def _retry(self, key: Key, error: Exception, backoff: Backoff = UNREACHABLE) -> None:
+    def _retry(self, key: Key, error: Exception, backoff: Backoff) -> None:
         self._metrics.reconcile_errors.labels(type(error).__name__).inc()
         at_least_s = error.retry_after_s if isinstance(error, TooManyRequests) else 0.0
         delay_s = self._queue.failed(key, backoff=backoff, at_least_s=at_least_s)
@@ -196,10 +196,11 @@ class Operator:
     async def _resync(self) -> None:
         while True:
             await asyncio.sleep(self._options.resync_s)
-            try:
-                await list_all(self._client, self._intake, self._kinds(), self._options.scopes)
-            except ClusterError as error:
-                log.warning("the periodic list failed: %s", error)
+            for kind, namespace in itertools.product(self._kinds(), self._options.scopes):
+                try:
+                    await read_all(self._client, self._intake, kind, namespace)
+                except ClusterError as error:
+                    log.warning("the periodic list failed: %s", error)
 
     async def _watch_platform(self) -> None:
         while True:
@@ -237,19 +238,23 @@ class Operator:
             await asyncio.sleep(WAIT_S)
 
     async def _wait_for_rights(self, kinds: Sequence[Kind]) -> None:
-        rights = access.rights_to_watch(kinds, self._options.scopes)
-        while missing := await self._insist(lambda: access.missing(self._client, rights)):
+        missing = access.rights_to_watch(kinds, self._options.scopes)
+        while missing := [
+            one for one in missing if not await self._insist(partial(access.is_allowed, self._client, one))
+        ]:
             self._wait_for(f"rights that the operator's role lacks: {', '.join(map(str, missing))}")
             await asyncio.sleep(WAIT_S)
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return what ``call`` returns, as soon as the API server answers."""
+        num_failures = 0
         while True:
             try:
                 return await call()
             except ClusterError as error:
+                num_failures += 1
                 self._wait_for(f"an answer: {error}")
-                await asyncio.sleep(WAIT_S)
+                await asyncio.sleep(UNREACHABLE.after(num_failures))
 
     def _wait_for(self, what: str) -> None:
         if self._health.waiting_for != what:
