@@ -1,7 +1,10 @@
 """The chart on a real API server: what it renders is accepted, its rights hold, the CRD comes, changes and stays."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from chart_kit import CHART, Helm, create_operator_account, goldens
-from chart_kit.helm import NAMESPACE, RELEASE, objects
+from chart_kit import CHART, Helm, goldens
 from chart_kit.go_module import module_folder
+from chart_kit.helm import NAMESPACE, RELEASE, objects
 from cluster_kit import Cluster, CommandFailed, ControlPlane, find_assets
+from cluster_kit.control_plane import free_port
 
 pytestmark = pytest.mark.cluster
 
@@ -97,7 +101,9 @@ def test_an_uninstall_leaves_the_crd_and_what_users_made(helm: Helm, bare: Contr
 
     uninstall(helm)
 
-    assert not is_there(bare, "deployment,service,serviceaccount,role,rolebinding", "-n", NAMESPACE, "-l", "helm.sh/chart")
+    assert not is_there(
+        bare, "deployment,service,serviceaccount,role,rolebinding", "-n", NAMESPACE, "-l", "helm.sh/chart"
+    )
     assert not is_there(bare, "clusterrole,clusterrolebinding", "-l", "helm.sh/chart")
     assert bare.get("llmdeployment", "chat", "-n", "team-a") == before
     install(helm)  # takes the CRD over again
@@ -172,13 +178,6 @@ def test_an_account_for_namespaces_has_no_rights_elsewhere(helm: Helm, bare: Con
         assert not may(bare, "patch", "deployments.apps", place, kubeconfig=account)
 
 
-def test_the_account_that_tests_use_has_the_charts_rights(bare: ControlPlane) -> None:
-    account = create_operator_account(bare, "team-b", watched=["team-b"])
-    assert may(bare, "patch", "deployments.apps", "-n=team-b", kubeconfig=account)
-    assert may(bare, "get", "leases.coordination.k8s.io/flyball-operator", "-n=team-b", kubeconfig=account)
-    assert not may(bare, "list", "pods", "-n=team-a", kubeconfig=account)
-
-
 AGGREGATION_TIMEOUT_S = 30.0
 
 
@@ -212,3 +211,49 @@ def test_who_may_do_it_to_pods_may_do_it_to_llmdeployments(bare: ControlPlane, r
     assert may(bare, "delete", "llmdeployments.flyball.dev", *someone) is writes
     assert may(bare, "patch", "llmdeployments.flyball.dev", "--subresource=scale", *someone) is writes
     assert not may(bare, "patch", "llmdeployments.flyball.dev", "--subresource=status", *someone)
+
+
+def rendered(kind: str, values: Path = goldens.VALUES_OF["default"]) -> dict[str, Any]:
+    (found,) = (one for one in objects(Helm().render(f"--values={values}")) if one["kind"] == kind)
+    return found
+
+
+@pytest.fixture
+def operator_port(helm: Helm, bare: ControlPlane) -> Iterator[int]:
+    """The metrics port of an operator that runs as the chart's Deployment says, under the release's account."""
+    port = free_port()
+    (container,) = rendered("Deployment")["spec"]["template"]["spec"]["containers"]
+    account = bare.kubeconfig_of(NAMESPACE, ACCOUNT)
+    environment = {**os.environ, "KUBECONFIG": str(account), "POD_NAMESPACE": NAMESPACE}
+    here = ("--host=127.0.0.1", f"--metrics-port={port}")
+    command = (sys.executable, "-m", "flyball_operator.cli", *container["args"], *here)
+    bare.processes.start("operator", *command, environment=environment)
+    yield port
+    bare.processes.kill("operator")
+
+
+def helm_test(port: int, patience_s: int) -> subprocess.CompletedProcess[str]:
+    """Run what the pod of `helm test` runs."""
+    (container,) = rendered("Pod")["spec"]["containers"]
+    program, flag = container["command"]
+    script, url = container["args"]
+    assert (program, flag, url) == ("python", "-c", f"http://flyball-operator.{NAMESPACE}:8080/metrics")
+    patient = script.replace("monotonic() + 60", f"monotonic() + {patience_s}")
+    command = (sys.executable, flag, patient, f"http://127.0.0.1:{port}/metrics")
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_an_installed_operator_leads_and_makes_a_model(operator_port: int, bare: ControlPlane) -> None:
+    told = helm_test(operator_port, 60)
+    assert (told.returncode, told.stdout) == (0, "an operator is ready and leads\n"), bare.processes.log_tail("operator")
+    bare.apply({**CHAT, "metadata": {"name": "made", "namespace": "team-a"}})
+    bare.kubectl("wait", "--for=create", "deployment/made", "service/made", "-n=team-a", "--timeout=30s")
+    held = bare.get("lease", "flyball-operator", f"-n={NAMESPACE}")["spec"]["holderIdentity"]
+    assert held
+
+
+def test_helm_test_says_what_is_wrong() -> None:
+    told = helm_test(free_port(), 1)
+    assert told.returncode == 1
+    assert "no ready operator leads" in told.stderr
+    assert "Connection refused" in told.stderr

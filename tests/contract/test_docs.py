@@ -106,7 +106,10 @@ def test_every_metric_is_documented_with_its_type() -> None:
 
 
 def test_every_metric_of_the_operator_is_documented_with_its_type() -> None:
-    exported = {metric.name + ("_total" if metric.type == "counter" else ""): metric.type for metric in OperatorMetrics().registry.collect()}
+    exported = {
+        metric.name + ("_total" if metric.type == "counter" else ""): metric.type
+        for metric in OperatorMetrics().registry.collect()
+    }
     assert {code(row[0])[0]: row[1] for row in table("operations.md", "Metric", "Type")} == exported
 
 
@@ -117,7 +120,9 @@ def test_every_reason_of_ready_is_documented() -> None:
     modules = (diagnosis, status, reconciler)
     known = {word for module in modules for word in re.findall(r'"([A-Z]\w+)"', Path(module.__file__).read_text())}
     assert {*documented} <= known
-    said = re.findall(r'(?:Condition\("Ready", [^,]+, |Problem\()"(\w+)"', "".join(Path(one.__file__).read_text() for one in modules))
+    said = re.findall(
+        r'(?:Condition\("Ready", [^,]+, |Problem\()"(\w+)"', "".join(Path(one.__file__).read_text() for one in modules)
+    )
     assert {*said} <= {*documented}
 
 
