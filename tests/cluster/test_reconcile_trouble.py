@@ -123,9 +123,9 @@ def test_an_api_server_that_errs_is_asked_again(cluster: Cluster, namespace: str
     with FaultProxy(cluster.kubeconfig) as proxy:
         proxy.faults = some
         with OperatorProcess(cluster, namespace, server=proxy.url):
-            for index in range(4):
+            for index in range(2):
                 world.create(f"chat-{index}")
-            for index in range(4):
+            for index in range(2):
                 world.appears(SERVICE, f"chat-{index}")
                 world.appears(LLM_DEPLOYMENT, f"chat-{index}", where=lambda obj: condition(obj, "Accepted"))
 
