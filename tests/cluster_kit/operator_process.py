@@ -85,7 +85,11 @@ class OperatorProcess:
 
     def __enter__(self) -> Self:
         self.start()
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except AssertionError:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
