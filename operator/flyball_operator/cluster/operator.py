@@ -234,7 +234,8 @@ class Operator:
 
     async def _wait_for_kind(self, kind: Kind) -> None:
         while not await self._insist(lambda: self._client.serves(kind)):
-            self._wait_for(f"the CustomResourceDefinition {kind.resource}; install it (it is in the chart's crds/)")
+            remedy = "set crds.install in the chart, or apply what `flyball-operator crd` prints"
+            self._wait_for(f"the CustomResourceDefinition {kind.resource}; {remedy}")
             await asyncio.sleep(WAIT_S)
 
     async def _wait_for_rights(self, kinds: Sequence[Kind]) -> None:
