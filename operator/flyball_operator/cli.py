@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from flyball_operator import children, manifest, names, reference, schema
+from flyball_operator.cluster import command as cluster_command
 from flyball_operator.errors import OperatorError
 from flyball_operator.local import command
 from flyball_protocol import endpoints
@@ -33,6 +34,13 @@ def build_parser() -> argparse.ArgumentParser:
         prog="flyball-operator", description="Serve and tune language models from LLMDeployments."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    on_cluster = commands.add_parser(
+        "run",
+        help="run the operator on a cluster",
+        description="Watch LLMDeployments and keep their children, status and limits as they should be.",
+    )
+    cluster_command.add_arguments(on_cluster)
+    on_cluster.set_defaults(run=cluster_command.run)
     local = commands.add_parser(
         "local",
         help="run an LLMDeployment as processes on this machine",

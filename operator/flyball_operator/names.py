@@ -7,6 +7,10 @@ GROUP = "flyball.dev"
 API_VERSION = f"{GROUP}/v1alpha1"
 KIND = "LLMDeployment"
 
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+MANAGER = "flyball-operator"
+"""Value of the label above, and name of the field manager and of the lease."""
+
 RUNTIME_CONTAINER = "runtime"
 API_PORT_NAME = "http"
 ADMIN_PORT_NAME = "admin"
@@ -71,4 +75,4 @@ def selector_labels(name: str) -> dict[str, str]:
 
 def labels(name: str) -> dict[str, str]:
     """Return the labels of every child object of deployment ``name``."""
-    return {**selector_labels(name), "app.kubernetes.io/managed-by": "flyball-operator"}
+    return {**selector_labels(name), MANAGED_BY_LABEL: MANAGER}

@@ -3,12 +3,15 @@
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster_kit import Cluster, ControlPlane, MissingProgram, NotOurCluster, find_assets
+from cluster_kit.api import Api
+from cluster_kit.operator_process import OperatorProcess, child_rules, grant
+from cluster_kit.world import World
 
 KUBECONFIG_VARIABLE = "FLYBALL_TEST_KUBECONFIG"
 CRDS = Path(__file__).parents[2] / "crds"
@@ -47,6 +50,34 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     cluster.create_namespace(name)
     yield name
     cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def crds() -> Callable[[Cluster], Cluster]:
+    """Installs the CRD, again if need be."""
+    return _with_crds
+
+
+@pytest.fixture
+def api(cluster: Cluster) -> Iterator[Api]:
+    """The API as its administrator."""
+    made = Api(cluster.kubeconfig)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def world(api: Api, namespace: str) -> World:
+    """The fresh namespace in a few words."""
+    return World(api, namespace)
+
+
+@pytest.fixture
+def operator(cluster: Cluster, namespace: str) -> Iterator[OperatorProcess]:
+    """An operator for the fresh namespace, with the rights that the chart gives it."""
+    grant(cluster, namespace, child_rules())
+    with OperatorProcess(cluster, namespace) as process:
+        yield process
 
 
 def _with_crds(cluster: Cluster) -> Cluster:

@@ -57,7 +57,7 @@ def test_a_process_that_ends_early_shows_its_log(tmp_path: Path) -> None:
     group = ProcessGroup(tmp_path)
     try:
         group.start("etcd", "sh", "-c", "echo the port is taken; exit 1")
-        with pytest.raises(StartFailed, match="(?s)etcd became ready.*the port is taken"):
+        with pytest.raises(StartFailed, match=r"(?s)etcd became ready.*the port is taken"):
             group.wait_until("etcd", "ready", lambda: False, timeout_s=10)
     finally:
         group.close()

@@ -9,7 +9,14 @@ KEY = Key("team", "chat")
 
 def pod(**status: Any) -> Pod:
     labels = {"app.kubernetes.io/instance": "chat", "pod-template-hash": "5d9"}
-    metadata = {"namespace": "team", "name": "chat-5d9-x", "uid": "u1", "labels": labels, "creationTimestamp": "t0"}
+    metadata = {
+        "namespace": "team",
+        "name": "chat-5d9-x",
+        "uid": "u1",
+        "resourceVersion": "1",
+        "labels": labels,
+        "creationTimestamp": "t0",
+    }
     return Pod.of({"metadata": metadata, "spec": {"nodeName": "node1"}, "status": status})
 
 
@@ -40,6 +47,7 @@ def test_a_pod_keeps_the_states_of_its_containers() -> None:
     assert seen.containers[1] == Container(
         name="runtime",
         ready=False,
+        started=False,
         restarts=3,
         waiting=Waiting("CrashLoopBackOff", "back-off 10s"),
         terminated=None,
@@ -70,9 +78,9 @@ def test_children_and_pods_are_found_under_their_deployment_and_leave_nothing_be
     assert {one.kind for one in store.children(KEY)} == {"Service", "Deployment"}
     assert [one.name for one in store.pods(KEY)] == ["chat-5d9-x"]
     assert store.children(Key("other", "chat")) == ()
-    store.remove_child(KEY, "Service", "chat")
-    store.remove_child(KEY, "Service", "chat")
-    store.remove_pod(KEY, "chat-5d9-x")
+    store.remove_child(KEY, "Service", "chat", "u-Service")
+    store.remove_child(KEY, "Service", "chat", "u-Service")
+    store.remove_pod(KEY, "chat-5d9-x", "u1")
     assert [one.kind for one in store.children(KEY)] == ["Deployment"]
     assert store.pods(KEY) == ()
 

@@ -1,6 +1,6 @@
 """What the watches have seen so far: LLMDeployments, their child objects and their pods, as small frozen values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -11,7 +11,6 @@ from flyball_operator import names
 Object = dict[str, Any]
 """A Kubernetes object as JSON: apiVersion, kind, metadata, spec, status."""
 
-INSTANCE_LABEL = "app.kubernetes.io/instance"
 TEMPLATE_HASH_LABEL = "pod-template-hash"
 
 
@@ -31,9 +30,11 @@ class Key(NamedTuple):
 
     @classmethod
     def of_owner(cls, obj: Object) -> "Key | None":
-        """Return the key of the LLMDeployment that a child or pod says, by its label, that it belongs to."""
+        """Return the key of the LLMDeployment that controls a child, or that a child or pod names in its label."""
         metadata = obj["metadata"]
-        instance = metadata.get("labels", {}).get(INSTANCE_LABEL)
+        owner = controller_of(obj) or {}
+        is_ours = owner.get("kind") == names.KIND
+        instance = owner["name"] if is_ours else metadata.get("labels", {}).get(names.INSTANCE_LABEL)
         return cls(metadata["namespace"], instance) if instance else None
 
 
@@ -84,10 +85,14 @@ class Terminated(Struct, frozen=True, kw_only=True):
 
 
 class Container(Struct, frozen=True, kw_only=True):
-    """One container of a pod: what it is doing now (at most one of waiting and terminated), and how it last ended."""
+    """One container of a pod: what it is doing now (at most one of waiting and terminated), and how it last ended.
+
+    ``started``: its startup probe has succeeded since it was last started.
+    """
 
     name: str
     ready: bool
+    started: bool
     restarts: int
     waiting: Waiting | None
     terminated: Terminated | None
@@ -110,6 +115,7 @@ class Pod(Struct, frozen=True, kw_only=True):
     namespace: str
     name: str
     uid: str
+    resource_version: str
     ip: str | None
     node: str | None
     phase: str
@@ -135,6 +141,7 @@ class Pod(Struct, frozen=True, kw_only=True):
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
+            resource_version=metadata["resourceVersion"],
             ip=status.get("podIP"),
             node=obj.get("spec", {}).get("nodeName"),
             phase=status.get("phase", "Pending"),
@@ -160,6 +167,7 @@ def _container(status: Object) -> Container:
     return Container(
         name=status["name"],
         ready=status.get("ready", False),
+        started=status.get("started") or False,
         restarts=status.get("restartCount", 0),
         waiting=None if waiting is None else Waiting(waiting.get("reason", ""), waiting.get("message", "")),
         terminated=_terminated(state.get("terminated")),
@@ -190,6 +198,7 @@ class Child(Struct, frozen=True, kw_only=True):
     uid: str
     resource_version: str
     owner: str | None
+    deleting: bool
     text: bytes
 
     @classmethod
@@ -201,7 +210,8 @@ class Child(Struct, frozen=True, kw_only=True):
             name=metadata["name"],
             uid=metadata["uid"],
             resource_version=metadata["resourceVersion"],
-            owner=controller_uid(obj),
+            owner=(controller_of(obj) or {}).get("uid"),
+            deleting="deletionTimestamp" in metadata,
             text=msgspec.json.encode(kept),
         )
 
@@ -211,11 +221,16 @@ class Child(Struct, frozen=True, kw_only=True):
         decoded: Object = msgspec.json.decode(self.text)
         return decoded
 
+    def owner_is(self, kind: str, name: str) -> bool:
+        """Return whether its controller has this kind and name, whatever its uid."""
+        owner = controller_of(self.object) or {}
+        return (owner.get("kind"), owner.get("name")) == (kind, name)
 
-def controller_uid(obj: Object) -> str | None:
-    """Return the uid of the object's controller, None when it has none."""
-    references = obj["metadata"].get("ownerReferences", [])
-    return next((reference["uid"] for reference in references if reference.get("controller")), None)
+
+def controller_of(obj: Object) -> Object | None:
+    """Return the reference to the object's controller, None when it has none."""
+    references: list[Object] = obj["metadata"].get("ownerReferences", [])
+    return next((reference for reference in references if reference.get("controller")), None)
 
 
 Name = TypeVar("Name")
@@ -237,12 +252,21 @@ class _ByOwner(Generic[Name, Value]):
         if not values:
             self._values.pop(key, None)
 
+    def get(self, key: Key, name: Name) -> Value | None:
+        return self._values.get(key, {}).get(name)
+
     def of(self, key: Key) -> tuple[Value, ...]:
         return tuple(self._values.get(key, {}).values())
 
+    def __iter__(self) -> Iterator[tuple[Key, Value]]:
+        return ((key, value) for key, values in self._values.items() for value in values.values())
+
 
 class Store:
-    """The operator's picture of the cluster. Only the watch handlers write to it."""
+    """The operator's picture of the cluster, written by the watches, by the periodic lists and by what writes return.
+
+    These overtake each other, so what is older than what is known is dropped: resource versions of a kind grow.
+    """
 
     def __init__(self) -> None:
         self._resources: dict[Key, Resource] = {}
@@ -262,20 +286,57 @@ class Store:
         """Return the child objects that carry the deployment's label, whoever owns them."""
         return self._children.of(key)
 
-    def put_resource(self, resource: Resource) -> None:
+    def child(self, key: Key, kind: str, name: str) -> Child | None:
+        return self._children.get(key, (kind, name))
+
+    def put_resource(self, resource: Resource) -> bool:
+        """Keep it; returns whether it is news."""
+        if not is_newer(resource, self._resources.get(resource.key)):
+            return False
         self._resources[resource.key] = resource
+        return True
 
-    def remove_resource(self, key: Key) -> None:
-        self._resources.pop(key, None)
+    def remove_resource(self, key: Key, uid: str) -> None:
+        """Forget it, unless the name stands for a newer object by now."""
+        if (known := self._resources.get(key)) is not None and known.uid == uid:
+            del self._resources[key]
 
-    def put_pod(self, key: Key, pod: Pod) -> None:
+    def put_pod(self, key: Key, pod: Pod) -> bool:
+        """Keep it; returns whether it is news."""
+        if not is_newer(pod, self._pods.get(key, pod.name)):
+            return False
         self._pods.put(key, pod.name, pod)
+        return True
 
-    def remove_pod(self, key: Key, name: str) -> None:
-        self._pods.remove(key, name)
+    def remove_pod(self, key: Key, name: str, uid: str) -> None:
+        """Forget it, unless the name stands for a newer object by now."""
+        if (known := self._pods.get(key, name)) is not None and known.uid == uid:
+            self._pods.remove(key, name)
 
-    def put_child(self, key: Key, child: Child) -> None:
+    def put_child(self, key: Key, child: Child) -> bool:
+        """Keep it; returns whether it is news."""
+        if not is_newer(child, self._children.get(key, (child.kind, child.name))):
+            return False
         self._children.put(key, (child.kind, child.name), child)
+        return True
 
-    def remove_child(self, key: Key, kind: str, name: str) -> None:
-        self._children.remove(key, (kind, name))
+    def remove_child(self, key: Key, kind: str, name: str, uid: str) -> None:
+        """Forget it, unless the name stands for a newer object by now."""
+        if (known := self.child(key, kind, name)) is not None and known.uid == uid:
+            self._children.remove(key, (kind, name))
+
+    def known(self, kind: str) -> list[tuple[Key, str, str, str]]:
+        """Return key, name, uid and resource version of every object of a kind."""
+        if kind == names.KIND:
+            return [(key, key.name, one.uid, one.resource_version) for key, one in self._resources.items()]
+        objects: Iterable[tuple[Key, Pod | Child]] = self._pods if kind == "Pod" else self._children
+        return [
+            (key, one.name, one.uid, one.resource_version)
+            for key, one in objects
+            if kind == ("Pod" if isinstance(one, Pod) else one.kind)
+        ]
+
+
+def is_newer(new: Resource | Pod | Child, known: Resource | Pod | Child | None) -> bool:
+    """Return whether ``new`` is another state of the object than ``known``, and no earlier one."""
+    return known is None or int(new.resource_version) > int(known.resource_version)
