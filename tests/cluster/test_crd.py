@@ -9,15 +9,9 @@ import pytest
 
 from cluster_kit import Cluster, CommandFailed
 from flyball_operator import names, reference, schema
-from operator_kit.api_server import ApiServer, Verdict, connect
+from operator_kit.api_server import ApiServer, Verdict
 
 Spec = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def api_server(cluster: Cluster) -> Iterator[ApiServer]:
-    with connect(cluster) as server:
-        yield server
 
 
 def llm(spec: Spec, name: str = "chat") -> dict[str, Any]:
