@@ -175,7 +175,7 @@ RULES = [
         [runtime(maxNumBatchedTokens=255), runtime(maxNumSeqs=4096)],
     ),
     Rule(
-        "write --flag or --flag=value",
+        "each is one word, --flag or --flag=value",
         [runtime(extraArgs=["--seed=1", "--enable-prefix-caching", "--seed=-- a=b"])],
         [
             runtime(extraArgs=["seed"]),
