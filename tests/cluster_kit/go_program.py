@@ -44,13 +44,16 @@ class GoProgram:
 
     def build(self) -> Path:
         """Return the folder of the binaries, after building them if nobody has yet: minutes when Go's cache is cold."""
-        with _locked(self.folder.with_suffix(".lock")):
+        with _locked(self._beside("lock")):
             if not self.folder.exists():
                 self._build()
         return self.folder
 
+    def _beside(self, suffix: str) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.{suffix}")
+
     def _build(self) -> None:
-        unfinished = self.folder.with_suffix(".unfinished")
+        unfinished = self._beside("unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         flags = ("-trimpath", f"-tags={self.tags}", f"-ldflags={self.ldflags.format(version=self.version)}")
