@@ -4,11 +4,12 @@ import asyncio
 import itertools
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import aiohttp
 import kopf
 
 from flyball_operator import children
@@ -33,9 +34,9 @@ from flyball_operator.cluster.kinds import (
 )
 from flyball_operator.cluster.metrics import Metrics
 from flyball_operator.cluster.queue import Backoff, WorkQueue
-from flyball_operator.cluster.reconciler import Build, Reconciler, TunerView
+from flyball_operator.cluster.reconciler import Build, Reconciler
 from flyball_operator.cluster.store import Key, Store
-from flyball_operator.status import Condition
+from flyball_operator.cluster.tuner import ClusterTuner
 
 log = logging.getLogger(__name__)
 
@@ -79,19 +80,6 @@ class OperatorOptions:
         return [*self.namespaces] or [None]
 
 
-class NoTuner:
-    """Stands in where there is no slow loop."""
-
-    def status(self, key: Key) -> Mapping[str, Any] | None:
-        return None
-
-    def conditions(self, key: Key) -> Sequence[Condition]:
-        return ()
-
-    def boot_prior(self, key: Key) -> Mapping[str, Any] | None:
-        return None
-
-
 class Operator:
     """``run()`` serves until SIGTERM, and raises what makes going on pointless."""
 
@@ -109,7 +97,6 @@ class Operator:
         self._events = Recorder(self._client, options.identity)
         self._health = Health()
         self._platform = self._platform_with(keda=False, pod_monitor=False)
-        self._tuner: TunerView = NoTuner()
         metrics.queue_depth.set_function(lambda: self._queue.num_due)
         metrics.queue_retries.set_function(lambda: self._queue.num_failing)
         metrics.resources.set_function(lambda: len(self._store.resources))
@@ -145,13 +132,22 @@ class Operator:
         kinds = self._kinds()
         await self._wait_for_rights(kinds)
         tokens = AdminTokens(await self._insist(lambda: load_key(self._client, self._options.own_namespace)))
+        # Each round asks on a new connection: one kept since the last may have been closed by the pod meanwhile.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            await self._serve(kinds, tokens, session)
+
+    async def _serve(self, kinds: Sequence[Kind], tokens: AdminTokens, session: aiohttp.ClientSession) -> None:
+        tuner = ClusterTuner(
+            self._store, token_of=tokens.token, session=session, changed=self._queue.add, event=self._events
+        )
         self._reconciler = Reconciler(
             store=self._store,
             client=self._client,
             tokens=tokens,
             build=self._build,
             platform=lambda: self._platform,
-            tuner=self._tuner,
+            tuner=tuner,
             event=self._events,
         )
         # Lists before watches: a reconcile that has not seen all children would look for each by itself.
@@ -159,7 +155,8 @@ class Operator:
             await self._insist(partial(read_all, self._client, self._intake, kind, namespace))
         self._health.waiting_for = None
         workers = [self._work() for _ in range(self._options.workers)]
-        await _first_of(*workers, self._events.run(), self._resync(), self._watch_platform(), self._watch(kinds))
+        watches = (self._resync(), self._watch_platform(), self._watch(kinds))
+        await _first_of(*workers, self._events.run(), tuner.run(), *watches)
 
     async def _watch(self, kinds: Sequence[Kind]) -> None:
         await kopf.operator(
