@@ -24,7 +24,10 @@ REFUSED = [
     ("imagePullSecrets={registry}", "at '/imagePullSecrets/0': got string, want object"),
     ("serviceMonitor.enabled=yes", "at '/serviceMonitor/enabled': got string, want boolean"),
     ("serviceMonitor.interval=30", "at '/serviceMonitor/interval': got number, want string"),
-    ("networkPolicy.metricsFrom[0].cidr=x", "at '/networkPolicy/metricsFrom/0': additional properties 'cidr' not allowed"),
+    (
+        "networkPolicy.metricsFrom[0].cidr=x",
+        "at '/networkPolicy/metricsFrom/0': additional properties 'cidr' not allowed",
+    ),
     ("resources.limit.memory=1Gi", "at '/resources': additional properties 'limit' not allowed"),
     ("nodeSelector.zone=1", "at '/nodeSelector/zone': got number, want string"),
     ("podAnnotations.a=true", "at '/podAnnotations/a': got boolean, want string"),

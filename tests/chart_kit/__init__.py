@@ -1,6 +1,5 @@
-"""charts/flyball for tests: Helm, what the chart renders to, and the operator's rights as the chart grants them."""
+"""charts/flyball for tests: Helm, and what the chart renders to."""
 
-from chart_kit.account import create_operator_account
 from chart_kit.helm import CHART, Helm
 
-__all__ = ["CHART", "Helm", "create_operator_account"]
+__all__ = ["CHART", "Helm"]

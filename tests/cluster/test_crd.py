@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from cluster_kit import Cluster, CommandFailed
 
+from cluster_kit import Cluster, CommandFailed
 from flyball_operator import names, reference, schema
 from operator_kit.api_server import ApiServer, Verdict, connect
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from cluster_kit import Cluster
 
+from cluster_kit import Cluster
 from flyball_operator import manifest
 from flyball_operator.errors import SpecError
 from operator_kit.api_server import ApiServer, connect

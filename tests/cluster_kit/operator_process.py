@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import yaml
 
 from cluster_kit.api import until
 from cluster_kit.cluster import Cluster
@@ -19,32 +20,24 @@ from cluster_kit.control_plane import free_port
 
 ACCOUNT = "flyball-operator"
 WRITES = ("create", "update", "patch", "delete")
-OWN_RULES: list[dict[str, Any]] = [
-    {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]},
-    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"], "resourceNames": ["flyball-operator-key"]},
-]
+RENDERED = Path(__file__).parents[1] / "chart" / "golden" / "default.yaml"
 
 
 def child_rules() -> list[dict[str, Any]]:
-    """The rules under which the operator serves a namespace, as charts/flyball grants them."""
-    every = ["get", "list", "watch", "create", "patch", "delete"]
-    kinds = {
-        "apps": ["deployments"],
-        "": ["services", "configmaps", "persistentvolumeclaims"],
-        "policy": ["poddisruptionbudgets"],
-        "networking.k8s.io": ["networkpolicies"],
-        "autoscaling": ["horizontalpodautoscalers"],
-        "keda.sh": ["scaledobjects"],
-        "monitoring.coreos.com": ["podmonitors"],
-    }
-    return [
-        {"apiGroups": ["flyball.dev"], "resources": ["llmdeployments"], "verbs": ["list", "watch"]},
-        {"apiGroups": ["flyball.dev"], "resources": ["llmdeployments/status"], "verbs": ["patch"]},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]},
-        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
-        {"apiGroups": [""], "resources": ["events"], "verbs": ["create", "patch"]},
-        *({"apiGroups": [group], "resources": names, "verbs": every} for group, names in kinds.items()),
-    ]
+    """The rules under which the operator serves, as charts/flyball grants them."""
+    return _rules("ClusterRole", "flyball-operator")
+
+
+def own_rules() -> list[dict[str, Any]]:
+    """Its rules in the namespace that it is installed in, as charts/flyball grants them."""
+    return _rules("Role", "flyball-operator-own")
+
+
+def _rules(kind: str, name: str) -> list[dict[str, Any]]:
+    objects = yaml.safe_load_all(RENDERED.read_text())
+    (role,) = (one for one in objects if one and (one["kind"], one["metadata"]["name"]) == (kind, name))
+    rules: list[dict[str, Any]] = role["rules"]
+    return rules
 
 
 def grant(cluster: Cluster, namespace: str, rules: Sequence[dict[str, Any]]) -> None:
@@ -53,7 +46,7 @@ def grant(cluster: Cluster, namespace: str, rules: Sequence[dict[str, Any]]) -> 
     metadata = {"name": ACCOUNT, "namespace": namespace}
     cluster.apply(
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
-        {"apiVersion": f"{api_group}/v1", "kind": "Role", "metadata": metadata, "rules": [*rules, *OWN_RULES]},
+        {"apiVersion": f"{api_group}/v1", "kind": "Role", "metadata": metadata, "rules": [*rules, *own_rules()]},
         {
             "apiVersion": f"{api_group}/v1",
             "kind": "RoleBinding",
@@ -92,7 +85,11 @@ class OperatorProcess:
 
     def __enter__(self) -> Self:
         self.start()
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except AssertionError:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

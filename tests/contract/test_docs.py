@@ -17,7 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import make_tokenizer
 from flyball_operator import cli as operator_cli
-from flyball_operator import manifest, reference, schema
+from flyball_operator import diagnosis, manifest, reference, schema, status, tuning_status
+from flyball_operator.cluster import reconciler
+from flyball_operator.cluster.metrics import Metrics as OperatorMetrics
 from flyball_operator.tuning import Reason
 from flyball_protocol import LimitsUpdate, endpoints
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
@@ -101,6 +103,32 @@ def test_every_metric_is_documented_with_its_type() -> None:
     }
     documented = {code(row[0])[0].partition("{")[0]: row[1] for row in table("serving.md", "Metric", "Type")}
     assert documented == exported
+
+
+def test_every_metric_of_the_operator_is_documented_with_its_type() -> None:
+    exported = {
+        metric.name + ("_total" if metric.type == "counter" else ""): metric.type
+        for metric in OperatorMetrics().registry.collect()
+    }
+    assert {code(row[0])[0]: row[1] for row in table("operations.md", "Metric", "Type")} == exported
+
+
+def test_every_reason_of_ready_is_documented() -> None:
+    documented = [code(row[0])[0] for row in table("operations.md", "Reason", "What it means", "What to do")]
+    assert len(documented) == len(set(documented))
+    assert {*diagnosis.ORDER} <= {*documented}
+    modules = (diagnosis, status, reconciler)
+    known = {word for module in modules for word in re.findall(r'"([A-Z]\w+)"', Path(module.__file__).read_text())}
+    assert {*documented} <= known
+    said = re.findall(
+        r'(?:Condition\("Ready", [^,]+, |Problem\()"(\w+)"', "".join(Path(one.__file__).read_text() for one in modules)
+    )
+    assert {*said} <= {*documented}
+
+
+def test_every_reason_to_hold_everything_is_documented() -> None:
+    frozen = {str(reason) for reason, state in tuning_status._STATES.items() if state == "Frozen"}
+    assert {code(row[0])[0] for row in table("operations.md", "Reason", "What to do")} == frozen
 
 
 def error_classes(base: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:

@@ -21,11 +21,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.due: dict[str, float] = {}
         self.active: set[str] = set()
         self.failures: dict[str, int] = {}
+        self.not_before: dict[str, float] = {}
 
     @rule(key=KEYS, delay=st.sampled_from([0.0, 0.0, 3.0]))
     def add(self, key: str, delay: float) -> None:
         self.queue.add(key, delay)
-        self.due[key] = min(self.due.get(key, float("inf")), self.now + delay)
+        at = max(self.now + delay, self.not_before.get(key, 0.0))
+        self.due[key] = min(self.due.get(key, float("inf")), at)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 10.0]))
     def wait(self, seconds: float) -> None:
@@ -48,12 +50,14 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.done(key)
         self.active.remove(key)
         self.failures.pop(key, None)
+        self.not_before.pop(key, None)
 
     @precondition(lambda self: self.active)
     @rule(data=st.data(), at_least=st.sampled_from([0.0, 5.0]))
     def fail(self, data: st.DataObject, at_least: float) -> None:
         key = data.draw(st.sampled_from(sorted(self.active)))
         self.failures[key] = self.failures.get(key, 0) + 1
+        self.not_before[key] = self.now + at_least
         retry = self.now + min(8.0, 2.0 ** (self.failures[key] - 1))
         self.due[key] = max(self.now + at_least, min(retry, self.due.get(key, retry)))
         assert self.queue.failed(key, at_least_s=at_least) == self.due[key] - self.now

@@ -131,17 +131,21 @@ class Operator:
         await self._insist(self._look_at_platform)
         kinds = self._kinds()
         await self._wait_for_rights(kinds)
-        tokens = AdminTokens(await self._insist(lambda: load_key(self._client, self._options.own_namespace)))
-        # Each round asks on a new connection: one kept since the last may have been closed by the pod meanwhile.
+        key = await self._insist(lambda: load_key(self._client, self._options.own_namespace))
+        # Lists before watches: a reconcile that has not seen all children would look for each by itself.
+        for kind, namespace in itertools.product(kinds, self._options.scopes):
+            await self._insist(partial(read_all, self._client, self._intake, kind, namespace))
+        self._health.waiting_for = None
+        # Each round asks on new connections: a pod may have closed the last round's meanwhile.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            await self._serve(kinds, tokens, session)
+        async with aiohttp.ClientSession(connector=connector) as to_pods:
+            await self._serve(AdminTokens(key), kinds, to_pods)
 
-    async def _serve(self, kinds: Sequence[Kind], tokens: AdminTokens, session: aiohttp.ClientSession) -> None:
+    async def _serve(self, tokens: AdminTokens, kinds: Sequence[Kind], to_pods: aiohttp.ClientSession) -> None:
         tuner = ClusterTuner(
-            self._store, token_of=tokens.token, session=session, changed=self._queue.add, event=self._events
+            self._store, token_of=tokens.token, session=to_pods, changed=self._queue.add, event=self._events
         )
-        self._reconciler = Reconciler(
+        reconciler = Reconciler(
             store=self._store,
             client=self._client,
             tokens=tokens,
@@ -150,13 +154,9 @@ class Operator:
             tuner=tuner,
             event=self._events,
         )
-        # Lists before watches: a reconcile that has not seen all children would look for each by itself.
-        for kind, namespace in itertools.product(kinds, self._options.scopes):
-            await self._insist(partial(read_all, self._client, self._intake, kind, namespace))
-        self._health.waiting_for = None
-        workers = [self._work() for _ in range(self._options.workers)]
-        watches = (self._resync(), self._watch_platform(), self._watch(kinds))
-        await _first_of(*workers, self._events.run(), tuner.run(), *watches)
+        workers = [self._work(reconciler) for _ in range(self._options.workers)]
+        others = (self._events.run(), tuner.run(), self._resync(), self._watch_platform(), self._watch(kinds))
+        await _first_of(*workers, *others)
 
     async def _watch(self, kinds: Sequence[Kind]) -> None:
         await kopf.operator(
@@ -167,13 +167,13 @@ class Operator:
             standalone=True,
         )
 
-    async def _work(self) -> None:
+    async def _work(self, reconciler: Reconciler) -> None:
         while True:
             key = await self._queue.get()
             self._health.started(key)
             try:
                 with self._metrics.reconcile_seconds.time():
-                    is_done = await self._reconciler.reconcile(key)
+                    is_done = await reconciler.reconcile(key)
             except (Invalid, Forbidden) as error:
                 self._retry(key, error, REFUSED)
             except ClusterError as error:
@@ -236,7 +236,8 @@ class Operator:
 
     async def _wait_for_kind(self, kind: Kind) -> None:
         while not await self._insist(lambda: self._client.serves(kind)):
-            self._wait_for(f"the CustomResourceDefinition {kind.resource}; install it (it is in the chart's crds/)")
+            remedy = "set crds.install in the chart, or apply what `flyball-operator crd` prints"
+            self._wait_for(f"the CustomResourceDefinition {kind.resource}; {remedy}")
             await asyncio.sleep(WAIT_S)
 
     async def _wait_for_rights(self, kinds: Sequence[Kind]) -> None:

@@ -42,11 +42,12 @@ class WorkQueue(Generic[K]):
         self._order = itertools.count()
         self._active: set[K] = set()
         self._failures: dict[K, int] = {}
+        self._not_before: dict[K, float] = {}
         self._changed = asyncio.Event()
 
     def add(self, key: K, delay_s: float = 0.0) -> None:
-        """Have the key worked on in ``delay_s``, or earlier if it is due earlier."""
-        at = self._clock() + delay_s
+        """Have the key worked on in ``delay_s``, or earlier if it is due earlier; never before what ``failed`` was told."""
+        at = max(self._clock() + delay_s, self._not_before.get(key, 0.0))
         if at < self._due.get(key, float("inf")):
             self._due[key] = at
             self._push(key)
@@ -75,14 +76,20 @@ class WorkQueue(Generic[K]):
     def done(self, key: K) -> None:
         """The work on the key succeeded: its failures are forgotten."""
         self._failures.pop(key, None)
+        self._not_before.pop(key, None)
         self._release(key)
 
     def failed(self, key: K, *, backoff: Backoff | None = None, at_least_s: float = 0.0) -> float:
-        """The work on the key failed; returns in how many seconds it comes again."""
+        """The work on the key failed; returns in how many seconds it comes again.
+
+        Args:
+            at_least_s: however urgent news may be, not earlier than this.
+        """
         self._failures[key] = self._failures.get(key, 0) + 1
         now = self._clock()
         retry = now + (backoff or self._backoff).after(self._failures[key])
         # What was added meanwhile is news, and news need not wait for the backoff.
+        self._not_before[key] = now + at_least_s
         self._due[key] = max(now + at_least_s, min(retry, self._due.get(key, retry)))
         self._release(key)
         return self._due[key] - now
