@@ -14,16 +14,16 @@ import pytest
 import yaml
 
 from chart_kit import CHART, Helm, goldens
-from chart_kit.go_module import module_folder
 from chart_kit.helm import NAMESPACE, RELEASE, objects
 from cluster_kit import Cluster, CommandFailed, ControlPlane, find_assets
 from cluster_kit.control_plane import free_port
+from operator_kit.foreign_crds import PROMETHEUS_OPERATOR
 
 pytestmark = pytest.mark.cluster
 
 CRD = "crd/llmdeployments.flyball.dev"
 ACCOUNT = "flyball-operator"
-PROMETHEUS_OPERATOR = ("github.com/prometheus-operator/prometheus-operator", "v0.90.1")
+SERVICE_MONITORS = "example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml"
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 CHAT = {
     "apiVersion": "flyball.dev/v1alpha1",
@@ -132,8 +132,7 @@ def test_a_crd_that_somebody_applied_goes_under_helm_when_told_to(bare: ControlP
 @pytest.fixture(scope="module")
 def service_monitors(bare: ControlPlane) -> None:
     """The kind ServiceMonitor, as the Prometheus operator defines it."""
-    crds = module_folder(*PROMETHEUS_OPERATOR) / "example" / "prometheus-operator-crd"
-    bare.kubectl("apply", "--server-side", "-f", str(crds / "monitoring.coreos.com_servicemonitors.yaml"))
+    bare.kubectl("apply", "--server-side", f"--filename={PROMETHEUS_OPERATOR.file(SERVICE_MONITORS)}")
     bare.kubectl("wait", "--for=condition=Established", "crd/servicemonitors.monitoring.coreos.com", "--timeout=30s")
 
 
