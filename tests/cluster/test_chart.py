@@ -245,7 +245,9 @@ def helm_test(port: int, patience_s: int) -> subprocess.CompletedProcess[str]:
 
 def test_an_installed_operator_leads_and_makes_a_model(operator_port: int, bare: ControlPlane) -> None:
     told = helm_test(operator_port, 60)
-    assert (told.returncode, told.stdout) == (0, "an operator is ready and leads\n"), bare.processes.log_tail("operator")
+    assert (told.returncode, told.stdout) == (0, "an operator is ready and leads\n"), bare.processes.log_tail(
+        "operator"
+    )
     bare.apply({**CHAT, "metadata": {"name": "made", "namespace": "team-a"}})
     bare.kubectl("wait", "--for=create", "deployment/made", "service/made", "-n=team-a", "--timeout=30s")
     held = bare.get("lease", "flyball-operator", f"-n={NAMESPACE}")["spec"]["holderIdentity"]

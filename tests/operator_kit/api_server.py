@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import httpx
+
 from cluster_kit import Cluster
 
 APPLY = "application/apply-patch+yaml"
