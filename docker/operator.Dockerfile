@@ -22,7 +22,7 @@ RUN $PIP install --no-cache-dir --no-compile --no-deps . \
 
 FROM base
 COPY --from=build /opt/flyball /opt/flyball
-ENV PATH=/opt/flyball/bin:$PATH PYTHONUNBUFFERED=1
+ENV PATH=/opt/flyball/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
 USER 65532:65532
 ENTRYPOINT ["flyball-operator"]
 CMD ["run", "--all-namespaces"]

@@ -185,6 +185,9 @@ class Node(ControlPlane):
             "authorization": {"mode": "AlwaysAllow"},
             "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1Gi"},
             "imageGCHighThresholdPercent": 100,
+            # Tests kill the same container many times.
+            "featureGates": {"KubeletCrashLoopBackOffMax": True},
+            "crashLoopBackOff": {"maxContainerRestartPeriod": "2s"},
             "clusterDNS": [self.address],
             "clusterDomain": "cluster.local",
         }
