@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence
@@ -56,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
 
     config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=args.num_seqs, max_num_batched_tokens=8192)
-    scheduler = Scheduler(config, KVCache(args.num_seqs * 2400 // BLOCK_SIZE, BLOCK_SIZE), MonotonicClock())
+    scheduler = Scheduler(config, KVCache(args.num_seqs * 2400 // BLOCK_SIZE, BLOCK_SIZE))
     sequences = make_sequences(random.Random(0))
     gc.freeze()
     steps = []

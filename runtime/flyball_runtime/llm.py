@@ -16,9 +16,6 @@ from flyball_runtime.text.tokenizer import load_tokenizer
 
 Prompt = str | list[int]
 
-MAX_OFFLINE_REQUESTS = 2**20
-"""A script hands over all its prompts at once; the queue's bound protects servers."""
-
 
 @dataclass
 class Generation:
@@ -43,7 +40,6 @@ class LLM:
     def __init__(self, model: str | Path, **settings: Any) -> None:
         path = find_checkpoint(str(model), settings.pop("revision", None))
         self.tokenizer = load_tokenizer(path)
-        settings.setdefault("max_queued_requests", MAX_OFFLINE_REQUESTS)
         self.engine = Engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))
         self._num_requests = 0
 

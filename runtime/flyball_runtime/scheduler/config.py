@@ -18,7 +18,6 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens in one step.
         enable_chunked_prefill: False computes each prompt whole, in one step.
         policy: ``fcfs`` or ``priority``; see policies.py.
-        max_queued_requests: requests that may wait; one more is refused with QueueFull.
 
     Raises:
         ConfigError: a value is out of range, or two do not fit together.
@@ -29,10 +28,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
-    max_queued_requests: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 1.")
         if self.policy not in POLICIES:

@@ -11,7 +11,6 @@ from flyball_runtime.scheduler import SchedulerConfig
         ({"max_model_len": 0}, "--max-model-len is 0; it must be at least 1"),
         ({"max_num_seqs": 0}, "--max-num-seqs is 0"),
         ({"max_num_batched_tokens": -1}, "--max-num-batched-tokens is -1"),
-        ({"max_queued_requests": 0}, "--max-queued-requests is 0"),
         ({"policy": "lifo"}, "--scheduling-policy is 'lifo'; it must be one of fcfs, priority"),
         ({"max_num_batched_tokens": 100}, "--max-num-batched-tokens is 100, below --max-num-seqs 256"),
         ({"max_model_len": 4096, "enable_chunked_prefill": False}, "2048, below the model length 4096"),
