@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from checkpoints import make_checkpoint
 from replicas import environment
 
@@ -38,3 +40,14 @@ tokenizer.apply_chat_template([{{"role": "user", "content": "hi"}}], tokenize=Fa
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], env=environment(), timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["flyball_runtime.llm", "flyball_runtime.engine.engine"])
+@pytest.mark.parametrize(("own", "in_force"), [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+def test_openmp_spins_little_unless_told_otherwise(module: str, own: dict[str, str], in_force: str) -> None:
+    variables = environment(OMP_DISPLAY_ENV="verbose", **own)  # libgomp prints what it has read, when it is loaded
+    if not own:
+        variables.pop("GOMP_SPINCOUNT", None)
+    command = [sys.executable, "-c", f"import {module}"]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=120)
+    assert f"GOMP_SPINCOUNT = '{in_force}'" in result.stderr
