@@ -7,6 +7,7 @@ from typing import Any
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidRequest
+from flyball_runtime.core.generation_config import AUTO, default_sampling
 from flyball_runtime.core.request import Failed, Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
@@ -32,13 +33,17 @@ class LLM:
 
     Args:
         model: directory of a Hugging Face checkpoint, or a Hugging Face id.
+        generation_config: where sampling defaults come from: ``auto`` (the checkpoint), ``none``, or a folder.
         settings: fields of EngineConfig, e.g. ``max_num_seqs=64, dtype="bfloat16"``.
+    Attributes:
+        default_sampling: used by ``generate`` and ``chat`` when they are given no settings.
     Raises:
         ConfigError: the model cannot be loaded, or a setting is out of range.
     """
 
-    def __init__(self, model: str | Path, **settings: Any) -> None:
+    def __init__(self, model: str | Path, *, generation_config: str = AUTO, **settings: Any) -> None:
         path = find_checkpoint(str(model), settings.pop("revision", None))
+        self.default_sampling = default_sampling(generation_config, path)
         self.tokenizer = load_tokenizer(path)
         self.engine = Engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))
         self._num_requests = 0
@@ -50,7 +55,7 @@ class LLM:
 
         Args:
             prompts: texts, or lists of token ids; one alone is taken as a list of one.
-            sampling: settings for all prompts, or one for each.
+            sampling: settings for all prompts, or one for each; None takes ``default_sampling``.
         Raises:
             RequestError: a prompt or setting can never run; nothing is generated then.
         """
@@ -76,7 +81,7 @@ class LLM:
         self, prompts: list[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None
     ) -> list[SamplingParams]:
         if sampling is None or isinstance(sampling, SamplingParams):
-            return [sampling or SamplingParams()] * len(prompts)
+            return [sampling or self.default_sampling] * len(prompts)
         if len(sampling) != len(prompts):
             raise InvalidRequest(
                 f"got {len(sampling)} sampling settings for {len(prompts)} prompts; give one, or one each."

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.sampling import DEFAULT_SAMPLING, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +13,7 @@ class ApiSettings:
 
     Attributes:
         served_model_names: names that ``model`` may have; the first is the one in answers and metrics.
+        default_sampling: settings of a request that brings none of its own; each field of a request wins over it.
         max_body_bytes: longest request body, enforced while reading, chunked bodies too; beyond it 413.
         max_messages: most messages of one chat.
         max_prompts: most prompts of one completion request.
@@ -28,6 +30,7 @@ class ApiSettings:
     """
 
     served_model_names: tuple[str, ...]
+    default_sampling: SamplingParams = DEFAULT_SAMPLING
     max_body_bytes: int = 4 * 1024 * 1024
     max_messages: int = 2048
     max_prompts: int = 256
@@ -45,7 +48,7 @@ class ApiSettings:
                 "served_model_names needs at least one name, and none may be empty (--served-model-name)."
             )
         for name, value in vars(self).items():
-            if name != "served_model_names" and not value > 0:
+            if name not in ("served_model_names", "default_sampling") and not value > 0:
                 raise ConfigError(f"{name} is {value}; it must be above 0.")
 
     @property
