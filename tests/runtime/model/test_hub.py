@@ -38,7 +38,10 @@ class _Hub(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if path.startswith("/api/models/acme/gated"):
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
-        elif path == f"/api/models/acme/tiny/tree/{COMMIT}":
+        elif path in (
+            f"/api/models/acme/tiny/tree/{COMMIT}",
+            "/api/models/acme/tiny/tree/main",
+        ):  # newer and older clients
             self._send(200, json.dumps([_tree_entry(name) for name in FILES]).encode())
         elif path == "/api/models/acme/tiny/revision/main":
             self._send(200, json.dumps({"id": "acme/tiny", "sha": COMMIT}).encode())
