@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -35,6 +36,7 @@ from flyball_runtime.engine.process import Addresses, run_engine
 from flyball_runtime.engine.retry_after import RetryAfter
 from flyball_runtime.engine.router import RequestStream, Router
 from flyball_runtime.engine.validate import validate_request
+from flyball_runtime.kv_cache import hash_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +149,7 @@ class EngineClient:
         if not self._router:
             self._retry_after.forget()
         stream = self._router.open(request.request_id, self.abort)
-        self._post(messages.Submit(request))
+        self._post(messages.Submit(self._with_block_hashes(request)))
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -212,6 +214,13 @@ class EngineClient:
         if num_waiting >= self._config.max_queued_requests:
             retry_after_s = self._retry_after.estimate_s(num_waiting, self._clock.now())
             raise QueueFull(self._config.max_queued_requests, retry_after_s)
+
+    def _with_block_hashes(self, request: Request) -> Request:
+        """Hash the prompt here: it takes as long as the rest of its admission, and the engine has its step to make."""
+        if not self._config.enable_prefix_caching:
+            return request
+        hashes = hash_prompt(request.prompt_token_ids, self._config.block_size)
+        return msgspec.structs.replace(request, block_hashes=hashes)
 
     def _post(self, message: messages.ToEngine) -> None:
         # Not awaited: without a high-water mark it is done at once, unless the engine is gone, when it never is.

@@ -160,6 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request_id=str(self.num_submitted),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[STOP_TOKEN],
+            hashed_by=self.kv.block_size if self.num_submitted % 2 else None,
         )
         self.scheduler.submit(seq)
         self.live[seq.request_id] = seq
