@@ -7,7 +7,7 @@ STAMP := $(VENV)/.flyball-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test compat check format clean
+.PHONY: help setup demo test compat check format chart clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ check: $(STAMP) ## run the formatter's check, the linter, the type checker and t
 format: $(STAMP) ## format the code and apply the linter's safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+chart: $(STAMP) ## copy the CRD into the chart and render the chart's golden files anew
+	PYTHONPATH=tests $(BIN)/python -m chart_kit.goldens
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis out

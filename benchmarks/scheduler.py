@@ -5,7 +5,7 @@
 The load turns over: prompts of 16 to 2000 tokens and outputs of 1 to 400, both uniform, a queue that never runs empty,
 tokens that never repeat (so every full block is registered, and the cache evicts all the time). Timed per step: plan and
 commit, with admissions and the hashing of outputs. Prompts come hashed, as the API process sends them; --hash-in-step
-leaves that to admission, as in a script. The model is free and samples a constant.
+leaves that to admission, as in a script. The model is free and samples a constant. Writes results/scheduler.json.
 """
 
 import argparse
@@ -15,13 +15,14 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
+from common import save
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.kv_cache import KVCache, hash_prompt
 from flyball_runtime.scheduler import BatchPlan, Scheduler, SchedulerConfig
-from machine import describe
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 16
@@ -67,13 +68,20 @@ def main() -> None:
             scheduler.submit(next(sequences))
         steps.append(timed_step(scheduler))
 
-    print(describe())
     steps = steps[WARMUP_STEPS:]
-    report("all steps", steps)
-    report("steps that admit nobody", [(p, s) for p, s in steps if len(p.sequences) == p.num_decodes])
+    decodes_only = [(plan, seconds) for plan, seconds in steps if len(plan.sequences) == plan.num_decodes]
+    save(
+        "scheduler",
+        {
+            "num_seqs": args.num_seqs,
+            "hash_in_step": args.hash_in_step,
+            "all_steps": report("all steps", steps),
+            "steps_that_admit_nobody": report("steps that admit nobody", decodes_only),
+        },
+    )
 
 
-def report(name: str, steps: list[tuple[BatchPlan, float]]) -> None:
+def report(name: str, steps: list[tuple[BatchPlan, float]]) -> dict[str, Any]:
     quantiles_s = statistics.quantiles([seconds for _, seconds in steps], n=100)
     num_decodes = statistics.mean(plan.num_decodes for plan, _ in steps)
     num_chunks = statistics.mean(len(plan.sequences) - plan.num_decodes for plan, _ in steps)
@@ -81,6 +89,12 @@ def report(name: str, steps: list[tuple[BatchPlan, float]]) -> None:
         f"{name}: {len(steps)}, each {num_decodes:.0f} decodes and {num_chunks:.1f} prompts; "
         f"plan + commit median {quantiles_s[49] * 1e6:.0f} us, p99 {quantiles_s[98] * 1e6:.0f} us"
     )
+    return {
+        "steps": len(steps),
+        "mean_decodes": num_decodes,
+        "mean_prompts": num_chunks,
+        "plan_and_commit_s": {"median": quantiles_s[49], "p90": quantiles_s[89], "p99": quantiles_s[98]},
+    }
 
 
 if __name__ == "__main__":

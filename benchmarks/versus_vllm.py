@@ -1,10 +1,11 @@
-"""Flyball against vLLM on one machine, both alive and measured in turns, so that noise hits both.
+"""Flyball against vLLM on one machine, both loaded and measured in turns, so that noise hits both.
 
     python benchmarks/versus_vllm.py --vllm /path/to/vllm-venv/bin/python [--runs 3]
 
 Offline: output tokens per second on three loads. Online: `flyball bench` in a closed loop at concurrency 1, 8 and 32
 against both servers. Beside it a profile of where this engine's time goes. Writes results/versus_vllm.json. For a CPU build
-of vLLM set VLLM_CPU_KVCACHE_SPACE (GiB). Figures of different runs do not compare: machines and neighbours differ.
+of vLLM set VLLM_CPU_KVCACHE_SPACE (GiB). Whoever is not measured is stopped (SIGSTOP), so that an idle engine that polls takes
+nothing from the other. Figures of different runs do not compare: machines and neighbours differ.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,14 @@ from machine import median_of
 LOADS = ("96x128x64", "64x32x128", "16x1024x16")
 CONCURRENCIES = (1, 8, 32)
 START_S = 300.0
+
+
+@contextlib.contextmanager
+def awake(group: int) -> Iterator[None]:
+    """Let a stopped group of processes run."""
+    os.killpg(group, signal.SIGCONT)
+    yield
+    os.killpg(group, signal.SIGSTOP)
 
 
 class OfflineEngine:
@@ -44,12 +54,14 @@ class OfflineEngine:
             start_new_session=True,
         )
         self._read("READY")
+        os.killpg(self._process.pid, signal.SIGSTOP)
 
     def measure(self, load: str) -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(load + "\n")
-        self._process.stdin.flush()
-        return float(json.loads(self._read("RESULT"))["tokens_per_s"])
+        with awake(self._process.pid):
+            self._process.stdin.write(load + "\n")
+            self._process.stdin.flush()
+            return float(json.loads(self._read("RESULT"))["tokens_per_s"])
 
     def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -83,8 +95,16 @@ def offline(vllm_python: str, checkpoint: Path, runs: int) -> dict[str, Any]:
     return result
 
 
+@dataclass(frozen=True)
+class Server:
+    """``group`` is the process group, stopped unless it is measured."""
+
+    url: str
+    group: int
+
+
 @contextlib.contextmanager
-def server(command: list[str]) -> Iterator[str]:
+def server(command: list[str]) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -98,7 +118,8 @@ def server(command: list[str]) -> Iterator[str]:
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"did not become healthy: {' '.join(command)}")
             time.sleep(0.5)
-        yield url
+        os.killpg(process.pid, signal.SIGSTOP)
+        yield Server(url, process.pid)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -116,16 +137,16 @@ def online(vllm_python: str, checkpoint: Path, runs: int) -> dict[str, Any]:
     flags = [str(checkpoint), "--dtype", "bfloat16", "--max-model-len", "4096", "--served-model-name", "m"]
     vllm = [str(Path(vllm_python).with_name("vllm")), "serve", *flags]
     flyball = [sys.executable, "-m", "flyball_runtime.cli", "serve", *flags]
-    with server(vllm) as vllm_url, server(flyball) as flyball_url:
-        urls = {"vllm": vllm_url, "flyball": flyball_url}
-        for url in urls.values():
-            bench(url, checkpoint, concurrency=8)
+    with server(vllm) as vllm_server, server(flyball) as flyball_server:
+        servers = {"vllm": vllm_server, "flyball": flyball_server}
+        for one in servers.values():
+            bench(one, checkpoint, concurrency=8)
         result = {}
         for concurrency in CONCURRENCIES:
-            runs_of: dict[str, list[dict[str, float]]] = {name: [] for name in urls}
+            runs_of: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
             for _ in range(runs):
-                for name, url in urls.items():
-                    runs_of[name].append(bench(url, checkpoint, concurrency))
+                for name, one in servers.items():
+                    runs_of[name].append(bench(one, checkpoint, concurrency))
             figures = {
                 figure: summary(
                     {name: [run[figure] for run in all_runs] for name, all_runs in runs_of.items()},
@@ -139,12 +160,12 @@ def online(vllm_python: str, checkpoint: Path, runs: int) -> dict[str, Any]:
     return result
 
 
-def bench(url: str, checkpoint: Path, concurrency: int) -> dict[str, float]:
+def bench(server: Server, checkpoint: Path, concurrency: int) -> dict[str, float]:
     from flyball_runtime.bench.benchmark import run_benchmark
     from flyball_runtime.bench.settings import BenchSettings
 
     settings = BenchSettings(
-        base_url=url,
+        base_url=server.url,
         tokenizer=str(checkpoint),
         num_requests=max(12, 2 * concurrency),
         concurrency=concurrency,
@@ -152,9 +173,10 @@ def bench(url: str, checkpoint: Path, concurrency: int) -> dict[str, float]:
         output_len="64",
         ignore_eos=True,
     )
-    result = asyncio.run(run_benchmark(settings))
+    with awake(server.group):
+        result = asyncio.run(run_benchmark(settings))
     if result.requests.failed:
-        raise RuntimeError(f"{url}: {result.requests.errors}")
+        raise RuntimeError(f"{server.url}: {result.requests.errors}")
     return {
         "output_tokens_per_s": result.throughput.output_tokens_per_s,
         "ttft_p50_ms": 1000 * result.latency.ttft_s.p50,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from flyball_operator import children, manifest, schema
+from flyball_operator import children, manifest, names, reference, schema
+from flyball_operator.cluster import command as cluster_command
 from flyball_operator.errors import OperatorError
 from flyball_operator.local import command
 from flyball_protocol import endpoints
@@ -33,6 +34,13 @@ def build_parser() -> argparse.ArgumentParser:
         prog="flyball-operator", description="Serve and tune language models from LLMDeployments."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    on_cluster = commands.add_parser(
+        "run",
+        help="run the operator on a cluster",
+        description="Watch LLMDeployments and keep their children, status and limits as they should be.",
+    )
+    cluster_command.add_arguments(on_cluster)
+    on_cluster.set_defaults(run=cluster_command.run)
     local = commands.add_parser(
         "local",
         help="run an LLMDeployment as processes on this machine",
@@ -47,18 +55,24 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_arguments(local)
     local.set_defaults(run=command.run)
     render.set_defaults(run=_render)
-    commands.add_parser("crd", help="print the CustomResourceDefinition").set_defaults(run=_crd)
+    crd = commands.add_parser("crd", help="print the CustomResourceDefinition")
+    crd.add_argument("--reference", action="store_true", help="print its fields as a page of documentation instead")
+    crd.set_defaults(run=_crd)
     return parser
 
 
 def _render(arguments: argparse.Namespace) -> int:
-    manifests = [children.deployment(deployment) for deployment in manifest.read_file(arguments.file)]
-    print(yaml.safe_dump_all(manifests, sort_keys=False), end="")
+    platform = children.Platform()
+    for llm in manifest.read_file(arguments.file):
+        secret = names.rendered_admin_token_secret(llm.name)
+        built = children.build(llm, platform, admin_token_secret=secret)
+        print(f"# {llm.namespace}/{llm.name}. Not shown: the Secret with the admin token, which the operator makes.")
+        print(yaml.safe_dump_all(built, sort_keys=False, explicit_start=True), end="")
     return endpoints.EXIT_OK
 
 
 def _crd(arguments: argparse.Namespace) -> int:
-    print(schema.crd_text(), end="")
+    print(reference.markdown() if arguments.reference else schema.crd_text(), end="")
     return endpoints.EXIT_OK
 
 

@@ -1,7 +1,7 @@
 """Manifests to LLMDeployments: YAML, the CRD's schema, its defaults, then the rules that span fields."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,12 @@ import msgspec
 from flyball_operator import names, rules, schema
 from flyball_operator.documents import Document, read_documents
 from flyball_operator.errors import SpecError
-from flyball_operator.model_source import ModelSource, parse_model_uri
+from flyball_operator.model_source import FolderModel, ModelSource, parse_model_uri
 from flyball_operator.spec import DeploymentSpec, LLMDeployment
 
+NO_FOLDER_ON_A_CLUSTER = "file: models are for flyball-operator local; on a cluster use hf://, pvc:// or oci://"
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
@@ -40,6 +43,20 @@ def parse(text: str, *, source: str, base: Path) -> list[LLMDeployment]:
         if deployment.name in {other.name for other in deployments[:i]}:
             raise SpecError(source, [f"metadata.name {deployment.name!r} is used by two documents; rename one"])
     return deployments
+
+
+def from_object(obj: Mapping[str, Any]) -> LLMDeployment:
+    """Return an object of the Kubernetes API, as the API server hands it out, as a value.
+
+    Raises:
+        SpecError: one line for each thing that is wrong. An API server with this operator's CRD lets none of them through.
+    """
+    metadata = obj.get("metadata", {})
+    source = f"{names.KIND} {metadata.get('namespace')}/{metadata.get('name')}"
+    deployment = parse_document(dict(obj), source=source, base=Path("/"))
+    if isinstance(deployment.model_source, FolderModel):
+        raise SpecError(source, [f"spec.model.uri is {deployment.spec.model.uri!r}; {NO_FOLDER_ON_A_CLUSTER}"])
+    return deployment
 
 
 def parse_document(document: Document, *, source: str, base: Path) -> LLMDeployment:
@@ -75,20 +92,17 @@ def _metadata_problems(metadata: Any) -> Iterator[str]:
     if not isinstance(metadata, dict) or not metadata.get("name"):
         yield "metadata.name is missing; name the deployment"
         return
-    for key, most in (("name", 50), ("namespace", 63)):
+    # The name is a Service's too, and that may not begin with a digit.
+    for key, most, pattern, first in (("name", 50, _NAME, "letter"), ("namespace", 63, _DNS_LABEL, "letter or digit")):
         value = metadata.get(key, "default")
-        if not isinstance(value, str) or not _DNS_LABEL.fullmatch(value) or len(value) > most:
+        if not isinstance(value, str) or not pattern.fullmatch(value) or len(value) > most:
             yield (
                 f"metadata.{key} is {value!r}; it must have 1 to {most} lower-case letters, digits and '-', "
-                "and begin and end with a letter or digit"
+                f"begin with a {first} and end with a letter or digit"
             )
 
 
 def _model_source(spec: DeploymentSpec, base: Path) -> tuple[ModelSource | None, list[str]]:
-    if spec.model.revision and not spec.model.uri.startswith("hf://"):
-        return None, [
-            f"spec.model.revision works with an hf:// uri only; the uri is {spec.model.uri!r}, remove revision"
-        ]
     try:
         return parse_model_uri(spec.model.uri, revision=spec.model.revision, base=base), []
     except ValueError as error:

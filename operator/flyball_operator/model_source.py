@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_HUB_REPO = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_HUB_REPO = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def parse_model_uri(uri: str, *, revision: str | None, base: Path) -> ModelSourc
             return HubModel(_hub_repo(rest.removeprefix("//")), revision)
         case "pvc":
             claim, _, folder = rest.removeprefix("//").partition("/")
-            return ClaimModel(_nonempty(claim, "pvc://CLAIM/FOLDER"), _inside(folder.strip("/")))
+            return ClaimModel(_claim(claim), _inside(folder.strip("/")))
         case "oci":
             return ImageModel(_nonempty(rest.removeprefix("//"), "oci://REGISTRY/REPOSITORY:TAG"))
         case "file":
@@ -66,6 +67,12 @@ def _hub_repo(repo: str) -> str:
     if not _HUB_REPO.fullmatch(repo):
         raise ValueError("expected hf://ORG/NAME, as on the model's page on the Hub")
     return repo
+
+
+def _claim(claim: str) -> str:
+    if not _CLAIM.fullmatch(claim):
+        raise ValueError("expected pvc://CLAIM/FOLDER, with the name of a PersistentVolumeClaim of this namespace")
+    return claim
 
 
 def _inside(folder: str) -> str:

@@ -1,10 +1,15 @@
 """Names that Kubernetes objects, pods and local processes carry; spelled here and nowhere else."""
 
+import hashlib
 from importlib.metadata import PackageNotFoundError, version
 
 GROUP = "flyball.dev"
 API_VERSION = f"{GROUP}/v1alpha1"
 KIND = "LLMDeployment"
+
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+MANAGER = "flyball-operator"
+"""Value of the label above, and name of the field manager and of the lease."""
 
 RUNTIME_CONTAINER = "runtime"
 API_PORT_NAME = "http"
@@ -13,8 +18,18 @@ ADMIN_PORT_NAME = "admin"
 ADMIN_TOKEN_KEY = "token"
 """Key of the admin token inside its Secret."""
 
+HUB_TOKEN_ENV = "HF_TOKEN"
+BOOT_PRIOR_FILE = "limits.json"
+
 MODEL_MOUNT = "/mnt/model"
 CACHE_MOUNT = "/var/cache/flyball"
+BOOT_PRIOR_MOUNT = "/etc/flyball/boot-prior"
+
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+OPERATOR_LABELS = {"app.kubernetes.io/name": "flyball", "app.kubernetes.io/component": "operator"}
+"""Labels of the operator's own pods, by which NetworkPolicies know them."""
+OPERATOR_NAMESPACE = "flyball-system"
+"""Where the operator is installed unless somebody chose otherwise."""
 
 
 def runtime_image() -> str:
@@ -26,20 +41,38 @@ def runtime_image() -> str:
     return f"flyball-runtime:{tag}"
 
 
-def admin_token_secret(name: str) -> str:
-    """Return the name of the Secret that holds the admin token of deployment ``name``."""
+def admin_token_secret(name: str, uid: str, key_fingerprint: str) -> str:
+    """Return the name of the Secret with the admin token of deployment ``name``.
+
+    The token is made from ``uid`` and the operator's key, and the Secret cannot change, so either one makes another name.
+    """
+    return f"{name}-admin-{hashlib.sha256(f'{uid}{key_fingerprint}'.encode()).hexdigest()[:10]}"
+
+
+def rendered_admin_token_secret(name: str) -> str:
+    """Return a name for that Secret where there is no cluster, so neither uid nor key."""
     return f"{name}-admin-token"
+
+
+def boot_prior_map(name: str) -> str:
+    """Return the name of the ConfigMap with the limits that new pods of deployment ``name`` start from."""
+    return f"{name}-boot-prior"
+
+
+def cache_claim(name: str) -> str:
+    """Return the name of the PersistentVolumeClaim that the operator makes for deployment ``name``."""
+    return f"{name}-cache"
 
 
 def selector_labels(name: str) -> dict[str, str]:
     """Return the labels that select the pods of deployment ``name``; they never change during its life."""
     return {
         "app.kubernetes.io/name": "flyball",
-        "app.kubernetes.io/instance": name,
+        INSTANCE_LABEL: name,
         "app.kubernetes.io/component": "runtime",
     }
 
 
 def labels(name: str) -> dict[str, str]:
     """Return the labels of every child object of deployment ``name``."""
-    return {**selector_labels(name), "app.kubernetes.io/managed-by": "flyball-operator"}
+    return {**selector_labels(name), MANAGED_BY_LABEL: MANAGER}

@@ -1,24 +1,30 @@
-"""Kubernetes quantities of memory."""
+"""Kubernetes quantities: a number with a decimal or binary unit."""
 
 import math
 import re
 from fractions import Fraction
 
-_UNITS: dict[str | None, int] = {
-    None: 1,
-    **{unit: 1000 ** (i + 1) for i, unit in enumerate("kMGT")},
-    **{f"{unit}i": 1024 ** (i + 1) for i, unit in enumerate("KMGT")},
+_UNITS: dict[str | None, Fraction] = {
+    None: Fraction(1),
+    "m": Fraction(1, 1000),
+    **{unit: Fraction(1000 ** (i + 1)) for i, unit in enumerate("kMGT")},
+    **{f"{unit}i": Fraction(1024 ** (i + 1)) for i, unit in enumerate("KMGT")},
 }
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?")
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?", re.ASCII)
 
 
-def to_bytes(quantity: str | int) -> int:
-    """Return the bytes of a quantity such as ``2Gi``, ``1.5G`` or ``1048576``, rounded up.
+def to_number(quantity: str | int) -> Fraction:
+    """Return the number that a quantity such as ``2Gi``, ``1.5`` or ``500m`` stands for.
 
     Raises:
         ValueError: not such a quantity.
     """
     matched = _QUANTITY.fullmatch(str(quantity))
     if matched is None:
-        raise ValueError(f"{quantity!r} is no quantity of memory; write a number and k, M, G, T, Ki, Mi, Gi or Ti")
-    return math.ceil(Fraction(matched[1]) * _UNITS[matched[2]])
+        raise ValueError(f"{quantity!r} is no quantity; write a number and nothing, m, k, M, G, T, Ki, Mi, Gi or Ti")
+    return Fraction(matched[1]) * _UNITS[matched[2]]
+
+
+def to_bytes(quantity: str | int) -> int:
+    """Return the bytes of a quantity, rounded up. Raises ValueError, as ``to_number`` does."""
+    return math.ceil(to_number(quantity))

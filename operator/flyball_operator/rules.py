@@ -1,9 +1,11 @@
 """Rules that span fields of a spec. The CRD states the simple ones as CEL too, for kubectl apply."""
 
+import ipaddress
+import re
 from collections.abc import Iterator
 
-from flyball_operator import quantity
-from flyball_operator.spec import DeploymentSpec, EnvVar, Objectives, Range
+from flyball_operator import names, quantity
+from flyball_operator.spec import DeploymentSpec, EnvVar, Objectives, Quantity, Range
 from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
 
 MANAGED_FLAGS = frozenset(
@@ -22,15 +24,61 @@ MANAGED_FLAGS = frozenset(
         "--max-num-batched-tokens",
         "--gpu-memory-utilization",
         "--kv-cache-memory-bytes",
+        "--boot-prior",
         "--drain-timeout",
+        "--shutdown-timeout",
     }
 )
 """Flags of ``flyball serve`` that follow from spec fields; extraArgs may not repeat them."""
 
+_RESOURCES = frozenset({"cpu", "memory", "ephemeral-storage"})
+_METADATA_KEY = re.compile(
+    r"([a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+)
+
 
 def problems(spec: DeploymentSpec) -> list[str]:
     """Return one line for each rule that ``spec`` breaks."""
-    return [*_runtime_problems(spec), *_resource_problems(spec), *_tuning_problems(spec)]
+    parts = (
+        _model_problems,
+        _cache_problems,
+        _runtime_problems,
+        _resource_problems,
+        _autoscaling_problems,
+        _tuning_problems,
+        _rollout_problems,
+        _pod_template_problems,
+        _metadata_problems,
+        _network_problems,
+    )
+    return [line for part in parts for line in part(spec)]
+
+
+def _model_problems(spec: DeploymentSpec) -> Iterator[str]:
+    model = spec.model
+    if model.uri.startswith("hf://"):
+        return
+    if model.revision is not None:
+        yield f"spec.model.revision works with an hf:// uri only; the uri is {model.uri!r}, remove revision"
+    if model.secret_ref is not None:
+        yield (
+            f"spec.model.secretRef is the Hub's token and works with an hf:// uri only; the uri is {model.uri!r}. "
+            "Remove it, or for oci:// use spec.runtime.imagePullSecrets"
+        )
+
+
+def _cache_problems(spec: DeploymentSpec) -> Iterator[str]:
+    cache = spec.model.cache
+    is_claim, makes_claim = cache.mode == "Claim", cache.mode == "Claim" and cache.size is not None
+    if is_claim and (cache.claim_name is None) == (cache.size is None):
+        yield (
+            "spec.model.cache.mode is Claim, which needs claimName (a PersistentVolumeClaim that exists) "
+            "or size (of one to make), not both"
+        )
+    if not is_claim and cache.claim_name is not None:
+        yield f"spec.model.cache.claimName is {cache.claim_name!r} and mode {cache.mode}; set mode Claim or remove it"
+    if not makes_claim and (cache.storage_class_name or cache.access_mode):
+        yield "spec.model.cache.storageClassName and accessMode are of a claim to make; they need mode Claim and size"
 
 
 def _runtime_problems(spec: DeploymentSpec) -> Iterator[str]:
@@ -49,12 +97,16 @@ def _runtime_problems(spec: DeploymentSpec) -> Iterator[str]:
         )
     for i, argument in enumerate(runtime.extra_args):
         yield from _extra_arg_problems(i, argument)
-    yield from _env_problems(runtime.env)
+    for i, variable in enumerate(runtime.env):
+        yield from _env_problems(f"spec.runtime.env[{i}]", variable, spec)
+    for i, source in enumerate(runtime.env_from):
+        if (source.secret_ref is None) == (source.config_map_ref is None):
+            yield f"spec.runtime.envFrom[{i}] needs exactly one of secretRef and configMapRef"
 
 
 def _extra_arg_problems(index: int, argument: str) -> Iterator[str]:
     flag = argument.partition("=")[0]
-    if not flag.startswith("--") or flag == "--":
+    if not re.match("--[^=]", argument):
         yield f"spec.runtime.extraArgs[{index}] is {argument!r}; write --flag or --flag=value"
         return
     managed = sorted(known for known in MANAGED_FLAGS if known.startswith(flag))  # argparse takes abbreviations
@@ -62,37 +114,59 @@ def _extra_arg_problems(index: int, argument: str) -> Iterator[str]:
         yield f"spec.runtime.extraArgs[{index}] is {argument!r}; {managed[0]} is set from other fields of spec, remove it here"
 
 
-def _env_problems(env: tuple[EnvVar, ...]) -> Iterator[str]:
-    seen = set()
-    for i, variable in enumerate(env):
-        if variable.name in seen:
-            yield f"spec.runtime.env[{i}].name {variable.name!r} is given twice; keep one of them"
-        if variable.name == ADMIN_TOKEN_ENV:
-            yield f"spec.runtime.env[{i}].name is {ADMIN_TOKEN_ENV}, which the operator sets from a Secret; remove it"
-        seen.add(variable.name)
+def _env_problems(path: str, variable: EnvVar, spec: DeploymentSpec) -> Iterator[str]:
+    source = variable.value_from
+    if variable.value is not None and source is not None:
+        yield f"{path} has both value and valueFrom; keep one of them"
+    if source is not None and (source.secret_key_ref is None) == (source.config_map_key_ref is None):
+        yield f"{path}.valueFrom needs exactly one of secretKeyRef and configMapKeyRef"
+    if variable.name == ADMIN_TOKEN_ENV:
+        yield f"{path}.name is {ADMIN_TOKEN_ENV}, which the operator sets from a Secret; remove it"
+    if variable.name == names.HUB_TOKEN_ENV and spec.model.secret_ref is not None:
+        yield f"{path}.name is {names.HUB_TOKEN_ENV}, which spec.model.secretRef sets; keep one of them"
 
 
 def _resource_problems(spec: DeploymentSpec) -> Iterator[str]:
-    for kind, amounts in (("requests", spec.resources.requests), ("limits", spec.resources.limits)):
-        if spec.accelerator.resource_name in amounts:
+    resources, accelerator = spec.resources, spec.accelerator
+    for kind, amounts in (("requests", resources.requests), ("limits", resources.limits)):
+        for name in amounts.keys() - _RESOURCES:
             yield (
-                f"spec.resources.{kind} asks for {spec.accelerator.resource_name}; "
-                "say how many in spec.accelerator.count and remove it here"
+                f"spec.resources.{kind}.{name} is not known; {', '.join(sorted(_RESOURCES))} are. Accelerators go into "
+                "spec.accelerator.count, anything else into podTemplate"
             )
-    limit, kv_cache = spec.resources.limits.get("memory"), spec.runtime.kv_cache_memory
-    if limit is not None and kv_cache is not None and spec.accelerator.count == 0:
-        yield from _memory_problems(kv_cache, limit)
+    for name in (resources.requests.keys() & resources.limits.keys()) & _RESOURCES:
+        request, limit = resources.requests[name], resources.limits[name]
+        if quantity.to_number(request) > quantity.to_number(limit):
+            yield f"spec.resources.requests.{name} is {request}, more than its limit {limit}; raise it or lower the request"
+    if "kubernetes.io/" in accelerator.resource_name or accelerator.resource_name.startswith("requests."):
+        yield (
+            f"spec.accelerator.resourceName is {accelerator.resource_name}, one of Kubernetes' own names; "
+            "use the device plugin's, like nvidia.com/gpu"
+        )
+    memory, kv_cache = resources.limits.get("memory"), spec.runtime.kv_cache_memory
+    if memory is not None and kv_cache is not None and accelerator.count == 0:
+        yield from _memory_problems(kv_cache, memory)
 
 
-def _memory_problems(kv_cache: str | int, limit: str | int) -> Iterator[str]:
-    try:
-        if quantity.to_bytes(kv_cache) >= quantity.to_bytes(limit):
-            yield (
-                f"spec.runtime.kvCacheMemory is {kv_cache}, and spec.resources.limits.memory only {limit}; "
-                "raise the limit (the weights need room too) or lower kvCacheMemory"
-            )
-    except ValueError as error:
-        yield f"spec.resources.limits.memory: {error}"
+def _memory_problems(kv_cache: Quantity, limit: Quantity) -> Iterator[str]:
+    if quantity.to_number(kv_cache) >= quantity.to_number(limit):
+        yield (
+            f"spec.runtime.kvCacheMemory is {kv_cache}, and spec.resources.limits.memory only {limit}; "
+            "raise the limit (the weights need room too) or lower kvCacheMemory"
+        )
+
+
+def _autoscaling_problems(spec: DeploymentSpec) -> Iterator[str]:
+    autoscaling = spec.autoscaling
+    if autoscaling.mode in ("HPA", "KEDA") and autoscaling.max_replicas is None:
+        yield f"spec.autoscaling.mode is {autoscaling.mode}, which needs maxReplicas"
+    if autoscaling.max_replicas is not None and autoscaling.max_replicas < autoscaling.min_replicas:
+        yield (
+            f"spec.autoscaling.maxReplicas is {autoscaling.max_replicas}, less than minReplicas "
+            f"{autoscaling.min_replicas}; swap or widen them"
+        )
+    if autoscaling.keda.trigger == "Prometheus" and autoscaling.keda.prometheus_address is None:
+        yield "spec.autoscaling.keda.trigger is Prometheus, which needs prometheusAddress"
 
 
 def _tuning_problems(spec: DeploymentSpec) -> Iterator[str]:
@@ -120,3 +194,55 @@ def _bounds_problems(path: str, bounds: Range, name: str, envelope: int) -> Iter
                 f"{path}.{side} is {value}; live limits stay inside the envelope, and spec.runtime.{name} is {envelope}. "
                 "Lower the bound or raise the envelope"
             )
+
+
+def _rollout_problems(spec: DeploymentSpec) -> Iterator[str]:
+    rollout = spec.rollout
+    if {str(rollout.max_surge), str(rollout.max_unavailable)} <= {"0", "0%"}:
+        yield (
+            "spec.rollout.maxSurge and maxUnavailable are both 0, so nothing could ever be replaced; raise one of them"
+        )
+
+
+def _pod_template_problems(spec: DeploymentSpec) -> Iterator[str]:
+    labels = spec.pod_template.get("metadata", {}).get("labels", {})
+    for key in labels.keys() & names.selector_labels("").keys():
+        yield f"spec.podTemplate.metadata.labels.{key} is how the operator finds its pods; remove it"
+
+
+def _metadata_problems(spec: DeploymentSpec) -> Iterator[str]:
+    """Yield what the API server would refuse as a key of labels or annotations."""
+    template = spec.pod_template.get("metadata", {})
+    mappings = {
+        "spec.podTemplate.metadata.labels": template.get("labels", {}),
+        "spec.podTemplate.metadata.annotations": template.get("annotations", {}),
+        "spec.service.annotations": spec.service.annotations,
+    }
+    for i, peer in enumerate(spec.network_policy.ingress_from or ()):
+        for name, selector in (("namespaceSelector", peer.namespace_selector), ("podSelector", peer.pod_selector)):
+            if selector is not None:
+                mappings[f"spec.networkPolicy.ingressFrom[{i}].{name}.matchLabels"] = selector.match_labels
+    for path, mapping in mappings.items():
+        for key in mapping:
+            if not _METADATA_KEY.fullmatch(key):
+                yield f"{path}.{key} must be NAME or DOMAIN/NAME, with letters, digits, '-', '_' and '.' in NAME"
+
+
+def _network_problems(spec: DeploymentSpec) -> Iterator[str]:
+    policy = spec.network_policy
+    if policy.mode == "None" and policy.ingress_from is not None:
+        yield "spec.networkPolicy.ingressFrom needs mode Managed"
+    for i, peer in enumerate(policy.ingress_from or ()):
+        path = f"spec.networkPolicy.ingressFrom[{i}]"
+        if (peer.cidr is not None) == (peer.namespace_selector is not None or peer.pod_selector is not None):
+            yield f"{path} needs cidr, or namespaceSelector and podSelector (one or both)"
+        if peer.cidr is not None and not _is_cidr(peer.cidr):
+            yield f"{path}.cidr is {peer.cidr!r}; expected ADDRESS/BITS, like 10.0.0.0/8"
+
+
+def _is_cidr(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True

@@ -13,7 +13,13 @@ CRD_FILE = Path(__file__).with_name("llmdeployments.yaml")
 
 Schema = dict[str, Any]
 
-_TYPE_NAMES = {"object": "a mapping", "array": "a list", "integer": "an integer", "string": "a string"}
+_TYPE_NAMES = {
+    "object": "a mapping",
+    "array": "a list",
+    "integer": "an integer",
+    "string": "a string",
+    "boolean": "true or false",
+}
 
 
 def crd_text() -> str:
@@ -22,16 +28,34 @@ def crd_text() -> str:
 
 
 @cache
-def schema() -> Schema:
-    """Return the OpenAPI v3 schema of an LLMDeployment."""
-    crd = yaml.safe_load(crd_text())
-    found: Schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+def crd() -> dict[str, Any]:
+    """Return the CustomResourceDefinition as a manifest."""
+    found: dict[str, Any] = yaml.safe_load(crd_text())
     return found
 
 
-def problems(spec: object) -> list[str]:
+def _version() -> Schema:
+    found: Schema = crd()["spec"]["versions"][0]
+    return found
+
+
+def schema() -> Schema:
+    """Return the OpenAPI v3 schema of an LLMDeployment."""
+    found: Schema = _version()["schema"]["openAPIV3Schema"]
+    return found
+
+
+def printer_columns() -> list[dict[str, Any]]:
+    """Return the columns of ``kubectl get``."""
+    found: list[dict[str, Any]] = _version()["additionalPrinterColumns"]
+    return found
+
+
+def problems(spec: Any) -> list[str]:
     """Return one line for each place where ``spec`` (the value under the key spec) breaks the schema."""
     errors = list(_validator().iter_errors(spec))
+    if not errors:
+        return list(_repeated_keys(_spec_schema(), spec, "spec"))
     mistyped = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
     telling = [error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in mistyped]
     return [line for error in telling for line in _explain(error)]
@@ -39,12 +63,17 @@ def problems(spec: object) -> list[str]:
 
 def with_defaults(spec: object) -> Any:
     """Return a copy of a valid ``spec`` with the schema's defaults filled in, as the Kubernetes API server would."""
-    return _fill(schema()["properties"]["spec"], spec)
+    return _fill(_spec_schema(), spec)
+
+
+def _spec_schema() -> Schema:
+    found: Schema = schema()["properties"]["spec"]
+    return found
 
 
 @cache
 def _validator() -> Draft202012Validator:
-    return Draft202012Validator(_strict(schema()["properties"]["spec"]))
+    return Draft202012Validator(_strict(_spec_schema()))
 
 
 def _strict(node: Schema) -> Schema:
@@ -56,21 +85,42 @@ def _strict(node: Schema) -> Schema:
         strict["pattern"] = node["pattern"].removesuffix("$") + r"\Z"
     if "properties" in node:
         strict["properties"] = {name: _strict(child) for name, child in node["properties"].items()}
-        strict["additionalProperties"] = False
+        strict["additionalProperties"] = bool(node.get("x-kubernetes-preserve-unknown-fields"))
     for key in ("items", "additionalProperties"):
         if isinstance(node.get(key), dict):
             strict[key] = _strict(node[key])
     return strict
 
 
+def _repeated_keys(node: Schema, value: Any, path: str) -> Iterator[str]:
+    """Yield a line for each entry of a valid ``value`` whose list-map keys an earlier entry of its list has too."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _repeated_keys(node.get("properties", {}).get(name, {}), child, f"{path}.{name}")
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _repeated_keys(node.get("items", {}), item, f"{path}[{i}]")
+        yield from _repeated_entries(node.get("x-kubernetes-list-map-keys", []), value, path)
+
+
+def _repeated_entries(keys: list[str], entries: list[Any], path: str) -> Iterator[str]:
+    for key in keys:
+        seen = set()
+        for i, entry in enumerate(entries):
+            if entry[key] in seen:
+                yield f"{path}[{i}].{key} {entry[key]!r} is given twice; keep one of them"
+            seen.add(entry[key])
+
+
 def _fill(node: Schema, value: Any) -> Any:
     if isinstance(value, list):
-        return [_fill(node["items"], item) for item in value]
+        return [_fill(node.get("items", {}), item) for item in value]
     if not isinstance(value, dict):
-        return value
+        return int(value) if isinstance(value, float) and node else value  # 2.0 is an integer to JSON Schema
     properties: Schema = node.get("properties", {})
+    others: Schema = node.get("additionalProperties", {})
     defaults = {name: child["default"] for name, child in properties.items() if "default" in child}
-    return {name: _fill(properties.get(name, {}), child) for name, child in {**defaults, **value}.items()}
+    return {name: _fill(properties.get(name, others), child) for name, child in {**defaults, **value}.items()}
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
@@ -108,7 +158,7 @@ def _limit(error: ValidationError) -> str:
             text = f"it must match {str(limit).removesuffix(chr(92) + 'Z')}$"
         case "minLength" | "maxLength":
             text = f"it has {len(value)} characters, the limit is {limit}"
-        case "maxItems":
+        case "maxItems" | "minItems" | "maxProperties":
             text = f"it has {len(value)} entries, the limit is {limit}"
         case "type":
             text = _expected_type(error)

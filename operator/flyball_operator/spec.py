@@ -1,6 +1,6 @@
 """An LLMDeployment as a frozen value. The CRD (crds/llmdeployments.yaml) documents the fields."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -11,15 +11,61 @@ class _Spec(Struct, frozen=True, rename="camel", kw_only=True, forbid_unknown_fi
     """Base of the values below: the CRD's fields, in snake case."""
 
 
+Quantity = str | int
+IntOrPercent = int | str
+
+
+class TokenSecret(_Spec, frozen=True, kw_only=True):
+    name: str
+    key: str
+
+
+class ModelCache(_Spec, frozen=True, kw_only=True):
+    mode: Literal["EmptyDir", "Claim"]
+    claim_name: str | None = None
+    size: Quantity | None = None
+    storage_class_name: str | None = None
+    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] | None = None
+
+
 class Model(_Spec, frozen=True, kw_only=True):
     uri: str
+    cache: ModelCache
     revision: str | None = None
     served_name: str | None = None
+    secret_ref: TokenSecret | None = None
 
 
-class EnvVar(_Spec, frozen=True, kw_only=True):
+class ObjectName(_Spec, frozen=True, kw_only=True):
     name: str
-    value: str
+
+
+class KeyRef(_Spec, frozen=True, kw_only=True, omit_defaults=True):
+    name: str
+    key: str
+    optional: bool | None = None
+
+
+class ValueSource(_Spec, frozen=True, kw_only=True, omit_defaults=True):
+    secret_key_ref: KeyRef | None = None
+    config_map_key_ref: KeyRef | None = None
+
+
+class EnvVar(_Spec, frozen=True, kw_only=True, omit_defaults=True):
+    name: str
+    value: str | None = None
+    value_from: ValueSource | None = None
+
+
+class ObjectRef(_Spec, frozen=True, kw_only=True, omit_defaults=True):
+    name: str
+    optional: bool | None = None
+
+
+class EnvSource(_Spec, frozen=True, kw_only=True, omit_defaults=True):
+    prefix: str | None = None
+    secret_ref: ObjectRef | None = None
+    config_map_ref: ObjectRef | None = None
 
 
 class Runtime(_Spec, frozen=True, kw_only=True):
@@ -27,11 +73,14 @@ class Runtime(_Spec, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     image: str | None = None
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    image_pull_secrets: tuple[ObjectName, ...] = ()
     max_model_len: int | None = None
     kv_cache_memory_percent: int | None = None
-    kv_cache_memory: str | int | None = None
+    kv_cache_memory: Quantity | None = None
     extra_args: tuple[str, ...] = ()
     env: tuple[EnvVar, ...] = ()
+    env_from: tuple[EnvSource, ...] = ()
 
 
 class Accelerator(_Spec, frozen=True, kw_only=True):
@@ -40,8 +89,46 @@ class Accelerator(_Spec, frozen=True, kw_only=True):
 
 
 class Resources(_Spec, frozen=True, kw_only=True):
-    requests: dict[str, str | int] = {}
-    limits: dict[str, str | int] = {}
+    requests: dict[str, Quantity] = {}
+    limits: dict[str, Quantity] = {}
+
+
+class ScalingPolicy(_Spec, frozen=True, kw_only=True):
+    type: Literal["Pods", "Percent"]
+    value: int
+    period_seconds: int
+
+
+class ScalingRules(_Spec, frozen=True, kw_only=True, omit_defaults=True):
+    stabilization_window_seconds: int | None = None
+    select_policy: Literal["Max", "Min", "Disabled"] | None = None
+    policies: tuple[ScalingPolicy, ...] | None = None
+
+
+class ScalingBehavior(_Spec, frozen=True, kw_only=True):
+    scale_up: ScalingRules | None = None
+    scale_down: ScalingRules | None = None
+
+
+class HPA(_Spec, frozen=True, kw_only=True):
+    metric_type: Literal["Pods", "External"]
+
+
+class KEDA(_Spec, frozen=True, kw_only=True):
+    trigger: Literal["MetricsAPI", "Prometheus"]
+    polling_seconds: int
+    prometheus_address: str | None = None
+
+
+class Autoscaling(_Spec, frozen=True, kw_only=True):
+    mode: Literal["Disabled", "HPA", "KEDA", "External"]
+    min_replicas: int
+    target_queue_depth: int
+    target_running_percent: int
+    hpa: HPA
+    keda: KEDA
+    max_replicas: int | None = None
+    behavior: ScalingBehavior = ScalingBehavior()
 
 
 class Objectives(_Spec, frozen=True, kw_only=True):
@@ -76,7 +163,41 @@ class Drain(_Spec, frozen=True, kw_only=True):
 
 
 class Rollout(_Spec, frozen=True, kw_only=True):
+    max_surge: IntOrPercent
+    max_unavailable: IntOrPercent
     drain: Drain
+    progress_deadline_seconds: int | None = None
+
+
+class Disruption(_Spec, frozen=True, kw_only=True):
+    mode: Literal["Managed", "None"]
+    max_unavailable: int
+
+
+class Service(_Spec, frozen=True, kw_only=True):
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"]
+    port: int
+    annotations: dict[str, str] = {}
+
+
+class LabelSelector(_Spec, frozen=True, kw_only=True):
+    match_labels: dict[str, str]
+
+
+class Peer(_Spec, frozen=True, kw_only=True):
+    namespace_selector: LabelSelector | None = None
+    pod_selector: LabelSelector | None = None
+    cidr: str | None = None
+
+
+class NetworkPolicy(_Spec, frozen=True, kw_only=True):
+    mode: Literal["None", "Managed"]
+    ingress_from: tuple[Peer, ...] | None = None
+
+
+class Monitoring(_Spec, frozen=True, kw_only=True):
+    pod_monitor: Literal["Auto", "Enabled", "Disabled"]
+    interval_seconds: int
 
 
 class DeploymentSpec(_Spec, frozen=True, kw_only=True):
@@ -84,10 +205,17 @@ class DeploymentSpec(_Spec, frozen=True, kw_only=True):
     runtime: Runtime
     accelerator: Accelerator
     replicas: int
+    autoscaling: Autoscaling
     tuning: Tuning
     rollout: Rollout
     startup_timeout_seconds: int
+    disruption: Disruption
+    service: Service
+    network_policy: NetworkPolicy
+    monitoring: Monitoring
+    suspend: bool
     resources: Resources = Resources()
+    pod_template: dict[str, Any] = {}
 
 
 class LLMDeployment(Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 This package imports nothing else of Flyball, so both sides can depend on it.
 """
 
+from flyball_protocol.boot_prior import BootPrior
 from flyball_protocol.evidence import Evidence, KVBlocks, LatencyWindow
 from flyball_protocol.limits import (
     Envelope,
@@ -15,6 +16,7 @@ from flyball_protocol.limits import (
 )
 
 __all__ = [
+    "BootPrior",
     "Envelope",
     "Evidence",
     "KVBlocks",

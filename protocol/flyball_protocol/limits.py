@@ -48,7 +48,7 @@ class LimitsUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Body of ``POST /admin/limits``.
 
     Attributes:
-        revision: grows with every change; a lower one than the revision in force is stale, an equal one is idempotent.
+        revision: grows with every change; a lower one than the revision in force is stale, an equal one renews the lease.
         limits: what to change.
         ttl_s: the change is a lease. When it runs out unrenewed, the runtime falls back to the last limits that were
             posted without a lease (or the start-up limits), never above the ones in force. None: no lease.

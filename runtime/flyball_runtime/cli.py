@@ -10,6 +10,7 @@ from flyball_protocol import endpoints
 from flyball_runtime import __version__
 from flyball_runtime.core import config as settings
 from flyball_runtime.core import generation_config
+from flyball_runtime.core.boot_prior import read_boot_prior
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 
@@ -71,6 +72,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         default=1024,
         metavar="N",
         help="requests that may wait; more get 429",
+    )
+    engine.add_argument(
+        "--boot-prior",
+        type=Path,
+        metavar="FILE",
+        help="JSON file with the live limits to start with; it may be missing",
     )
     engine.add_argument("--attention-backend", default="auto", choices=settings.ATTENTION_BACKENDS)
     engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine; None takes all cores")
@@ -144,6 +151,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         num_threads=args.num_threads,
         seed=args.seed,
         log_level=args.log_level,
+        boot_prior=None if args.boot_prior is None else read_boot_prior(args.boot_prior),
     )
 
 

@@ -17,7 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import make_tokenizer
 from flyball_operator import cli as operator_cli
-from flyball_operator import manifest, schema
+from flyball_operator import diagnosis, manifest, reference, schema, status, tuning_status
+from flyball_operator.cluster import reconciler
+from flyball_operator.cluster.metrics import Metrics as OperatorMetrics
 from flyball_operator.tuning import Reason
 from flyball_protocol import LimitsUpdate, endpoints
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
@@ -32,7 +34,7 @@ from runtime.fake_engine import FakeEngine, step_stats
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 PACKAGES = (
     "runtime/flyball_runtime",
     "operator/flyball_operator",
@@ -103,6 +105,32 @@ def test_every_metric_is_documented_with_its_type() -> None:
     assert documented == exported
 
 
+def test_every_metric_of_the_operator_is_documented_with_its_type() -> None:
+    exported = {
+        metric.name + ("_total" if metric.type == "counter" else ""): metric.type
+        for metric in OperatorMetrics().registry.collect()
+    }
+    assert {code(row[0])[0]: row[1] for row in table("operations.md", "Metric", "Type")} == exported
+
+
+def test_every_reason_of_ready_is_documented() -> None:
+    documented = [code(row[0])[0] for row in table("operations.md", "Reason", "What it means", "What to do")]
+    assert len(documented) == len(set(documented))
+    assert {*diagnosis.ORDER} <= {*documented}
+    modules = (diagnosis, status, reconciler)
+    known = {word for module in modules for word in re.findall(r'"([A-Z]\w+)"', Path(module.__file__).read_text())}
+    assert {*documented} <= known
+    said = re.findall(
+        r'(?:Condition\("Ready", [^,]+, |Problem\()"(\w+)"', "".join(Path(one.__file__).read_text() for one in modules)
+    )
+    assert {*said} <= {*documented}
+
+
+def test_every_reason_to_hold_everything_is_documented() -> None:
+    frozen = {str(reason) for reason, state in tuning_status._STATES.items() if state == "Frozen"}
+    assert {code(row[0])[0] for row in table("operations.md", "Reason", "What to do")} == frozen
+
+
 def error_classes(base: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
     for one in base.__subclasses__():
         yield one
@@ -138,26 +166,14 @@ def test_every_field_of_a_request_is_documented() -> None:
     assert documented == {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
 
 
-def leaves(path: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Fields of a schema node that hold a value, with their paths; a list's entries are ``name[]``."""
-    if "properties" in node:
-        for name, child in node["properties"].items():
-            yield from leaves(f"{path}.{name}" if path else name, child)
-    elif "properties" in node.get("items", {}):
-        yield from leaves(f"{path}[]", node["items"])
-    else:
-        yield path, node
+def test_the_reference_is_what_the_crd_says() -> None:
+    assert (DOCS / "reference" / "llmdeployment.md").read_text() == reference.markdown()
 
 
-def test_every_field_of_spec_is_documented_with_its_default() -> None:
-    expected = dict(leaves("", schema.schema()["properties"]["spec"]))
-    documented = {code(row[0])[0]: row for row in table("local-mode.md", "Field of spec")}
-    assert documented.keys() == expected.keys()
-    for path, (_, default, meaning) in documented.items():
-        node = expected[path]
-        shown = f"`{node['default']}`" if node.get("default", "") != "" else "none"
-        assert default == ("required" if path == "model.uri" else shown), path
-        assert set(node.get("enum", ())) <= set(code(default + meaning)), path
+def test_every_field_that_local_mode_treats_differently_exists() -> None:
+    known = {name for name, _ in reference.fields(schema.schema()["properties"]["spec"])}
+    named = {field for row in table("local-mode.md", "Field of spec", "Here") for field in code(row[0])}
+    assert named <= known
 
 
 def test_every_reason_of_a_decision_is_documented() -> None:

@@ -1,5 +1,6 @@
 """What the operator puts into a pod must be what the runtime takes: its flags, its ports, its probe paths."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,11 @@ import pytest
 from fastapi.routing import APIRoute
 
 from checkpoints import make_tokenizer
-from flyball_operator import children, manifest, rules
+from flyball_operator import manifest, rules
+from flyball_operator.local.template import local_deployment
 from flyball_protocol import endpoints
 from flyball_runtime.api import ApiSettings, Metrics, create_app
-from flyball_runtime.cli import build_parser, engine_config_from
+from flyball_runtime.cli import add_serve_arguments, build_parser, engine_config_from
 from flyball_runtime.core.clock import FakeClock
 from runtime.fake_engine import FakeEngine
 
@@ -18,7 +20,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 PARSER = build_parser()
-SERVE = PARSER.parse_args(["serve", "model"])
+SERVE_PARSER = argparse.ArgumentParser()
+add_serve_arguments(SERVE_PARSER)
 EVERY_SETTING = """
 apiVersion: flyball.dev/v1alpha1
 kind: LLMDeployment
@@ -50,7 +53,7 @@ def containers() -> list[dict[str, Any]]:
         for count, kv in ((0, "kvCacheMemory: 1Gi"), (1, "kvCacheMemoryPercent: 80"), (1, "kvCacheMemory: 4Gi")):
             texts.append(EVERY_SETTING.replace("DTYPE", dtype).replace("COUNT", str(count)).replace("KV", kv))
     deployments = [one for text in texts for one in manifest.parse(text, source="test", base=EXAMPLES)]
-    return [children.deployment(one)["spec"]["template"]["spec"]["containers"][0] for one in deployments]
+    return [local_deployment(one)["spec"]["template"]["spec"]["containers"][0] for one in deployments]
 
 
 @pytest.mark.parametrize("container", containers(), ids=lambda container: container["args"][1].rpartition("/")[2])
@@ -81,5 +84,5 @@ def test_every_flag_that_a_pod_sets_is_refused_in_extra_args() -> None:
         "--seed",
         "--num-threads",
     }
-    known = {f"--{name.replace('_', '-')}" for name in vars(SERVE)}
+    known = {flag for action in SERVE_PARSER._actions for flag in action.option_strings}
     assert set_by_operator <= rules.MANAGED_FLAGS <= known

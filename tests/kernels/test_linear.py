@@ -26,6 +26,30 @@ def test_any_weight(in_features, out_features, bias, dtype):
     assert_close(PackedLinear(weight, b)(x), reference.linear(x, weight, b))
 
 
+@pytest.mark.parametrize("dot", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "in_features", "out_features"), [(1, 7, 31), (3, 96, 80), (14, 33, 33), (40, 301, 700)]
+)
+def test_either_arithmetic_of_bf16(num_rows, in_features, out_features, dot):
+    if dot and not has_dot():
+        pytest.skip("this CPU has no bf16 dot product instruction")
+    weight, bias = layer(in_features, out_features, torch.bfloat16, bias=True)
+    x = torch.randn(num_rows, in_features, dtype=torch.bfloat16)
+    linear = PackedLinear(weight, bias, dot=dot)
+    assert_close(linear(x), reference.linear(x, weight, bias))
+    torch.testing.assert_close(linear(x), torch.cat([linear(row[None]) for row in x]), rtol=0, atol=0)
+
+
+def has_dot():
+    PackedLinear(torch.ones(1, 1))  # loads the library
+    return torch.ops.flyball.linear_has_dot()
+
+
+def test_dot_is_refused_where_there_is_none():
+    with pytest.raises(ValueError, match="takes bfloat16 and a CPU with AVX512_BF16"):
+        PackedLinear(torch.ones(4, 8), dot=True)
+
+
 def test_leading_dimensions_and_strides():
     weight, _ = layer(16, 24, torch.float32, bias=False)
     x = torch.randn(2, 3, 32)[..., ::2]

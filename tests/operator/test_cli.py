@@ -166,10 +166,11 @@ def test_without_a_flyball_command_the_way_out_is_named(
         assert "--flyball FILE" in capsys.readouterr().err
 
 
-def test_render_prints_the_deployment(capsys: pytest.CaptureFixture[str]) -> None:
+def test_render_prints_every_child(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["render", "-f", str(ROOT / "examples" / "llmdeployment.yaml")]) == 0
-    (rendered,) = yaml.safe_load_all(capsys.readouterr().out)
-    assert (rendered["kind"], rendered["metadata"]["name"]) == ("Deployment", "chat")
+    rendered = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert [one["kind"] for one in rendered] == ["Deployment", "Service", "PodMonitor"]
+    assert {one["metadata"]["name"] for one in rendered} == {"chat"}
 
 
 def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from flyball_operator import children, manifest
+from flyball_operator import manifest
 from flyball_operator.errors import LocalError, SpecError
 from flyball_operator.local.accelerators import AcceleratorPool, visible_devices
 from flyball_operator.local.backoff import Backoff
@@ -19,7 +19,7 @@ from flyball_operator.local.replica import State
 from flyball_operator.local.runner import select
 from flyball_operator.local.snapshot import Event, ReplicaSnapshot, Snapshot
 from flyball_operator.local.table import render
-from flyball_operator.local.template import ProcessTemplate, process_template
+from flyball_operator.local.template import ProcessTemplate, local_deployment, process_template
 from flyball_operator.local.watch import WatchedFile
 from operator_kit.evidence import LIMITS, make_evidence, pods
 
@@ -36,7 +36,7 @@ def template(base: Path = Path("/srv"), **spec: Any) -> ProcessTemplate:
     document = manifest.read_documents(TEXT, "chat.yaml")[0]
     document["spec"] |= spec
     deployment = manifest.parse_document(document, source="chat.yaml", base=base)
-    return process_template(children.deployment(deployment), ("/opt/flyball",))
+    return process_template(local_deployment(deployment), ("/opt/flyball",))
 
 
 def test_the_containers_command_runs_here_on_other_addresses() -> None:

@@ -22,7 +22,7 @@ class FakeRuntime:
         self.ready = self.draining = self.unready = False
         self.running = 0
         self.max_running = 0
-        self.revision, self.update, self.limits = 0, None, None
+        self.revision, self.limits = 0, None
 
     async def serve(self):
         await asyncio.start_server(self.api, self.flags["--host"], int(self.flags["--port"]))
@@ -119,10 +119,10 @@ class FakeRuntime:
         update = msgspec.json.decode(body, type=LimitsUpdate)
         if update.revision < self.revision:
             ack, status = "stale", 409
-        elif update.revision == self.revision and update != self.update:
+        elif update.revision == self.revision and update.limits.applied_to(self.limits) != self.limits:
             ack, status = "rejected", 422
         else:
-            self.revision, self.update, self.limits = update.revision, update, update.limits.applied_to(self.limits)
+            self.revision, self.limits = update.revision, update.limits.applied_to(self.limits)
             ack, status = "applied", 200
         answer = LimitsAck(status=ack, revision=self.revision, target=self.limits, effective=self.limits)
         return send_bytes(writer, status, msgspec.json.encode(answer))

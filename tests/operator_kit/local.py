@@ -12,19 +12,21 @@ from typing import Any
 import aiohttp
 import yaml
 
-from flyball_operator import children, manifest
+from flyball_operator import manifest
+from flyball_operator.children import Manifest
 from flyball_operator.local import LocalOptions, LocalRunner, Snapshot
 from flyball_operator.local.backoff import Backoff
 from flyball_operator.local.control import InstanceFolder
+from flyball_operator.local.template import local_deployment
 from flyball_operator.spec import LLMDeployment
 
 FAKE_RUNTIME = (sys.executable, str(Path(__file__).with_name("fake_runtime.py")))
 DEADLINE_S = 20.0
 
 
-def fast_deployment(deployment: LLMDeployment) -> children.Manifest:
+def fast_deployment(deployment: LLMDeployment) -> Manifest:
     """The real Deployment with probes that are fast enough for tests."""
-    built = children.deployment(deployment)
+    built = local_deployment(deployment)
     (container,) = built["spec"]["template"]["spec"]["containers"]
     fast = {"periodSeconds": 0.05, "timeoutSeconds": 0.5, "failureThreshold": 2}
     for probe, changes in (("startupProbe", {"failureThreshold": 100}), ("readinessProbe", {}), ("livenessProbe", {})):

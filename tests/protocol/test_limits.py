@@ -2,6 +2,7 @@ import msgspec
 import pytest
 
 from flyball_protocol import (
+    BootPrior,
     Envelope,
     Limits,
     LimitsAck,
@@ -29,6 +30,7 @@ ENVELOPE = Envelope(
     [
         LIMITS,
         ENVELOPE,
+        BootPrior(revision=7, limits=LIMITS),
         LimitsUpdate(revision=3, limits=LimitsChange(max_num_seqs=8), ttl_s=90.0),
         LimitsAck(status=LimitsStatus.DEFERRED, revision=3, target=LIMITS, effective=LIMITS, reason="drains"),
         LimitsReport(revision=3, target=LIMITS, effective=LIMITS, envelope=ENVELOPE, last_known_good=LIMITS),

@@ -138,6 +138,19 @@ def test_limits_move_live_over_the_admin_port(server: Replica) -> None:
     server.admin.post(path, json={"revision": revision + 1, "limits": {"max_num_seqs": 256}})
 
 
+def test_a_replica_starts_with_its_boot_prior(model: Path, tmp_path: Path) -> None:
+    prior = {"revision": 7, "limits": {"max_num_seqs": 4, "kv_cache_fraction": 0.5, "max_num_batched_tokens": 64}}
+    (tmp_path / "limits.json").write_text(json.dumps(prior))
+    with replica(model, f"--boot-prior={tmp_path}/limits.json", "--max-model-len=512", log=tmp_path / "log") as server:
+        report = server.admin.get(endpoints.ADMIN_LIMITS_PATH).json()
+        assert (report["revision"], report["envelope"]["max_num_seqs"]) == (7, 256)
+        assert report["target"] == report["effective"] == report["last_known_good"]
+        assert report["target"] == {**prior["limits"], "step_time_target_ms": None}
+        evidence = server.admin.get(endpoints.ADMIN_EVIDENCE_PATH).json()
+        assert (evidence["revision"], evidence["target"]["max_num_seqs"]) == (7, 4)
+        assert server.metric("flyball_limits_revision") == 7
+
+
 def test_sigterm_drains_even_when_the_engine_gets_it_too(model: Path, tmp_path: Path) -> None:
     with replica(model, log=tmp_path / "log") as server:
         body = {"model": "test", "prompt": [5], "max_tokens": 500, "ignore_eos": True, "stream": True}

@@ -13,16 +13,18 @@ class PackedLinear:
 
     On CPU the C++ kernel keeps the weight in panels of 32 output features, whatever the number of rows it will meet,
     and this packed copy is the only one held: drop your own reference to ``weight``. Its out_features are rounded up
-    to 32. Elsewhere, and with the ``torch`` backend, the weight is kept as it is for ``torch.nn.functional.linear``.
+    to 32, its in_features to 2. Elsewhere, and with the ``torch`` backend, the weight is kept as it is for
+    ``torch.nn.functional.linear``.
 
     Args:
         weight: ``[out_features, in_features]`` bf16, fp16 or fp32.
         bias: ``[out_features]`` or None, dtype of ``weight``.
+        dot: whether bf16 weights use the CPU's bf16 dot product instruction; None: where it is the faster way.
     Raises:
-        ValueError: the shapes or dtypes do not fit.
+        ValueError: the shapes or dtypes do not fit, or the C++ kernel has no dot product for this dtype or CPU.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, dot: bool | None = None) -> None:
         check_shape("weight", weight, None, None)
         check_dtype("weight", weight, torch.bfloat16, torch.float16, torch.float32)
         if bias is not None:
@@ -30,7 +32,8 @@ class PackedLinear:
             check_dtype("bias", bias, weight.dtype)
         self.out_features, self.in_features = weight.shape
         self._packed = backend_for(weight) == "cpp"
-        self._weight = torch.ops.flyball.linear_pack(weight.detach()) if self._packed else weight.detach()
+        self._dot = self._packed and self._uses_dot(weight.dtype) if dot is None else dot
+        self._weight = torch.ops.flyball.linear_pack(weight.detach(), self._dot) if self._packed else weight.detach()
         self._bias = None if bias is None else bias.detach().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -47,5 +50,10 @@ class PackedLinear:
         check_dtype("x", x, self._weight.dtype)
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
-        out = torch.ops.flyball.linear(x.reshape(-1, self.in_features), self._weight, self._bias, self.out_features)
+        rows = x.reshape(-1, self.in_features)
+        out = torch.ops.flyball.linear(rows, self._weight, self._bias, self.out_features, self._dot)
         return out.view(*x.shape[:-1], self.out_features)
+
+    @staticmethod
+    def _uses_dot(dtype: torch.dtype) -> bool:
+        return dtype == torch.bfloat16 and bool(torch.ops.flyball.linear_prefers_dot())

@@ -1,8 +1,9 @@
-// Linear layer: 16-bit weights, fp32 arithmetic.
+// Linear layer: 16-bit weights, fp32 sums.
 //
 // A weight is stored once, as panels of 32 columns (output features) that a thread streams through, for one row as for
-// hundreds. 16-bit weights become fp32 in registers and meet fp32 FMAs: on the machines we measured those run faster
-// than the bf16 dot product instruction, and products are exact. See benchmarks/linear.py.
+// hundreds. There are two arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
+// dot product instruction of AVX512_BF16, which does twice the work of an FMA where a core issues two of them a cycle
+// (AMD's do; Intel's issue one, and there Fma was faster). Products are exact in both. See benchmarks/linear.py.
 #include "../cpu/tensors.h"
 
 namespace flyball {
@@ -16,7 +17,7 @@ constexpr int64_t kTileRows = 3;
 #else
 constexpr int64_t kTileRows = 2;
 #endif
-constexpr int64_t kAhead = 32;  // how many steps along in_features to prefetch
+constexpr int64_t kAhead = 32;  // how many in_features to prefetch ahead
 constexpr int64_t kBlockRows = 8 * kTileRows;  // their fp32 copy stays in the second-level cache
 
 struct Pair {
@@ -32,29 +33,64 @@ inline Pair load_pair(const c10::BFloat16* from) {
   return {(Vec)(both << 16), (Vec)(both & 0xffff0000u)};
 }
 
+// An arithmetic says how many features a step takes, where a step's weights lie in its 32 * kDepth elements, what an
+// input looks like that is broadcast to 16 columns, and how both are added to 16 sums.
 template <class T>
-int64_t panel_column(int64_t i) {
-  return std::is_same_v<T, c10::BFloat16> ? i / 2 + i % 2 * kLanes : i;
+struct Fma {
+  using Weight = T;
+  using Input = float;
+  static constexpr int64_t kDepth = 1;
+
+  static int64_t column(int64_t i) { return std::is_same_v<T, c10::BFloat16> ? i / 2 + i % 2 * kLanes : i; }
+  static int64_t feature(int64_t) { return 0; }
+  static Pair weights(const T* from) { return load_pair(from); }
+  static Input input(const T* x, int64_t) { return static_cast<float>(*x); }
+  static Vec broadcast(Input x) { return splat(x); }
+  static Vec add(Vec sum, Vec w, Vec x) { return sum + x * w; }
+};
+
+#if defined(__AVX512BF16__)
+struct Dot {
+  using Weight = c10::BFloat16;
+  using Input = uint32_t;  // two features
+  static constexpr int64_t kDepth = 2;
+
+  static int64_t column(int64_t i) { return i / 2; }
+  static int64_t feature(int64_t i) { return i % 2; }
+  static Pair weights(const Weight* from) { return {load_raw<Vec>(from), load_raw<Vec>(from + kPanel)}; }
+  static Input input(const Weight* x, int64_t left) { return x[0].x | (left > 1 ? uint32_t{x[1].x} << 16 : 0); }
+  static Vec broadcast(Input x) { return (Vec)_mm512_set1_epi32(static_cast<int>(x)); }
+  static Vec add(Vec sum, Vec w, Vec x) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
+};
+#endif
+
+template <class A>
+int64_t num_steps(int64_t k) {
+  return round_up(k, A::kDepth) / A::kDepth;
 }
 
-// weight [n, k] -> packed [ceil(n / 32), k, 32], missing columns zero
-template <class T>
-void pack_weight(const T* weight, int64_t n, int64_t k, T* packed) {
-  const int64_t num_panels = round_up(n, kPanel) / kPanel;
+// weight [n, k] -> packed [ceil(n / 32), steps, 32 * depth], missing columns and features zero
+template <class A>
+void pack_weight(const typename A::Weight* weight, int64_t n, int64_t k, typename A::Weight* packed) {
+  constexpr int64_t kWidth = kPanel * A::kDepth;
+  const int64_t num_panels = round_up(n, kPanel) / kPanel, steps = num_steps<A>(k);
 #pragma omp parallel for
   for (int64_t panel = 0; panel < num_panels; ++panel) {
-    for (int64_t i = 0; i < kPanel; ++i) {
-      const int64_t column = panel * kPanel + panel_column<T>(i);
-      for (int64_t j = 0; j < k; ++j) packed[(panel * k + j) * kPanel + i] = column < n ? weight[column * k + j] : T(0);
+    for (int64_t i = 0; i < kWidth; ++i) {
+      const int64_t column = panel * kPanel + A::column(i);
+      for (int64_t step = 0; step < steps; ++step) {
+        const int64_t j = step * A::kDepth + A::feature(i);
+        packed[(panel * steps + step) * kWidth + i] = column < n && j < k ? weight[column * k + j] : typename A::Weight(0);
+      }
     }
   }
 }
 
-// rows of x [rows, k] -> [k, rows] fp32
-template <class T>
-void pack_rows(const T* x, int64_t stride, int64_t rows, int64_t k, float* packed) {
+// rows of x [rows, k] -> [steps, rows]
+template <class A>
+void pack_rows(const typename A::Weight* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
   for (int64_t row = 0; row < rows; ++row)
-    for (int64_t j = 0; j < k; ++j) packed[j * rows + row] = static_cast<float>(x[row * stride + j]);
+    for (int64_t j = 0; j < k; j += A::kDepth) packed[j / A::kDepth * rows + row] = A::input(x + row * stride + j, k - j);
 }
 
 // Where a tile's result goes.
@@ -81,22 +117,26 @@ void write_row(const Output<T>& out, int64_t row, Vec low, Vec high) {
   store_up_to(to + kLanes, high, rest);
 }
 
-// Panels panels times a tile of Rows rows. Every sum runs over k in order, whatever Rows and Panels are, so a row's
+// Panels panels times a tile of Rows rows. Every sum runs over the steps in order, whatever Rows and Panels are, so a row's
 // result does not depend on how many rows there are.
-template <class T, int Rows, int Panels>
-void multiply_tile(const float* x, const T* panels, int64_t k, const Output<T>& out) {
+template <class A, int Rows, int Panels>
+void multiply_tile(const typename A::Input* x, const typename A::Weight* panels, int64_t steps,
+                   const Output<typename A::Weight>& out) {
+  constexpr int64_t kWidth = kPanel * A::kDepth;
   Vec low[Panels][Rows] = {}, high[Panels][Rows] = {};
-  for (int64_t j = 0; j < k; ++j) {
+  for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; ++p) {
-      const T* from = panels + (p * k + j) * kPanel;
-      __builtin_prefetch(from + kAhead * kPanel);  // without it a core reads memory at about half speed
-      const Pair w = load_pair(from);
+      const typename A::Weight* from = panels + (p * steps + step) * kWidth;
+#pragma GCC unroll 2
+      for (int line = 0; line < A::kDepth; ++line)  // without it a core reads memory at about half speed
+        __builtin_prefetch(from + (kAhead + line) * kPanel);
+      const Pair w = A::weights(from);
 #pragma GCC unroll 16
       for (int row = 0; row < Rows; ++row) {
-        const Vec value = splat(x[j * Rows + row]);
-        low[p][row] += value * w.low;
-        high[p][row] += value * w.high;
+        const Vec value = A::broadcast(x[step * Rows + row]);
+        low[p][row] = A::add(low[p][row], w.low, value);
+        high[p][row] = A::add(high[p][row], w.high, value);
       }
     }
   }
@@ -107,23 +147,28 @@ void multiply_tile(const float* x, const T* panels, int64_t k, const Output<T>& 
   }
 }
 
-// Few rows have too few sums in flight to hide an FMA's latency, so they take several panels at a time.
+// Few rows have too few sums in flight to hide the arithmetic's latency, so they take several panels at a time.
 constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
-template <class T, int Rows = kTileRows>
-void multiply(int64_t rows, int64_t num_panels, const float* x, const T* panels, int64_t k, const Output<T>& out) {
+template <class A, int Rows = kTileRows>
+void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, const typename A::Weight* panels, int64_t steps,
+              const Output<typename A::Weight>& out) {
   if (rows == Rows) {
-    if (num_panels == panels_at_once(Rows)) return multiply_tile<T, Rows, panels_at_once(Rows)>(x, panels, k, out);
-    for (int64_t p = 0; p < num_panels; ++p) multiply_tile<T, Rows, 1>(x, panels + p * k * kPanel, k, out.panel(p));
+    if (num_panels == panels_at_once(Rows)) return multiply_tile<A, Rows, panels_at_once(Rows)>(x, panels, steps, out);
+    for (int64_t p = 0; p < num_panels; ++p)
+      multiply_tile<A, Rows, 1>(x, panels + p * steps * kPanel * A::kDepth, steps, out.panel(p));
     return;
   }
-  if constexpr (Rows > 1) multiply<T, Rows - 1>(rows, num_panels, x, panels, k, out);
+  if constexpr (Rows > 1) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out);
 }
 
-template <class T>
-void linear_block(const T* x, int64_t rows, int64_t k, const T* packed, int64_t n, const T* bias, T* out) {
+template <class A>
+void linear_block(const typename A::Weight* x, int64_t rows, int64_t k, const typename A::Weight* packed, int64_t n,
+                  const typename A::Weight* bias, typename A::Weight* out) {
   struct Rows;
-  float* x32 = scratch<Rows>(rows * k);
+  static_assert(sizeof(typename A::Input) == sizeof(float));
+  const int64_t steps = num_steps<A>(k);
+  auto* inputs = reinterpret_cast<typename A::Input*>(scratch<Rows>(rows * steps));
   const int64_t num_panels = round_up(n, kPanel) / kPanel, num_tiles = round_up(rows, kTileRows) / kTileRows;
   const int64_t num_threads = omp_get_max_threads();
   const int64_t group = num_panels >= 2 * num_threads * panels_at_once(rows) ? panels_at_once(rows) : 1;
@@ -135,43 +180,77 @@ void linear_block(const T* x, int64_t rows, int64_t k, const T* packed, int64_t 
 #pragma omp for
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int64_t row = tile_start(tile);
-      pack_rows(x + row * k, k, tile_start(tile + 1) - row, k, x32 + row * k);
+      pack_rows<A>(x + row * k, k, tile_start(tile + 1) - row, k, inputs + row * steps);
     }
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t i = 0; i < num_groups * num_tiles; ++i) {
       const int64_t panel = i / num_tiles * group, column = panel * kPanel, row = tile_start(i % num_tiles);
-      const Output<T> to{out + row * n + column, n, n - column, bias ? bias + column : nullptr};
-      multiply(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), x32 + row * k,
-               packed + column * k, k, to);
+      const Output<typename A::Weight> to{out + row * n + column, n, n - column, bias ? bias + column : nullptr};
+      multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * steps,
+                  packed + column * steps * A::kDepth, steps, to);
     }
   }
 }
 
-Tensor linear_pack(const Tensor& unpacked) {
+bool has_dot() {
+#if defined(__AVX512BF16__)
+  return true;
+#else
+  return false;
+#endif
+}
+
+bool prefers_dot() {
+#if defined(__x86_64__)
+  return has_dot() && __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+// Call f with the arithmetic for tensors of this type.
+template <class F>
+void with_arithmetic(const Tensor& tensor, bool dot, F f) {
+#if defined(__AVX512BF16__)
+  if (dot && tensor.scalar_type() == at::kBFloat16) return f(Dot{});
+#endif
+  TORCH_CHECK_VALUE(!dot, "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16");
+  dispatch(tensor, "linear", [&]<class T>(T*) { f(Fma<T>{}); });
+}
+
+Tensor linear_pack(const Tensor& unpacked, bool dot) {
   const Tensor weight = unpacked.contiguous();
   const int64_t n = weight.size(0), k = weight.size(1);
-  Tensor packed = at::empty({round_up(n, kPanel) / kPanel, k, kPanel}, weight.options());
-  prefer_huge_pages(packed.data_ptr(), packed.nbytes());
-  dispatch(weight, "linear", [&]<class T>(T*) { pack_weight(data<const T>(weight), n, k, data<T>(packed)); });
+  Tensor packed;
+  with_arithmetic(weight, dot, [&]<class A>(A) {
+    using T = typename A::Weight;
+    packed = at::empty({round_up(n, kPanel) / kPanel, num_steps<A>(k), kPanel * A::kDepth}, weight.options());
+    prefer_huge_pages(packed.data_ptr(), packed.nbytes());
+    pack_weight<A>(data<const T>(weight), n, k, data<T>(packed));
+  });
   return packed;
 }
 
-Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n) {
+Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, bool dot) {
   const Tensor x = input.contiguous();
   const int64_t m = x.size(0), k = x.size(1);
   Tensor out = at::empty({m, n}, x.options());
-  dispatch(x, "linear", [&]<class T>(T*) {
+  with_arithmetic(x, dot, [&]<class A>(A) {
+    using T = typename A::Weight;
     for (int64_t row = 0; row < m; row += kBlockRows) {
       const int64_t rows = std::min(kBlockRows, m - row);
-      linear_block(data<const T>(x) + row * k, rows, k, data<const T>(packed), n, data_or_null<T>(bias), data<T>(out) + row * n);
+      linear_block<A>(data<const T>(x) + row * k, rows, k, data<const T>(packed), n, data_or_null<T>(bias),
+                      data<T>(out) + row * n);
     }
   });
   return out;
 }
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
-  m.def("linear_pack(Tensor weight) -> Tensor");
-  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
+  m.def("linear_has_dot() -> bool", &has_dot);
+  m.def("linear_prefers_dot() -> bool", &prefers_dot);
+  m.def("linear_pack(Tensor weight, bool dot) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool dot) -> Tensor");
   m.impl("linear_pack", c10::DispatchKey::CPU, TORCH_FN(linear_pack));
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
 }

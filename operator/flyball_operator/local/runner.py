@@ -11,7 +11,8 @@ from typing import Self
 
 import aiohttp
 
-from flyball_operator import children, manifest
+from flyball_operator import manifest
+from flyball_operator.children import Manifest
 from flyball_operator.errors import LocalError, OperatorError, SpecError
 from flyball_operator.local.accelerators import AcceleratorPool, visible_devices
 from flyball_operator.local.backoff import Backoff
@@ -23,7 +24,7 @@ from flyball_operator.local.fleet import Fleet
 from flyball_operator.local.logs import follow_logs
 from flyball_operator.local.replica import Replica
 from flyball_operator.local.snapshot import Event, ReplicaSnapshot, Snapshot
-from flyball_operator.local.template import LOOPBACK, process_template
+from flyball_operator.local.template import LOOPBACK, local_deployment, process_template
 from flyball_operator.local.tuner import LocalTuner
 from flyball_operator.local.watch import WatchedFile
 from flyball_operator.spec import LLMDeployment
@@ -53,7 +54,7 @@ class LocalOptions:
     evidence_period_s: float | None = None
     watch_period_s: float = 0.5
     echo: Callable[[str, str], None] | None = None
-    build: Callable[[LLMDeployment], children.Manifest] = children.deployment
+    build: Callable[[LLMDeployment], Manifest] = local_deployment
     backoff: Callable[[], Backoff] = Backoff
     accelerators: tuple[str, ...] = field(default_factory=visible_devices)
 

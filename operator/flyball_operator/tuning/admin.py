@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,21 +38,32 @@ class Posted:
 
 
 class AdminClient:
-    """Reads evidence and posts limits. A replica that does not answer is a result, not an exception."""
+    """Reads evidence and posts limits. A replica that does not answer is a result, not an exception.
 
-    def __init__(self, session: aiohttp.ClientSession, token: str, *, timeout_s: float = 2.0) -> None:
+    Args:
+        slots: how many requests may be under way; several clients may share it.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        token: str,
+        *,
+        timeout_s: float = 2.0,
+        slots: asyncio.Semaphore | None = None,
+    ) -> None:
         self._session = session
         self._headers = {"Authorization": f"Bearer {token}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        self._slots = slots or asyncio.Semaphore(MAX_CONCURRENT)
 
     async def gather(self, targets: Sequence[Target]) -> list[PodEvidence]:
         """Read the evidence of every target at once."""
         return await asyncio.gather(*(self.evidence(target) for target in targets))
 
-    async def post_all(self, targets: Sequence[Target], update: LimitsUpdate) -> list[Posted]:
-        """Post the same update to every target at once."""
-        return await asyncio.gather(*(self.post(target, update) for target in targets))
+    async def post_all(self, updates: Mapping[Target, LimitsUpdate]) -> list[Posted]:
+        """Post to every target its update, all at once."""
+        return await asyncio.gather(*(self.post(target, update) for target, update in updates.items()))
 
     async def evidence(self, target: Target) -> PodEvidence:
         async def read() -> PodEvidence:

@@ -4,16 +4,16 @@ The order of the rules is the order of urgency; the first that applies is the de
 what holds the head of the queue back (``blocked_by``), and never while inter-token latency has no room.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flyball_operator.spec import Tuning
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence, Pooled, fault, pool
 from flyball_operator.tuning.knobs import Knob, Span, changed, cut, raised, spans
-from flyball_operator.tuning.signals import Signal, Standing, signal
+from flyball_operator.tuning.signals import Signal, Standing, signals
 from flyball_operator.tuning.state import Direction, Move, TunerState
-from flyball_protocol import Limits
+from flyball_protocol import Evidence, Limits
 
 BINDING_SHARE = 0.10
 """A knob is binding when it held the head of the queue back in more than this share of steps."""
@@ -25,7 +25,6 @@ MIN_EVIDENCE = 0.5
 """Nothing is decided on fewer than this share of the replicas."""
 
 MAX_AGE_INTERVALS = 3
-ITL_SAMPLES_PER_REQUEST = 20
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class _Situation:
     ttft: Signal
     itl: Signal
     spans: dict[Knob, Span]
+    behind: tuple[str, ...]
 
     @property
     def limits(self) -> Limits:
@@ -96,14 +96,11 @@ def decide(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence], *
         evidence: one entry for each replica that is expected to serve, whether it answered or not.
         now_s: seconds on any clock that only goes forward.
     """
-    faults = {
-        pod.pod: fault(pod, max_age_s=MAX_AGE_INTERVALS * tuning.interval_seconds, min_uptime_s=tuning.interval_seconds)
-        for pod in evidence
-    }
-    usable = [pod.evidence for pod in evidence if pod.evidence is not None and faults[pod.pod] is None]
+    faults = find_faults(tuning, evidence)
+    usable = {pod.pod: pod.evidence for pod in evidence if pod.evidence is not None and pod.pod not in faults}
     if not usable or len(usable) < MIN_EVIDENCE * len(evidence):
-        return _cannot_decide(state, evidence, {pod: why for pod, why in faults.items() if why})
-    situation = _situation(tuning, state, pool(usable, state), now_s)
+        return _cannot_decide(state, evidence, faults)
+    situation = _situation(tuning, state, usable, now_s)
     for rule in _RULES:
         decision = rule(situation)
         if decision is not None:
@@ -111,21 +108,25 @@ def decide(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence], *
     return situation.hold(Reason.STEADY, f"nothing to do: {_objectives(situation)}")
 
 
-def _situation(tuning: Tuning, state: TunerState, view: Pooled, now_s: float) -> _Situation:
-    objectives, samples = tuning.objectives, tuning.min_samples
+def find_faults(tuning: Tuning, evidence: Sequence[PodEvidence]) -> dict[str, str]:
+    """Return why replicas cannot be decided on, by their names; those that can be are left out."""
+    interval_s = tuning.interval_seconds
+    found = {pod.pod: fault(pod, max_age_s=MAX_AGE_INTERVALS * interval_s, min_uptime_s=interval_s) for pod in evidence}
+    return {pod: why for pod, why in found.items() if why}
+
+
+def _situation(tuning: Tuning, state: TunerState, usable: Mapping[str, Evidence], now_s: float) -> _Situation:
+    view = pool(list(usable.values()), state)
+    ttft, itl = signals(tuning, view.ttft, view.itl)
     return _Situation(
         tuning=tuning,
         state=state,
         now_s=now_s,
         view=view,
-        ttft=signal("first tokens", view.ttft, objectives.ttft_p95_milliseconds, samples),
-        itl=signal(
-            "inter-token gaps",
-            view.itl,
-            objectives.inter_token_latency_p95_milliseconds,
-            samples * ITL_SAMPLES_PER_REQUEST,
-        ),
+        ttft=ttft,
+        itl=itl,
         spans=spans(tuning.bounds, view.envelope, view.limits),
+        behind=tuple(sorted(pod for pod, one in usable.items() if one.revision < view.revision)),
     )
 
 
@@ -164,6 +165,14 @@ def _into_step(now: _Situation) -> Decision | None:
         return None
     why = f"not every replica at revision {now.view.revision} has its limits (a lease ran out?), so they are set again"
     return now.change(Reason.OUT_OF_STEP, why, {}, Direction.CLAMP)
+
+
+def _wait_for_agreement(now: _Situation) -> Decision | None:
+    """Hold while some replicas serve under older limits: their evidence says nothing about the ones in force."""
+    if not now.behind:
+        return None
+    why = f"replicas disagree: {', '.join(now.behind)} behind revision {now.view.revision}, which is in force"
+    return now.hold(Reason.DISAGREEMENT, why)
 
 
 def _let_it_settle(now: _Situation) -> Decision | None:
@@ -245,6 +254,7 @@ def _too_few_samples(now: _Situation) -> Decision | None:
 _RULES: tuple[Callable[[_Situation], Decision | None], ...] = (
     _into_bounds,
     _into_step,
+    _wait_for_agreement,
     _let_it_settle,
     _itl_over,
     _preempting,

@@ -83,7 +83,7 @@ def pool(evidence: Sequence[Evidence], state: TunerState) -> Pooled:
         limits=limits,
         revision=revision,
         in_step=all(one.target == limits for one in evidence if one.revision == revision),
-        envelope=_tightest([one.envelope for one in evidence]),
+        envelope=tightest([one.envelope for one in evidence]),
         ttft=tuple(one.ttft for one in evidence),
         itl=tuple(one.itl for one in evidence),
         blocked_by={
@@ -96,7 +96,8 @@ def pool(evidence: Sequence[Evidence], state: TunerState) -> Pooled:
     )
 
 
-def _tightest(envelopes: Sequence[Envelope]) -> Envelope:
+def tightest(envelopes: Sequence[Envelope]) -> Envelope:
+    """Return the envelope of limits that every replica can take."""
     return Envelope(
         max_num_seqs=min(one.max_num_seqs for one in envelopes),
         max_num_batched_tokens=min(one.max_num_batched_tokens for one in envelopes),

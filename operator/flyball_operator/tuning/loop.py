@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from msgspec import structs
-
 from flyball_operator.spec import Tuning
 from flyball_operator.tuning.admin import AdminClient, Posted, Target
+from flyball_operator.tuning.canary import advance
 from flyball_operator.tuning.decide import decide
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
 from flyball_operator.tuning.knobs import as_change
 from flyball_operator.tuning.record import DecisionRecord
+from flyball_operator.tuning.recovery import Memory, recover
 from flyball_operator.tuning.state import TunerState
 from flyball_protocol import LimitsStatus, LimitsUpdate
 
@@ -37,7 +37,13 @@ class Round:
 
 
 class SlowLoop:
-    """Tunes one deployment. Revisions carry on from the highest that any replica reports, so a restart loses nothing."""
+    """Tunes one deployment. Revisions carry on from the highest that any replica reports, so a restart loses nothing.
+
+    Args:
+        canary_first: try each change on one replica before the others get it.
+        memory: what an earlier slow loop left; nothing is posted until enough replicas answer to go on from there.
+            None starts afresh.
+    """
 
     def __init__(
         self,
@@ -46,44 +52,58 @@ class SlowLoop:
         *,
         on_record: Callable[[DecisionRecord], None],
         clock: Callable[[], float] = time.monotonic,
+        canary_first: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         self._deployment = deployment
         self._admin = admin
         self._on_record = on_record
         self._clock = clock
+        self._canary_first = canary_first
+        self._memory = memory
         self._state = TunerState()
         self._told: tuple[Action, Reason, object] | None = None
+
+    @property
+    def has_trial(self) -> bool:
+        """Whether a change is on trial at one replica."""
+        return self._state.trial is not None
 
     async def round(self, tuning: Tuning, targets: Sequence[Target]) -> Round:
         """Decide once and, in mode Auto, bring the replicas to the limits that follow."""
         evidence = tuple(await self._admin.gather(targets))
         now_s = self._clock()
-        state, decision = self._state, decide(tuning, self._state, evidence, now_s=now_s)
+        if self._memory is not None:
+            self._recover(self._memory, evidence, now_s)
+        function, state = advance if self._canary_first else decide, self._state
+        decision = function(tuning, state, evidence, now_s=now_s)
         posted: tuple[Posted, ...] = ()
-        if tuning.mode == "Auto":
+        if self._memory is not None or (tuning.mode != "Auto" and decision.action is not Action.ROLL_BACK):
+            self._state = TunerState()  # what was recommended was not done
+        else:
             # Even a change that no replica took counts as made: it is not tried again before its cool-down.
             self._state = decision.state
             posted = await self._post(tuning, decision, targets)
-        else:
-            self._state = TunerState()  # what was recommended was not done
         told = self._is_news(decision)
-        if told or decision.action is Action.CHANGE:
-            self._on_record(_record(self._deployment, tuning, state, evidence, now_s, decision))
+        if told or decision.action is not Action.HOLD:
+            self._on_record(_record(self._deployment, tuning, state, evidence, now_s, decision, self._canary_first))
         return Round(evidence, decision, posted, told)
 
+    def _recover(self, memory: Memory, evidence: tuple[PodEvidence, ...], now_s: float) -> None:
+        state = recover(memory, evidence, now_s=now_s)
+        if state is not None:
+            self._state, self._memory = state, None
+
     async def _post(self, tuning: Tuning, decision: Decision, targets: Sequence[Target]) -> tuple[Posted, ...]:
-        """Post a change, or renew the lease of what is in force. At revision 0 nothing was ever posted: nothing to renew."""
-        if decision.limits is None or decision.revision == 0:
-            return ()
+        """Bring every replica to what it should have, or renew the lease of it."""
         lease_s = max(MIN_LEASE_S, LEASE_ROUNDS * float(tuning.interval_seconds))
-        update = LimitsUpdate(revision=decision.revision, limits=as_change(decision.limits), ttl_s=lease_s)
-        posted = await self._admin.post_all(targets, update)
-        if any(_has_other_content(one, update) for one in posted):
-            # Set by hand, by an earlier operator, or before the interval changed: the same limits, as a revision of ours.
-            update = structs.replace(update, revision=update.revision + 1)
-            self._state = structs.replace(self._state, revision=update.revision, limits=decision.limits)
-            posted = await self._admin.post_all(targets, update)
-        for one in posted:
+        updates = {
+            target: LimitsUpdate(revision=wanted[0], limits=as_change(wanted[1]), ttl_s=lease_s)
+            for target in targets
+            if (wanted := decision.wanted_at(target.name)) is not None
+        }
+        posted = await self._admin.post_all(updates)
+        for one, update in zip(posted, updates.values(), strict=True):
             _log_answer(one, update)
         return tuple(posted)
 
@@ -91,12 +111,6 @@ class SlowLoop:
         told = (decision.action, decision.reason, decision.limits)
         news, self._told = told != self._told, told
         return news
-
-
-def _has_other_content(posted: Posted, update: LimitsUpdate) -> bool:
-    """Return whether a replica refused to renew because this revision came to it with other words."""
-    ack = posted.ack
-    return ack is not None and ack.status is LimitsStatus.REJECTED and ack.revision == update.revision
 
 
 def _log_answer(posted: Posted, update: LimitsUpdate) -> None:
@@ -122,6 +136,7 @@ def _record(
     evidence: tuple[PodEvidence, ...],
     now_s: float,
     decision: Decision,
+    canary_first: bool,
 ) -> DecisionRecord:
     return DecisionRecord(
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -131,4 +146,5 @@ def _record(
         evidence=evidence,
         now_s=now_s,
         decision=decision,
+        canary_first=canary_first,
     )

@@ -1,9 +1,10 @@
-"""Decisions on file: one JSON line each, with everything that decide() was given, so that any of them can be replayed."""
+"""Decisions on file: one JSON line each, with everything that was decided on, so that any of them can be replayed."""
 
 import msgspec
 from msgspec import Struct
 
 from flyball_operator.spec import Tuning
+from flyball_operator.tuning.canary import advance
 from flyball_operator.tuning.decide import decide
 from flyball_operator.tuning.decision import Decision
 from flyball_operator.tuning.evidence import PodEvidence
@@ -11,7 +12,10 @@ from flyball_operator.tuning.state import TunerState
 
 
 class DecisionRecord(Struct, frozen=True, kw_only=True):
-    """One round: the arguments of decide() and its result. ``time`` is ISO 8601 in UTC, for people."""
+    """One round: the arguments of decide(), or of advance() where ``canary_first``, and the result.
+
+    ``time`` is ISO 8601 in UTC, for people.
+    """
 
     time: str
     deployment: str
@@ -20,10 +24,12 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     evidence: tuple[PodEvidence, ...]
     now_s: float
     decision: Decision
+    canary_first: bool = False
 
     def replay(self) -> Decision:
         """Decide again from what was recorded."""
-        return decide(self.tuning, self.state, self.evidence, now_s=self.now_s)
+        function = advance if self.canary_first else decide
+        return function(self.tuning, self.state, self.evidence, now_s=self.now_s)
 
 
 def to_line(record: DecisionRecord) -> bytes:

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from flyball_operator.spec import Tuning
 from flyball_protocol import LatencyWindow
 
 BUDGET = 0.05
 """Share of samples that may be over a p95 objective."""
+
+ITL_SAMPLES_PER_REQUEST = 20
+"""An inter-token objective needs so many times the samples that a first-token objective needs."""
 
 _Z = 1.96  # of the normal distribution: 95 % two-sided
 
@@ -81,6 +85,23 @@ class Signal:
             f"{self.share:.1%} of {self.num_samples} {self.what} took longer than {self.objective_s * 1000:.0f} ms "
             f"({self.lower:.1%} to {self.upper:.1%}; budget {BUDGET:.0%})"
         )
+
+
+def signals(
+    tuning: Tuning, ttft: Sequence[LatencyWindow], itl: Sequence[LatencyWindow], *, one_of: int = 1
+) -> tuple[Signal, Signal]:
+    """Return how first tokens and inter-token gaps do against ``tuning``.
+
+    Args:
+        one_of: the windows are of one replica of so many, so that a fair part of the samples is enough.
+    """
+    objectives, samples = tuning.objectives, math.ceil(tuning.min_samples / one_of)
+    return (
+        signal("first tokens", ttft, objectives.ttft_p95_milliseconds, samples),
+        signal(
+            "inter-token gaps", itl, objectives.inter_token_latency_p95_milliseconds, samples * ITL_SAMPLES_PER_REQUEST
+        ),
+    )
 
 
 def signal(what: str, windows: Sequence[LatencyWindow], objective_ms: int | None, min_samples: int) -> Signal:

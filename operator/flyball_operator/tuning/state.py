@@ -20,6 +20,10 @@ class Direction(StrEnum):
     CUT = "cut"
     CLAMP = "clamp"
 
+    @property
+    def opposite(self) -> "Direction":
+        return {"raise": Direction.CUT, "cut": Direction.RAISE}.get(self, self)
+
 
 class Move(Struct, frozen=True, kw_only=True):
     """One change that was decided. ``at_s`` is on the clock that decide() is given."""
@@ -30,18 +34,45 @@ class Move(Struct, frozen=True, kw_only=True):
     after: float
     at_s: float
 
+    def undone(self, at_s: float) -> "Move":
+        """Return the move that takes this one back."""
+        return Move(knob=self.knob, direction=self.direction.opposite, before=self.after, after=self.before, at_s=at_s)
+
+
+class Trial(Struct, frozen=True, kw_only=True):
+    """A change that one replica has on trial.
+
+    Attributes:
+        canary: the replica's name.
+        move: the change; ``limits`` under ``revision`` is what the canary should have.
+        before, before_revision: what every other replica should have.
+        started_s: when it was decided.
+        taken_s: when the canary was first seen with it, None until then.
+    """
+
+    canary: str
+    move: Move
+    limits: Limits
+    revision: int
+    before: Limits
+    before_revision: int
+    started_s: float
+    taken_s: float | None = None
+
 
 class TunerState(Struct, frozen=True, kw_only=True):
     """What was done so far.
 
     Attributes:
-        revision, limits: of the last change; 0 and None before the first.
-        moves: the last ones, oldest first.
+        revision, limits: of the last change that every replica should have; 0 and None before the first.
+        moves: the last ones, oldest first; that of the trial comes when it ends.
+        trial: the change that is being tried, if any.
     """
 
     revision: int = 0
     limits: Limits | None = None
     moves: tuple[Move, ...] = ()
+    trial: Trial | None = None
 
     def after(self, moves: Sequence[Move], limits: Limits, revision: int) -> "TunerState":
         return TunerState(revision=revision, limits=limits, moves=(*self.moves, *moves)[-MAX_MOVES:])

@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from flyball_protocol import KVBlocks, LatencyWindow, Limits
+from flyball_protocol.metrics import REQUESTS_RUNNING_RATIO, REQUESTS_WAITING
 from flyball_runtime import __version__
 from flyball_runtime.api.window import QUANTILES, BucketCounts, SlidingCounts, SlidingSamples
 from flyball_runtime.core.clock import Clock
@@ -217,9 +218,11 @@ class Metrics(Collector):
         running = 0 if self.latest is None else self.latest.num_running
         waiting = 0 if self.latest is None else self.latest.num_waiting
         usage = 0.0 if self.latest is None else kv_usage(self.latest.kv_blocks)
+        ratio = 0.0 if self.latest is None else running / self.latest.effective.max_num_seqs
         model = {"model_name": self.model_name}
         yield _gauge("flyball_requests_running", "Requests that hold KV blocks.", running)
-        yield _gauge("flyball_requests_waiting", "Requests in the queue.", waiting)
+        yield _gauge(REQUESTS_WAITING, "Requests in the queue.", waiting)
+        yield _gauge(REQUESTS_RUNNING_RATIO, "Running requests over the limit in force, 0 to 1.", ratio)
         yield _labelled_gauge(
             "vllm:num_requests_running", "flyball_requests_running under vLLM's name.", model, running
         )

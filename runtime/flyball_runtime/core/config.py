@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from flyball_protocol import BootPrior
 from flyball_runtime.core.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -29,6 +30,7 @@ class EngineConfig:
         block_size: tokens per KV block.
         max_queued_requests: most requests that wait; more are refused with 429.
         num_threads: CPU threads of the engine; None takes the cores this process may use.
+        boot_prior: live limits to start with; None starts with the whole envelope.
     """
 
     model: str
@@ -49,6 +51,7 @@ class EngineConfig:
     num_threads: int | None = None
     seed: int = 0
     log_level: str = "info"
+    boot_prior: BootPrior | None = None
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)

@@ -46,7 +46,7 @@ class Engine:
             ),
             self.kv_cache,
         )
-        self._ledger = LimitsLedger(self.scheduler, clock)
+        self._ledger = LimitsLedger(self.scheduler, clock, config.boot_prior)
         self._draining_limits = False
         self._sequences: dict[str, Sequence] = {}
         self._rng = random.Random(config.seed)

@@ -3,7 +3,16 @@
 import logging
 from typing import Protocol
 
-from flyball_protocol import Envelope, Limits, LimitsAck, LimitsChange, LimitsReport, LimitsStatus, LimitsUpdate
+from flyball_protocol import (
+    BootPrior,
+    Envelope,
+    Limits,
+    LimitsAck,
+    LimitsChange,
+    LimitsReport,
+    LimitsStatus,
+    LimitsUpdate,
+)
 from flyball_runtime.core.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -31,10 +40,14 @@ class LimitsEnforcer(Protocol):
 class LimitsLedger:
     """Decides on updates and passes accepted ones on.
 
-    *Revision*: a lower one than the one in force is stale. An equal one with equal content renews the lease and changes
-    nothing else (or restores its limits, when the lease ran out in between); with other content it is rejected.
+    *Revision*: a lower one than the one in force is stale. An equal one that asks for the same limits renews the lease, or
+    ends it, and changes nothing else (or restores its limits, when the lease ran out in between); with other limits it is
+    rejected.
 
     *Last known good*: the whole target that resulted from the last update without ttl, at first the start-up limits.
+
+    *Boot prior*: takes the place of the start-up limits, and its revision that of 0. What of it lies outside the envelope
+    starts at the nearest value inside.
 
     *Lease*: an update with ttl holds for that long. When it runs out unrenewed, each target falls to its last known
     good value or stays where it is, whichever is lower, so a runtime that nobody tends never takes on more. The
@@ -42,18 +55,19 @@ class LimitsLedger:
     from the lease included.
     """
 
-    def __init__(self, enforcer: LimitsEnforcer, clock: Clock) -> None:
+    def __init__(self, enforcer: LimitsEnforcer, clock: Clock, boot_prior: BootPrior | None = None) -> None:
         self._enforcer = enforcer
         self._clock = clock
-        self._last_known_good = enforcer.limits
         self._revision = 0
-        self._update: LimitsUpdate | None = None  # the last one accepted
-        self._resolved = enforcer.limits  # the whole target that it asked for
         self._lease_end_s: float | None = None
+        if boot_prior is not None:
+            self._start_with(boot_prior)
+        self._last_known_good = enforcer.limits
+        self._resolved = enforcer.limits  # the whole target that the revision in force asked for
 
     @property
     def revision(self) -> int:
-        """Of the last accepted update; 0 before the first."""
+        """Of the last accepted update; before the first, of the boot prior, or 0."""
         return self._revision
 
     @property
@@ -68,10 +82,10 @@ class LimitsLedger:
                 LimitsStatus.STALE,
                 f"revision {update.revision} is older than {self._revision}, in force here; post one above it.",
             )
-        if update.revision == self._revision and update != self._update:
+        if update.revision == self._revision and update.limits.applied_to(self._resolved) != self._resolved:
             return self._refuse(
                 LimitsStatus.REJECTED,
-                f"revision {update.revision} is in force with other content; post a change under a revision above it.",
+                f"revision {update.revision} is in force with other limits; post a change under a revision above it.",
             )
         reasons = violations(update.limits, self._enforcer.envelope)
         if reasons:
@@ -101,10 +115,21 @@ class LimitsLedger:
             lease_expires_in_s=None if self._lease_end_s is None else self._lease_end_s - self._clock.now(),
         )
 
+    def _start_with(self, prior: BootPrior) -> None:
+        limits = inside(prior.limits, self._enforcer.envelope)
+        if reasons := violations(prior.limits, self._enforcer.envelope):
+            logger.error(
+                "the boot prior's limits (revision %d) do not fit this runtime: %s Starting with the nearest that do.",
+                *(prior.revision, " ".join(reasons)),
+            )
+        self._enforcer.set_limits(limits)
+        self._revision = prior.revision
+        logger.info("starting with the boot prior's revision %d: %s", prior.revision, limits)
+
     def _accept(self, update: LimitsUpdate) -> LimitsAck:
         if update.revision > self._revision:
             self._resolved = update.limits.applied_to(self.target)
-        self._revision, self._update = update.revision, update
+        self._revision = update.revision
         if update.ttl_s is None:
             self._last_known_good, self._lease_end_s = self._resolved, None
         else:
@@ -158,6 +183,17 @@ def violations(change: LimitsChange | Limits, envelope: Envelope) -> list[str]:
             "Leave it out and move max_num_batched_tokens."
         )
     return reasons
+
+
+def inside(limits: Limits, envelope: Envelope) -> Limits:
+    """Return the limits nearest to ``limits`` that have no ``violations``."""
+    return Limits(
+        max_num_seqs=min(max(limits.max_num_seqs, 1), envelope.max_num_seqs),
+        kv_cache_fraction=min(max(limits.kv_cache_fraction, envelope.min_kv_cache_fraction), 1.0),
+        max_num_batched_tokens=min(
+            max(limits.max_num_batched_tokens, envelope.min_num_batched_tokens), envelope.max_num_batched_tokens
+        ),
+    )
 
 
 def lower_of(a: Limits, b: Limits) -> Limits:

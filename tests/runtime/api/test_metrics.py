@@ -18,7 +18,8 @@ from runtime.api.support import MODEL, chat
 from runtime.fake_engine import FakeEngine, step_stats
 
 EXPECTED_NAMES = """
-flyball_requests_running flyball_requests_waiting flyball_kv_blocks flyball_kv_blocks_capacity flyball_kv_cache_usage_ratio
+flyball_requests_running flyball_requests_running_ratio flyball_requests_waiting
+flyball_kv_blocks flyball_kv_blocks_capacity flyball_kv_cache_usage_ratio
 flyball_limit_target flyball_limit_effective flyball_limits_revision flyball_blocked_steps flyball_blocked_by_share
 flyball_prefix_cache_queried_tokens flyball_prefix_cache_hit_tokens flyball_preemptions flyball_recomputed_tokens
 flyball_prompt_tokens flyball_generation_tokens flyball_requests flyball_requests_rejected
@@ -101,6 +102,9 @@ def test_step_state(metrics: Metrics) -> None:
     assert values["flyball_kv_cache_usage_ratio",] == values["vllm:kv_cache_usage_perc", MODEL] == 0.4
     assert values["flyball_requests_waiting",] == values["vllm:num_requests_waiting", MODEL] == 5
     assert values["vllm:num_requests_running", MODEL] == 2
+    effective = values["flyball_limit_effective", "max_num_seqs"]
+    assert values["flyball_requests_running_ratio",] == 2 / effective, "of the limit in force, not of the one asked for"
+    assert effective != target.max_num_seqs
     assert values["flyball_limit_target", "step_time_target_ms"] == 20 and values["flyball_limits_revision",] == 3
     assert ("flyball_limit_effective", "step_time_target_ms") not in values, "no target is no number"
     assert values["flyball_blocked_steps_total", "kv"] == values["flyball_blocked_steps_total", "none"] == 1

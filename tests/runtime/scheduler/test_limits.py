@@ -2,11 +2,13 @@ import logging
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flyball_protocol import Envelope, Limits, LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_protocol import BootPrior, Envelope, Limits, LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.scheduler import LimitsLedger
-from flyball_runtime.scheduler.limits import lower_of
+from flyball_runtime.scheduler.limits import inside, lower_of, violations
 
 ENVELOPE = Envelope(
     max_num_seqs=64,
@@ -91,12 +93,23 @@ def test_an_equal_revision_is_idempotent(ledger: LimitsLedger):
     assert ledger.post(update(5, max_num_seqs=8)) == first
 
 
-@pytest.mark.parametrize("other", [update(5, max_num_seqs=9), update(5, ttl_s=9.0, max_num_seqs=8)])
-def test_an_equal_revision_with_other_content_is_rejected(ledger: LimitsLedger, other: LimitsUpdate):
+@pytest.mark.parametrize("other", [update(5, max_num_seqs=9), update(5, ttl_s=9.0, max_num_batched_tokens=512)])
+def test_an_equal_revision_with_other_limits_is_rejected(ledger: LimitsLedger, other: LimitsUpdate):
     ledger.post(update(5, max_num_seqs=8))
     ack = ledger.post(other)
-    assert (ack.status, ack.target.max_num_seqs) == (LimitsStatus.REJECTED, 8)
-    assert "revision 5 is in force with other content" in ack.reason
+    assert (ack.status, ack.target) == (LimitsStatus.REJECTED, limits(max_num_seqs=8))
+    assert "revision 5 is in force with other limits" in ack.reason
+    assert ledger.report().lease_expires_in_s is None
+
+
+@pytest.mark.parametrize("changes", [{"max_num_seqs": 8}, {}, {"max_num_seqs": 8, "kv_cache_fraction": 1.0}])
+def test_an_equal_revision_that_asks_for_the_same_in_other_words_is_the_same(
+    ledger: LimitsLedger, changes: dict[str, float]
+):
+    ledger.post(update(5, max_num_seqs=8))
+    ack = ledger.post(update(5, ttl_s=30, **changes))
+    assert (ack.status, ack.target) == (LimitsStatus.APPLIED, limits(max_num_seqs=8))
+    assert ledger.report().lease_expires_in_s == 30.0
 
 
 @pytest.mark.parametrize(
@@ -175,6 +188,14 @@ def test_a_renewal_that_comes_late_restores_what_the_revision_asked_for(
     assert ledger.report().lease_expires_in_s == 30.0
 
 
+def test_a_renewal_may_bring_another_lease_or_end_it(ledger: LimitsLedger, clock: FakeClock):
+    ledger.post(update(1, ttl_s=30, max_num_seqs=8))
+    ledger.post(update(1, ttl_s=90, max_num_seqs=8))
+    assert (ledger.report().lease_expires_in_s, ledger.report().last_known_good) == (90.0, START)
+    ledger.post(update(1, max_num_seqs=8))
+    assert (ledger.report().lease_expires_in_s, ledger.report().last_known_good) == (None, limits(max_num_seqs=8))
+
+
 def test_an_update_after_expiry_starts_from_the_fallback(ledger: LimitsLedger, clock: FakeClock):
     ledger.post(update(1, max_num_seqs=8))
     ledger.post(update(2, ttl_s=30, max_num_seqs=32))
@@ -198,6 +219,62 @@ def test_a_refused_update_leaves_the_lease_alone(ledger: LimitsLedger, clock: Fa
     ledger.post(update(2, ttl_s=30, max_num_seqs=8))
     ledger.post(update(4, ttl_s=30, max_num_seqs=800))
     assert ledger.report().lease_expires_in_s == 20.0
+
+
+PRIOR = BootPrior(revision=7, limits=limits(max_num_seqs=16, max_num_batched_tokens=512))
+
+
+def test_a_boot_prior_is_in_force_from_the_start(scheduler: FakeScheduler, clock: FakeClock):
+    report = LimitsLedger(scheduler, clock, PRIOR).report()
+    assert (report.revision, report.target, report.effective) == (7, PRIOR.limits, PRIOR.limits)
+    assert report.lease_expires_in_s is None
+    assert scheduler.limits == PRIOR.limits
+
+
+def test_a_boot_prior_is_the_last_known_good(scheduler: FakeScheduler, clock: FakeClock):
+    ledger = LimitsLedger(scheduler, clock, PRIOR)
+    ledger.post(update(8, ttl_s=30, max_num_seqs=64))
+    clock.advance(30)
+    assert ledger.report().target == ledger.report().last_known_good == PRIOR.limits
+
+
+def test_who_tends_a_replica_takes_over_its_boot_prior_under_the_same_revision(
+    scheduler: FakeScheduler, clock: FakeClock
+):
+    ledger = LimitsLedger(scheduler, clock, PRIOR)
+    assert ledger.post(update(6, max_num_seqs=64)).status is LimitsStatus.STALE
+    assert ledger.post(update(7, max_num_seqs=64)).status is LimitsStatus.REJECTED
+    whole = {name: getattr(PRIOR.limits, name) for name in ("max_num_seqs", "kv_cache_fraction")}
+    assert ledger.post(update(7, ttl_s=90, **whole)).status is LimitsStatus.APPLIED
+    assert ledger.report().lease_expires_in_s == 90.0
+
+
+def test_a_boot_prior_outside_the_envelope_starts_at_the_nearest_inside(
+    scheduler: FakeScheduler, clock: FakeClock, caplog: pytest.LogCaptureFixture
+):
+    outside = Limits(max_num_seqs=100, kv_cache_fraction=0.1, max_num_batched_tokens=512, step_time_target_ms=20.0)
+    report = LimitsLedger(scheduler, clock, BootPrior(revision=7, limits=outside)).report()
+    assert report.target == limits(kv_cache_fraction=0.25, max_num_batched_tokens=512)
+    assert (report.revision, report.last_known_good) == (7, report.target)
+    (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert (
+        "max_num_seqs is 100; this runtime takes 1 to 64. Stay inside, or start with a higher --max-num-seqs." in error
+    )
+    assert "kv_cache_fraction is 0.1" in error
+    assert "step_time_target_ms is 20" in error
+
+
+@given(
+    max_num_seqs=st.integers(1, 10_000),
+    kv_cache_fraction=st.floats(0, 1, exclude_min=True),
+    max_num_batched_tokens=st.integers(1, 10_000),
+    step_time_target_ms=st.none() | st.floats(0.1, 1000),
+)
+def test_inside_ends_inside_and_leaves_alone_what_is(**values: float):
+    wanted = Limits(**values)
+    found = inside(wanted, ENVELOPE)
+    assert violations(found, ENVELOPE) == []
+    assert (found == wanted) == (violations(wanted, ENVELOPE) == [])
 
 
 @pytest.mark.parametrize(

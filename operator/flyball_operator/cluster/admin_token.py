@@ -1,0 +1,56 @@
+"""The bearer tokens of the replicas' admin ports, derived from one key so that the operator never reads a Secret of a user."""
+
+import base64
+import hashlib
+import hmac
+import secrets
+
+from flyball_operator import names
+from flyball_operator.cluster.client import Client
+from flyball_operator.cluster.errors import ClusterError, Conflict
+from flyball_operator.cluster.kinds import SECRET
+from flyball_operator.cluster.store import Object, Resource
+
+KEY_SECRET = "flyball-operator-key"
+_ENTRY = "key"
+_KEY_BYTES = 32
+
+
+class AdminTokens:
+    """Token and name of the Secret of each deployment. Another key gives other ones, so that pods never mix them up."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self.fingerprint = hashlib.sha256(key).hexdigest()[:10]
+
+    def token(self, resource: Resource) -> str:
+        said = f"{resource.key.namespace}/{resource.key.name}/{resource.uid}"
+        return hmac.new(self._key, said.encode(), hashlib.sha256).hexdigest()
+
+    def secret_name(self, resource: Resource) -> str:
+        return names.admin_token_secret(resource.key.name, resource.uid, self.fingerprint)
+
+
+async def load_key(client: Client, namespace: str) -> bytes:
+    """Return the operator's key from its Secret, which is made when there is none yet.
+
+    Raises:
+        ClusterError: the Secret cannot be read or made, or holds no key.
+    """
+    found = await client.find(SECRET, namespace, KEY_SECRET) or await _make_key(client, namespace)
+    try:
+        return base64.b64decode(found["data"][_ENTRY], validate=True)
+    except (KeyError, ValueError) as error:
+        raise ClusterError(
+            f"Secret {namespace}/{KEY_SECRET} has no entry {_ENTRY!r} in base64; delete it, and the next start makes another"
+        ) from error
+
+
+async def _make_key(client: Client, namespace: str) -> Object:
+    key = base64.b64encode(secrets.token_bytes(_KEY_BYTES)).decode()
+    metadata = {"name": KEY_SECRET, "namespace": namespace, "labels": {names.MANAGED_BY_LABEL: names.MANAGER}}
+    manifest = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {_ENTRY: key}}
+    try:
+        return await client.create(SECRET, manifest)
+    except Conflict:  # another replica was faster
+        return await client.get(SECRET, namespace, KEY_SECRET)

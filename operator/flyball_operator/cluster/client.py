@@ -1,0 +1,154 @@
+"""Calls to the Kubernetes API: plain dicts in and out, errors with types, server-side apply.
+
+The session comes from Kopf's login, so watches and calls share credentials, connections and counters. A client library
+would add a dozen packages for the six calls below.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from flyball_operator.cluster.connection import Connection
+from flyball_operator.cluster.errors import Call, NotFound, Unreachable, from_answer
+from flyball_operator.cluster.kinds import Kind
+from flyball_operator.cluster.store import Object
+
+FIELD_MANAGER = "flyball-operator"
+TIMEOUT_S = 15.0
+PAGE_SIZE = 500
+_APPLY = "application/apply-patch+yaml"  # JSON is YAML
+_MERGE = "application/merge-patch+json"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of a list. All pages of one list carry the same ``resource_version``."""
+
+    items: list[Object]
+    resource_version: str
+
+
+class Client:
+    """Every method raises a ClusterError when the call fails; none of them tries again."""
+
+    def __init__(self, connection: Connection, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._connection = connection
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object:
+        return await self._call("GET", kind, "get", namespace, name)
+
+    async def find(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """Return the object, None where there is none."""
+        try:
+            return await self.get(kind, namespace, name)
+        except NotFound:
+            return None
+
+    async def pages(self, kind: Kind, namespace: str | None, *, labels: str = "") -> AsyncIterator[Page]:
+        """List a kind, in one namespace or in all of them."""
+        params = {"limit": str(PAGE_SIZE)} | ({"labelSelector": labels} if labels else {})
+        while True:
+            body = await self._call("GET", kind, "list", namespace, params=params)
+            for item in body["items"]:  # inside a list they do not say what they are
+                item.update(apiVersion=kind.api_version, kind=kind.kind)
+            yield Page(body["items"], body["metadata"]["resourceVersion"])
+            if not body["metadata"].get("continue"):
+                return
+            params["continue"] = body["metadata"]["continue"]
+
+    async def create(self, kind: Kind, obj: Object) -> Object:
+        """POST an object, of a namespace or of none."""
+        namespace = obj["metadata"].get("namespace")
+        return await self._call("POST", kind, "create", namespace, params={"fieldManager": FIELD_MANAGER}, body=obj)
+
+    async def replace(self, kind: Kind, obj: Object) -> Object:
+        """PUT an object; with a resourceVersion in it only if nobody changed it since."""
+        metadata = obj["metadata"]
+        return await self._call("PUT", kind, "update", metadata["namespace"], metadata["name"], body=obj)
+
+    async def apply(self, kind: Kind, obj: Object, *, force: bool, subresource: str = "") -> Object:
+        """Server-side apply. A uid in the metadata makes sure that it changes that object and creates none.
+
+        Args:
+            force: take over fields that others have set; otherwise they make it a Conflict.
+        """
+        metadata = obj["metadata"]
+        params = {"fieldManager": FIELD_MANAGER, "force": str(force).lower(), "fieldValidation": "Strict"}
+        return await self._call(
+            "PATCH", kind, "patch", metadata["namespace"], metadata["name"], subresource, params, obj, _APPLY
+        )
+
+    async def merge(self, kind: Kind, namespace: str, name: str, change: Object) -> Object:
+        """Apply a JSON merge patch."""
+        return await self._call("PATCH", kind, "patch", namespace, name, body=change, content_type=_MERGE)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        """Delete the object with this uid, and what it owns in the background. One that is gone already is fine."""
+        options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        try:
+            await self._call("DELETE", kind, "delete", namespace, name, body=options)
+        except NotFound:
+            return
+
+    async def serves(self, kind: Kind) -> bool:
+        """Return whether the API server knows the kind."""
+        path = kind.path().rpartition("/")[0]
+        try:
+            found = await self._request("GET", path, Call("get", "discovery", path))
+        except NotFound:
+            return False
+        return any(resource["name"] == kind.plural for resource in found["resources"])
+
+    async def _call(
+        self,
+        method: str,
+        kind: Kind,
+        verb: str,
+        namespace: str | None = None,
+        name: str = "",
+        subresource: str = "",
+        params: dict[str, str] | None = None,
+        body: Object | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        target = "/".join(part for part in (namespace, name) if part)
+        resource = "/".join(part for part in (kind.resource, subresource) if part)
+        path = kind.path(namespace, name, subresource)
+        return await self._request(method, path, Call(verb, resource, target), params, body, content_type)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        call: Call,
+        params: dict[str, str] | None = None,
+        body: Object | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        url = f"{self._connection.server}{path}"
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        try:
+            async with self._connection.session.request(
+                method, url, params=params, data=data, headers=headers, timeout=self._timeout
+            ) as response:
+                answer = await _read(response)
+                if response.status >= 400:
+                    raise from_answer(call, response.status, answer, response.headers)
+                return answer
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Unreachable(call, error) from error
+
+
+async def _read(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """Return the body as JSON. A proxy's error page becomes a message."""
+    text = await response.text()
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = None
+    return body if isinstance(body, dict) else {"message": text.strip()[:500] or response.reason or "no message"}

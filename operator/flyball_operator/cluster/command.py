@@ -1,0 +1,94 @@
+"""``flyball-operator run``: the operator on a cluster."""
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+
+from flyball_operator import names
+from flyball_operator.cluster.connection import SERVICE_ACCOUNT, Connection
+from flyball_operator.cluster.election import Terms
+from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.operator import Operator, OperatorOptions
+from flyball_protocol import endpoints
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``flyball-operator run``."""
+    scope = parser.add_mutually_exclusive_group(required=True)
+    scope.add_argument("--namespace", action="append", metavar="NAME", help="serve this namespace; may be repeated")
+    scope.add_argument("--all-namespaces", action="store_true", help="serve every namespace")
+    parser.add_argument(
+        "--own-namespace",
+        metavar="NAME",
+        default=own_namespace(),
+        help="where the lease and the operator's key are (default: the pod's, here %(default)s)",
+    )
+    parser.add_argument(
+        "--runtime-image", default=names.runtime_image(), help="image for whoever names none (default: %(default)s)"
+    )
+    parser.add_argument("--host", default="0.0.0.0", help="address of the port below (default: %(default)s)")
+    parser.add_argument(
+        "--metrics-port", type=int, default=8080, help="port of /metrics, /livez and /readyz (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--no-leader-election", action="store_true", help="act without the lease; for one process only, never for two"
+    )
+    parser.add_argument(
+        "--lease-seconds",
+        type=_seconds,
+        default=15.0,
+        help="another replica takes over this long after the acting one was last heard of (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--identity", default=socket.gethostname(), help="this process's name in the lease (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--resync-seconds",
+        type=_seconds,
+        default=300.0,
+        help="how often to list everything again (default: %(default)s)",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run until SIGTERM; returns the exit code. Raises OperatorError when it cannot start or go on."""
+    if not arguments.verbose:
+        logging.getLogger("kopf").setLevel(logging.WARNING)
+    options = OperatorOptions(
+        namespaces=tuple(arguments.namespace or ()),
+        own_namespace=arguments.own_namespace,
+        identity=arguments.identity,
+        runtime_image=arguments.runtime_image,
+        host=arguments.host,
+        metrics_port=arguments.metrics_port,
+        lease=None if arguments.no_leader_election else Terms(arguments.lease_seconds),
+        resync_s=arguments.resync_seconds,
+    )
+    log.info("%s", options)
+    asyncio.run(_run(options))
+    return endpoints.EXIT_OK
+
+
+async def _run(options: OperatorOptions) -> None:
+    metrics = Metrics()
+    await Operator(Connection.find(metrics), metrics, options).run()
+
+
+def own_namespace() -> str:
+    """Return the namespace of the pod that this runs in, or the one that is meant for it."""
+    file = SERVICE_ACCOUNT / "namespace"
+    if given := os.environ.get("POD_NAMESPACE"):
+        return given
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else names.OPERATOR_NAMESPACE
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if seconds < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than a second; give 1 or more")
+    return seconds

@@ -1,0 +1,122 @@
+"""What can come back from the API server instead of an answer. Each says which call failed."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flyball_operator.errors import OperatorError
+
+
+class Call(NamedTuple):
+    """An API call: ``patch``, ``deployments.apps``, ``team/chat``. RBAC speaks of verb and resource in these words."""
+
+    verb: str
+    resource: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.resource} {self.target}".rstrip()
+
+
+class ClusterError(OperatorError):
+    """A call to the API server failed."""
+
+
+class Unreachable(ClusterError):
+    """No answer came: no connection, or not in time."""
+
+    def __init__(self, call: Call, cause: Exception) -> None:
+        super().__init__(
+            f"{call}: the API server does not answer ({type(cause).__name__}: {cause})".replace(": )", ")")
+        )
+        self.call = call
+
+
+class ApiError(ClusterError):
+    """The API server answered with an error.
+
+    Attributes:
+        reason: the machine-readable one, such as ``AlreadyExists``; "" when it gave none.
+        message: the API server's own words.
+        causes: machine-readable details, such as ``NamespaceTerminating``.
+    """
+
+    def __init__(self, call: Call, status: int, body: Mapping[str, Any]) -> None:
+        self.call = call
+        self.status = status
+        self.reason = str(body.get("reason", ""))
+        self.message = str(body.get("message", "no message"))
+        details = body.get("details") or {}
+        self.causes = frozenset(str(cause.get("reason", "")) for cause in details.get("causes") or [])
+        super().__init__(f"{call}: {status} {self.reason}: {self.message}")
+
+
+class NotFound(ApiError):
+    """404: no such object, or no such kind."""
+
+
+class Conflict(ApiError):
+    """409: the object exists already, is another one than thought, or changed meanwhile."""
+
+
+class Expired(ApiError):
+    """410: a resource version or a list's continuation that the API server no longer has."""
+
+
+class Invalid(ApiError):
+    """400, 422 and some 500s: the API server refuses the object as it is; sending it again would change nothing."""
+
+
+class Forbidden(ApiError):
+    """403: RBAC, a quota or an admission plugin says no."""
+
+    @property
+    def is_missing_rule(self) -> bool:
+        """Whether the operator's role lacks a rule (a quota or an admission plugin words it otherwise)."""
+        return " cannot " in self.message and " resource " in self.message
+
+    @property
+    def is_terminating_namespace(self) -> bool:
+        return "NamespaceTerminating" in self.causes
+
+
+class TooManyRequests(ApiError):
+    """429: the API server sheds load. ``retry_after_s`` is what it asks for."""
+
+    retry_after_s: float = 1.0
+
+
+class Unavailable(ApiError):
+    """5xx: the API server, its etcd or a webhook has a problem of its own."""
+
+
+_CLASSES: dict[int, type[ApiError]] = {
+    400: Invalid,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Expired,
+    422: Invalid,
+    429: TooManyRequests,
+}
+
+
+def from_answer(call: Call, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> ApiError:
+    """Return the error that an answer with a status of 400 and above stands for."""
+    error = _class_of(status, body)(call, status, body)
+    if isinstance(error, TooManyRequests):
+        error.retry_after_s = _retry_after_s(headers.get("Retry-After"), error.retry_after_s)
+    return error
+
+
+def _class_of(status: int, body: Mapping[str, Any]) -> type[ApiError]:
+    # Server-side apply of a field that the kind does not have is the client's mistake, and answered with a 500.
+    if status == 500 and "failed to create typed patch object" in str(body.get("message")):
+        return Invalid
+    return _CLASSES.get(status, Unavailable if status >= 500 else ApiError)
+
+
+def _retry_after_s(header: str | None, default_s: float) -> float:
+    try:
+        return max(0.0, float(header)) if header else default_s
+    except ValueError:  # an HTTP date: the API server sends seconds only, a proxy before it may not
+        return default_s

@@ -1,0 +1,94 @@
+"""Kopf as transport: it logs in and watches. Everything else of it is switched off."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import kopf
+
+from flyball_operator.cluster.connection import Connection
+from flyball_operator.cluster.intake import Intake, selector_of
+from flyball_operator.cluster.kinds import Kind
+
+SERVER_TIMEOUT_S = 300
+CONNECT_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 60.0
+PAGE_SIZE = 500
+
+
+class Endless:
+    """Delays between tries that never run out: Kopf would end the operator after the last one."""
+
+    def __iter__(self) -> Iterator[float]:
+        delay_s = 0.25
+        while True:
+            yield delay_s
+            delay_s = min(5.0, 2 * delay_s)
+
+
+class NoProgress(kopf.ProgressStorage):
+    """Stores nothing: there are no handlers with progress. Kopf's own would copy every object that it sees."""
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None: ...
+
+    def purge(self, **_: Any) -> None: ...
+
+    def touch(self, **_: Any) -> None: ...
+
+    def clear(self, *, essence: Any) -> Any:
+        return essence
+
+
+class NoDiffBase(kopf.DiffBaseStorage):
+    """Remembers no earlier state of objects: a reconcile compares with what is, not with what was."""
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None: ...
+
+
+def settings(kinds: Sequence[Kind]) -> kopf.OperatorSettings:
+    """Return Kopf's settings: server-side selectors, watches that notice when they hang, and no writes."""
+    made = kopf.OperatorSettings()
+    made.posting.enabled = False
+    made.peering.standalone = True
+    made.scanning.disabled = True
+    made.persistence.progress_storage = NoProgress()
+    made.persistence.diffbase_storage = NoDiffBase()
+    made.persistence.consistency_timeout = 0
+    made.networking.error_backoffs = Endless()
+    made.networking.connect_timeout = CONNECT_TIMEOUT_S
+    made.networking.request_timeout = REQUEST_TIMEOUT_S
+    made.watching.server_timeout = SERVER_TIMEOUT_S
+    made.watching.client_timeout = SERVER_TIMEOUT_S + 30
+    made.watching.chunk_size = PAGE_SIZE
+    made.queueing.idle_timeout = 0.1  # a task per object that has news, and no longer than that
+    for kind in kinds:
+        if selector := selector_of(kind):
+            made.watching.label_selectors[kind.group, kind.version, kind.plural] = selector
+    return made
+
+
+def registry(connection: Connection, intake: Intake, kinds: Sequence[Kind]) -> kopf.OperatorRegistry:
+    """Return the handlers: a login, and for each kind one that passes events on."""
+    made = kopf.OperatorRegistry()
+    kopf.on.login(registry=made, id="connection")(connection.for_kopf)
+    for kind in kinds:
+        _watch(made, intake, kind)
+    return made
+
+
+def _watch(registry: kopf.OperatorRegistry, intake: Intake, kind: Kind) -> None:
+    @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=kind.plural)
+    async def on_event(event: kopf.RawEvent, **_: Any) -> None:
+        obj: Any = event["object"]
+        if event["type"] == "DELETED":
+            intake.gone(kind, obj)
+        else:
+            intake.seen(kind, obj)

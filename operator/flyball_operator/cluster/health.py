@@ -1,0 +1,76 @@
+"""The operator's own HTTP port: /livez, /readyz and /metrics."""
+
+import time
+from collections.abc import Callable, Hashable
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.errors import OperatorError
+
+STUCK_AFTER_S = 120.0
+
+
+class Health:
+    """What the probes are told. Alive: the loop turns, and no reconcile has been at it for ``STUCK_AFTER_S``.
+
+    An API server that is down is no reason to be restarted, so it does not count.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.waiting_for: str | None = "start-up"
+        self._clock = clock
+        self._since: dict[Hashable, float] = {}
+
+    def started(self, work: Hashable) -> None:
+        self._since[work] = self._clock()
+
+    def ended(self, work: Hashable) -> None:
+        self._since.pop(work, None)
+
+    @property
+    def stuck(self) -> str | None:
+        """What has been worked on for too long, None when nothing has."""
+        late = [f"{work}" for work, since in self._since.items() if self._clock() - since > STUCK_AFTER_S]
+        return f"no end of {', '.join(late)} after {STUCK_AFTER_S:g} s" if late else None
+
+
+class HealthServer:
+    """Serves ``health`` and ``metrics`` on a port."""
+
+    def __init__(self, health: Health, metrics: Metrics, host: str, port: int) -> None:
+        self._health = health
+        self._metrics = metrics
+        self._host, self._port = host, port
+        app = web.Application()
+        app.router.add_get("/livez", self._livez)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._show_metrics)
+        self._runner = web.AppRunner(app, access_log=None)
+
+    async def start(self) -> None:
+        """Raises OperatorError when the port is taken."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as error:
+            raise OperatorError(
+                f"cannot listen on {self._host} port {self._port}: {error.strerror}; give another --metrics-port"
+            ) from error
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    async def _livez(self, _: web.Request) -> web.Response:
+        return _answer(self._health.stuck)
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        return _answer(self._health.stuck or self._health.waiting_for)
+
+    async def _show_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _answer(problem: str | None) -> web.Response:
+    return web.Response(status=503 if problem else 200, text=f"{problem or 'ok'}\n")

@@ -1,0 +1,296 @@
+"""The operator's process: what it is made of, and the order in which it starts."""
+
+import asyncio
+import itertools
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import aiohttp
+import kopf
+
+from flyball_operator import children
+from flyball_operator.children import Platform
+from flyball_operator.cluster import access, handlers
+from flyball_operator.cluster.admin_token import AdminTokens, load_key
+from flyball_operator.cluster.client import Client
+from flyball_operator.cluster.connection import Connection
+from flyball_operator.cluster.election import Election, Terms
+from flyball_operator.cluster.errors import ClusterError, Forbidden, Invalid, TooManyRequests
+from flyball_operator.cluster.events import Recorder
+from flyball_operator.cluster.health import Health, HealthServer
+from flyball_operator.cluster.intake import Intake, read_all
+from flyball_operator.cluster.kinds import (
+    BUILT_IN_CHILDREN,
+    LLM_DEPLOYMENT,
+    OPTIONAL_CHILDREN,
+    POD,
+    POD_MONITOR,
+    SCALED_OBJECT,
+    Kind,
+)
+from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.queue import Backoff, WorkQueue
+from flyball_operator.cluster.reconciler import Build, Reconciler
+from flyball_operator.cluster.store import Key, Store
+from flyball_operator.cluster.tuner import ClusterTuner
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WAIT_S = 2.0
+"""Between two looks for something that has to be there before the start: the CRD, a right."""
+
+UNREACHABLE = Backoff(first_s=0.1, most_s=10.0)
+REFUSED = Backoff(first_s=1.0, most_s=120.0)
+"""The first is for what passes by itself, the second for what somebody has to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorOptions:
+    """How to run.
+
+    Attributes:
+        namespaces: those to serve; empty: all.
+        own_namespace: where the lease and the key of the admin tokens are.
+        identity: names this process in the lease.
+        lease: None acts without one, for a single process.
+        resync_s: how often everything is listed again, beside the watches.
+        platform_s: how often to look whether KEDA or the Prometheus operator has come or gone.
+    """
+
+    namespaces: tuple[str, ...]
+    own_namespace: str
+    identity: str
+    runtime_image: str
+    host: str = "0.0.0.0"
+    metrics_port: int = 8080
+    lease: Terms | None = field(default_factory=Terms)
+    workers: int = 8
+    resync_s: float = 300.0
+    platform_s: float = 60.0
+
+    @property
+    def scopes(self) -> list[str | None]:
+        """The namespaces as API calls want them: None is all."""
+        return [*self.namespaces] or [None]
+
+
+class Operator:
+    """``run()`` serves until SIGTERM, and raises what makes going on pointless."""
+
+    def __init__(
+        self, connection: Connection, metrics: Metrics, options: OperatorOptions, build: Build = children.build
+    ) -> None:
+        self._connection = connection
+        self._metrics = metrics
+        self._options = options
+        self._build = build
+        self._client = Client(connection)
+        self._store = Store()
+        self._queue: WorkQueue[Key] = WorkQueue(UNREACHABLE)
+        self._intake = Intake(self._store, self._queue.add)
+        self._events = Recorder(self._client, options.identity)
+        self._health = Health()
+        self._platform = self._platform_with(keda=False, pod_monitor=False)
+        metrics.queue_depth.set_function(lambda: self._queue.num_due)
+        metrics.queue_retries.set_function(lambda: self._queue.num_failing)
+        metrics.resources.set_function(lambda: len(self._store.resources))
+
+    async def run(self) -> None:
+        """Raises OperatorError: the port is taken, the lease was lost, or a part ended that should not."""
+        server = HealthServer(self._health, self._metrics, self._options.host, self._options.metrics_port)
+        await server.start()
+        try:
+            await _until_signalled(self._lead())
+        finally:
+            await server.close()
+            await self._connection.close()
+
+    async def _lead(self) -> None:
+        terms, options = self._options.lease, self._options
+        if terms is None:
+            await self._act()
+            return
+        election = Election(self._client, options.own_namespace, options.identity, terms)
+        self._health.waiting_for = None  # a process that stands by is ready to
+        await election.acquire()
+        try:
+            await _first_of(election.hold(), self._act())
+        finally:
+            self._metrics.leader.set(0)
+            await _quietly(election.release())
+
+    async def _act(self) -> None:
+        self._metrics.leader.set(1)
+        await self._wait_for_kind(LLM_DEPLOYMENT)
+        await self._insist(self._look_at_platform)
+        kinds = self._kinds()
+        await self._wait_for_rights(kinds)
+        key = await self._insist(lambda: load_key(self._client, self._options.own_namespace))
+        # Lists before watches: a reconcile that has not seen all children would look for each by itself.
+        for kind, namespace in itertools.product(kinds, self._options.scopes):
+            await self._insist(partial(read_all, self._client, self._intake, kind, namespace))
+        self._health.waiting_for = None
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as to_pods:
+            await self._serve(AdminTokens(key), kinds, to_pods)
+
+    async def _serve(self, tokens: AdminTokens, kinds: Sequence[Kind], to_pods: aiohttp.ClientSession) -> None:
+        tuner = ClusterTuner(
+            self._store, token_of=tokens.token, session=to_pods, changed=self._queue.add, event=self._events
+        )
+        reconciler = Reconciler(
+            store=self._store,
+            client=self._client,
+            tokens=tokens,
+            build=self._build,
+            platform=lambda: self._platform,
+            tuner=tuner,
+            event=self._events,
+        )
+        workers = [self._work(reconciler) for _ in range(self._options.workers)]
+        others = (self._events.run(), tuner.run(), self._resync(), self._watch_platform(), self._watch(kinds))
+        await _first_of(*workers, *others)
+
+    async def _watch(self, kinds: Sequence[Kind]) -> None:
+        await kopf.operator(
+            registry=handlers.registry(self._connection, self._intake, kinds),
+            settings=handlers.settings(kinds),
+            clusterwide=not self._options.namespaces,
+            namespaces=self._options.namespaces,
+            standalone=True,
+        )
+
+    async def _work(self, reconciler: Reconciler) -> None:
+        while True:
+            key = await self._queue.get()
+            self._health.started(key)
+            try:
+                with self._metrics.reconcile_seconds.time():
+                    is_done = await reconciler.reconcile(key)
+            except (Invalid, Forbidden) as error:
+                self._retry(key, error, REFUSED)
+            except ClusterError as error:
+                self._retry(key, error, UNREACHABLE)
+            except Exception as error:
+                log.exception("%s: a bug in the operator", key)
+                self._retry(key, error, REFUSED)
+            else:
+                if is_done:
+                    self._queue.done(key)
+                else:
+                    self._queue.failed(key, backoff=REFUSED)
+            finally:
+                self._health.ended(key)
+
+    def _retry(self, key: Key, error: Exception, backoff: Backoff) -> None:
+        self._metrics.reconcile_errors.labels(type(error).__name__).inc()
+        at_least_s = error.retry_after_s if isinstance(error, TooManyRequests) else 0.0
+        delay_s = self._queue.failed(key, backoff=backoff, at_least_s=at_least_s)
+        log.warning("%s: again in %.1f s: %s", key, delay_s, error)
+
+    async def _resync(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.resync_s)
+            for kind, namespace in itertools.product(self._kinds(), self._options.scopes):
+                try:
+                    await read_all(self._client, self._intake, kind, namespace)
+                except ClusterError as error:
+                    log.warning("the periodic list failed: %s", error)
+
+    async def _watch_platform(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.platform_s)
+            try:
+                await self._look_at_platform()
+            except ClusterError as error:
+                log.warning("what the cluster offers cannot be looked up: %s", error)
+
+    async def _look_at_platform(self) -> None:
+        """Find out which optional kinds there are. Those that come later are seen by the periodic lists only."""
+        keda, pod_monitor = await self._client.serves(SCALED_OBJECT), await self._client.serves(POD_MONITOR)
+        found = self._platform_with(keda=keda, pod_monitor=pod_monitor)
+        if found != self._platform:
+            log.info("KEDA: %s, PodMonitor: %s", *("yes" if one else "no" for one in (found.keda, found.pod_monitor)))
+            self._platform = found
+            for key in self._store.resources:
+                self._queue.add(key)
+
+    def _platform_with(self, *, keda: bool, pod_monitor: bool) -> Platform:
+        return Platform(
+            runtime_image=self._options.runtime_image,
+            operator_namespace=self._options.own_namespace,
+            keda=keda,
+            pod_monitor=pod_monitor,
+        )
+
+    def _kinds(self) -> list[Kind]:
+        has = {SCALED_OBJECT: self._platform.keda, POD_MONITOR: self._platform.pod_monitor}
+        return [LLM_DEPLOYMENT, POD, *BUILT_IN_CHILDREN, *(kind for kind in OPTIONAL_CHILDREN if has[kind])]
+
+    async def _wait_for_kind(self, kind: Kind) -> None:
+        while not await self._insist(lambda: self._client.serves(kind)):
+            remedy = "set crds.install in the chart, or apply what `flyball-operator crd` prints"
+            self._wait_for(f"the CustomResourceDefinition {kind.resource}; {remedy}")
+            await asyncio.sleep(WAIT_S)
+
+    async def _wait_for_rights(self, kinds: Sequence[Kind]) -> None:
+        missing = access.rights_to_watch(kinds, self._options.scopes)
+        while missing := [
+            one for one in missing if not await self._insist(partial(access.is_allowed, self._client, one))
+        ]:
+            self._wait_for(f"rights that the operator's role lacks: {', '.join(map(str, missing))}")
+            await asyncio.sleep(WAIT_S)
+
+    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return what ``call`` returns, as soon as the API server answers."""
+        num_failures = 0
+        while True:
+            try:
+                return await call()
+            except ClusterError as error:
+                num_failures += 1
+                self._wait_for(f"an answer: {error}")
+                await asyncio.sleep(UNREACHABLE.after(num_failures))
+
+    def _wait_for(self, what: str) -> None:
+        if self._health.waiting_for != what:
+            log.warning("waiting for %s", what)
+        self._health.waiting_for = what
+
+
+async def _first_of(*parts: Coroutine[Any, Any, None]) -> None:
+    """Run all until one ends, then end the others; raises what it raised."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _until_signalled(main: Coroutine[Any, Any, None]) -> None:
+    """Run until SIGTERM or SIGINT. Kopf listens for them too while it runs, and then ends."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await _first_of(main, _wait(stop))
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+async def _quietly(call: Awaitable[None]) -> None:
+    try:
+        await call
+    except ClusterError as error:
+        log.debug("on the way out: %s", error)

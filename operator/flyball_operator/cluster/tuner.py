@@ -1,0 +1,269 @@
+"""The slow loop on the cluster: one loop over the store, a round for each LLMDeployment whose interval has passed."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from flyball_operator import names
+from flyball_operator.cluster.store import Key, Pod, Resource, Store
+from flyball_operator.spec import Tuning
+from flyball_operator.status import Condition
+from flyball_operator.tuning import Action, Reason
+from flyball_operator.tuning.admin import AdminClient, Target
+from flyball_operator.tuning.loop import Round, SlowLoop
+from flyball_operator.tuning.record import DecisionRecord, to_line
+from flyball_operator.tuning.recovery import Memory
+from flyball_operator.tuning_status import OFF, Report, TuningStatus, report
+from flyball_protocol import BootPrior
+from flyball_protocol.endpoints import ADMIN_PORT
+
+log = logging.getLogger(__name__)
+decisions_log = logging.getLogger(f"{__name__}.decisions")
+"""A JSON line for each decision that is news, with everything that it was made from, to replay it by."""
+
+TICK_S = 0.25
+MAX_ROUNDS = 64
+"""Rounds at the same time: a thousand deployments whose replicas hang must not hold the others up."""
+
+MAX_REQUESTS = 256
+
+_GOOD = frozenset({Reason.STEADY, Reason.AT_LIMIT, Reason.NOT_THE_LIMITS, Reason.NEAR_OBJECTIVE})
+"""Reasons to hold that come only once the evidence of the limits in force has settled: a new replica may start with them."""
+
+
+class Tell(Protocol):
+    """Writes an Event."""
+
+    def __call__(self, resource: Resource, type: Any, reason: str, message: str) -> None: ...
+
+
+class ClusterTuner:
+    """Tunes every LLMDeployment of the store whose spec asks for it. ``run()`` goes on until it is cancelled.
+
+    Args:
+        token_of: the bearer token of a deployment's admin ports.
+        changed: called when what ``status``, ``conditions`` or ``boot_prior`` say has changed.
+        event: called with what people should see.
+        clock: seconds, only forward.
+        now: the time of day.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        token_of: Callable[[Resource], str],
+        session: aiohttp.ClientSession,
+        changed: Callable[[Key], None],
+        event: Tell,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._store = store
+        self._token_of = token_of
+        self._session = session
+        self._changed = changed
+        self._event = event
+        self._clock = clock
+        self._now = now
+        self._requests = asyncio.Semaphore(MAX_REQUESTS)
+        self._rounds = asyncio.Semaphore(MAX_ROUNDS)
+        self._tuned: dict[Key, _Tuned] = {}
+
+    def status(self, key: Key) -> Mapping[str, Any] | None:
+        """Return status.tuning; before the first round, as an earlier process left it."""
+        resource = self._store.resources.get(key)
+        if resource is None or _mode(resource) == "Off":
+            return None if resource is None else OFF.as_object()
+        known = self._report(resource)
+        return None if known is None else known.status.as_object()
+
+    def conditions(self, key: Key) -> Sequence[Condition]:
+        """Return TuningHealthy and SLOMet; none where tuning is off or nothing is known yet."""
+        resource = self._store.resources.get(key)
+        if resource is None or _mode(resource) == "Off":
+            return ()
+        known = self._report(resource)
+        return () if known is None else known.conditions
+
+    def boot_prior(self, key: Key) -> Mapping[str, Any] | None:
+        """Return the limits that served well last; None unless tuning sets limits."""
+        resource = self._store.resources.get(key)
+        if resource is None or _mode(resource) != "Auto":
+            return None
+        tuned = self._current(resource)
+        prior = tuned.prior if tuned is not None and tuned.prior is not None else _left_prior(self._store, key)
+        return None if prior is None else msgspec.to_builtins(prior)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._forget()
+                for resource in self._due():
+                    self._tuned[resource.key].task = tasks.create_task(self._round(resource))
+                await asyncio.sleep(TICK_S)
+
+    def _due(self) -> list[Resource]:
+        """Return whose round it is, and note that it has come."""
+        now_s = self._clock()
+        return [one for one in self._store.resources.values() if self._is_tunable(one) and self._take_turn(one, now_s)]
+
+    def _is_tunable(self, resource: Resource) -> bool:
+        if resource.deleting or resource.spec.get("suspend", False):
+            return False
+        tuned = self._current(resource)
+        return _mode(resource) != "Off" or (tuned is not None and tuned.has_trial)
+
+    def _take_turn(self, resource: Resource, now_s: float) -> bool:
+        tuned = self._current(resource)
+        if tuned is None:
+            tuned = self._tuned[resource.key] = self._start(resource)
+        if tuned.is_busy or (now_s < tuned.next_s and tuned.generation == resource.generation):
+            return False
+        tuned.generation = resource.generation
+        tuned.next_s = now_s + float(resource.spec["tuning"].get("intervalSeconds", 15))
+        return True
+
+    def _start(self, resource: Resource) -> "_Tuned":
+        memory = remembered(resource, _left_prior(self._store, resource.key), self._now())
+        admin = AdminClient(self._session, self._token_of(resource), slots=self._requests)
+        loop = SlowLoop(
+            str(resource.key), admin, on_record=_log_record, clock=self._clock, canary_first=True, memory=memory
+        )
+        return _Tuned(resource.uid, loop, Report.found(resource.status))
+
+    def _forget(self) -> None:
+        """Drop what is gone, or was made again under the same name."""
+        resources = self._store.resources
+        for key, tuned in list(self._tuned.items()):
+            resource = resources.get(key)
+            is_off = resource is not None and _mode(resource) == "Off" and not tuned.has_trial
+            if (resource is None or resource.uid != tuned.uid or is_off) and not tuned.is_busy:
+                del self._tuned[key]
+
+    def _current(self, resource: Resource) -> "_Tuned | None":
+        tuned = self._tuned.get(resource.key)
+        return tuned if tuned is not None and tuned.uid == resource.uid else None
+
+    def _report(self, resource: Resource) -> Report | None:
+        tuned = self._current(resource)
+        return Report.found(resource.status) if tuned is None else tuned.report
+
+    async def _round(self, resource: Resource) -> None:
+        async with self._rounds:
+            try:
+                await self._tune(resource, self._tuned[resource.key])
+            except Exception:  # the loop's boundary: one deployment's trouble is not the others'
+                log.exception("%s: a round of tuning failed; the next one follows", resource.key)
+
+    async def _tune(self, resource: Resource, tuned: "_Tuned") -> None:
+        tuning = msgspec.convert(resource.spec["tuning"], Tuning)
+        targets = [target(pod) for pod in self._store.pods(resource.key) if serves(pod)]
+        done = await tuned.loop.round(tuning, targets)
+        now = self._now().isoformat(timespec="seconds").replace("+00:00", "Z")
+        before, tuned.report = tuned.report, report(tuned.report, tuning, done, now)
+        prior_before, tuned.prior = tuned.prior, _prior(tuned.prior, tuning, done)
+        if tuned.report.is_news:
+            self._tell(resource, tuned.report.status)
+        if prior_before != tuned.prior or _shown(before) != _shown(tuned.report):
+            self._changed(resource.key)
+
+    def _tell(self, resource: Resource, status: TuningStatus) -> None:
+        last = status.last_decision
+        if last is None or (last.action == Action.HOLD and status.state not in ("AtLimit", "Frozen")):
+            return
+        is_warning = last.action in (Action.HOLD, Action.ROLL_BACK)
+        reason = _EVENT_REASONS.get(last.action) or f"Tuning{status.state}"
+        self._event(resource, "Warning" if is_warning else "Normal", reason, f"{last.reason}: {last.message}")
+
+
+_EVENT_REASONS = {
+    "change": "LimitsChanged",
+    "try": "LimitsTried",
+    "promote": "LimitsPromoted",
+    "roll back": "LimitsRolledBack",
+    "recommend": "LimitsRecommended",
+}
+
+
+class _Tuned:
+    """One deployment under tuning."""
+
+    def __init__(self, uid: str, loop: SlowLoop, left: Report | None) -> None:
+        self.uid = uid
+        self.loop = loop
+        self.report = left
+        self.prior: BootPrior | None = None
+        self.generation = -1
+        self.next_s = 0.0
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    @property
+    def has_trial(self) -> bool:
+        return self.loop.has_trial
+
+
+def serves(pod: Pod) -> bool:
+    """Return whether a pod is expected to answer on its admin port."""
+    return pod.ready and not pod.deleting and pod.ip is not None
+
+
+def target(pod: Pod) -> Target:
+    """Return where the admin port of a pod with an address is."""
+    host = f"[{pod.ip}]" if pod.ip and ":" in pod.ip else pod.ip
+    return Target(pod.name, f"http://{host}:{ADMIN_PORT}")
+
+
+def remembered(resource: Resource, prior: BootPrior | None, now: datetime) -> Memory:
+    """Return what an earlier process left in the status and the boot prior."""
+    status = TuningStatus.from_object(resource.status.get("tuning", {})) or OFF
+    last = status.history[0] if status.history else None
+    age_s = None if last is None else max(0.0, (now - datetime.fromisoformat(last.time)).total_seconds())
+    trying = last is not None and last.action == Action.TRY
+    return Memory(revision=status.revision, trying=trying, change_age_s=age_s, prior=prior)
+
+
+def _mode(resource: Resource) -> str:
+    return str(resource.spec.get("tuning", {}).get("mode", "Off"))
+
+
+def _left_prior(store: Store, key: Key) -> BootPrior | None:
+    """Return the boot prior in the deployment's ConfigMap, None where there is none that can be read."""
+    child = store.child(key, "ConfigMap", names.boot_prior_map(key.name))
+    resource = store.resources.get(key)
+    if child is None or resource is None or child.owner != resource.uid:
+        return None
+    try:
+        return msgspec.json.decode(child.object["data"][names.BOOT_PRIOR_FILE], type=BootPrior)
+    except (KeyError, msgspec.MsgspecError) as error:
+        log.warning("%s: ConfigMap %s holds no boot prior (%s); it is written again", key, child.name, error)
+        return None
+
+
+def _prior(before: BootPrior | None, tuning: Tuning, done: Round) -> BootPrior | None:
+    """Return the limits that new replicas should start with after a round."""
+    decision = done.decision
+    is_good = decision.action in (Action.PROMOTE, Action.ROLL_BACK) or (
+        decision.action is Action.HOLD and decision.reason in _GOOD and decision.state.trial is None
+    )
+    if tuning.mode != "Auto" or not is_good or decision.limits is None or decision.revision == 0:
+        return before
+    return BootPrior(revision=decision.revision, limits=decision.limits)
+
+
+def _shown(known: Report | None) -> object:
+    return None if known is None else (known.status, known.conditions)
+
+
+def _log_record(record: DecisionRecord) -> None:
+    decisions_log.info("%s", to_line(record).decode().rstrip())

@@ -1,0 +1,50 @@
+"""Where an observed object differs from what is wanted of it. Pure.
+
+The API server fills in defaults, so an observed object always has more than was applied: wanted has to be a part of observed.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from flyball_operator import quantity
+
+QUANTITIES = frozenset({"limits", "requests", "sizeLimit", "averageValue"})
+"""Fields that hold quantities, themselves or in a map: the API server spells 1024Mi as 1Gi."""
+
+
+def differences(wanted: Any, observed: Any, path: str = "", *, is_quantity: bool = False) -> Iterator[str]:
+    """Yield one line for each place where ``observed`` lacks ``wanted``: ``spec.replicas is 5, wanted 3``.
+
+    Maps may have more keys than wanted, lists may not have more items. Empty, zero and absent are the same, because
+    the API server drops what is empty.
+    """
+    if not wanted and not observed:
+        return
+    if isinstance(wanted, dict) and isinstance(observed, dict):
+        for key, value in wanted.items():
+            below = is_quantity or key in QUANTITIES
+            yield from differences(value, observed.get(key), f"{path}.{key}".lstrip("."), is_quantity=below)
+    elif isinstance(wanted, list) and isinstance(observed, list):
+        yield from _list_differences(wanted, observed, path, is_quantity)
+    elif wanted != observed and not (is_quantity and _same_quantity(wanted, observed)):
+        yield f"{path} is {_short(observed)}, wanted {_short(wanted)}"
+
+
+def _list_differences(wanted: list[Any], observed: list[Any], path: str, is_quantity: bool) -> Iterator[str]:
+    if len(wanted) != len(observed):
+        yield f"{path} has {len(observed)} items, wanted {len(wanted)}"
+        return
+    for index, (one, other) in enumerate(zip(wanted, observed, strict=True)):
+        yield from differences(one, other, f"{path}[{index}]", is_quantity=is_quantity)
+
+
+def _same_quantity(one: Any, other: Any) -> bool:
+    try:
+        return quantity.to_number(one) == quantity.to_number(other)
+    except ValueError:
+        return False
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,279 @@
+"""What the status and the Events say about tuning. Pure.
+
+Rounds come every few seconds and few of them are news. A change is news at once; another state is, when two rounds running
+found it. What is no news leaves the status as it was, to the letter, so that it is not written again.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct, structs
+
+from flyball_operator.spec import Tuning
+from flyball_operator.status import Condition
+from flyball_operator.tuning.decide import find_faults
+from flyball_operator.tuning.decision import Action, Decision, Reason
+from flyball_operator.tuning.evidence import PodEvidence, fault
+from flyball_operator.tuning.loop import Round
+from flyball_operator.tuning.signals import BUDGET, Signal, Standing, signals
+from flyball_protocol import Limits
+
+State = Literal["Off", "Observing", "Adjusting", "Converged", "AtLimit", "Frozen"]
+
+HEALTHY, SLO_MET = "TuningHealthy", "SLOMet"
+MAX_HISTORY = 5
+RECOMMEND = "recommend"
+"""What a change is called in mode Recommend, where it is not made."""
+
+_STATES: dict[Reason, State] = {
+    Reason.SETTLING: "Adjusting",
+    Reason.COOLING_DOWN: "Adjusting",
+    Reason.STEADY: "Converged",
+    Reason.AT_LIMIT: "AtLimit",
+    Reason.NOT_THE_LIMITS: "AtLimit",
+    Reason.NEAR_OBJECTIVE: "AtLimit",
+    Reason.FEW_SAMPLES: "Observing",
+    Reason.NO_REPLICAS: "Observing",
+    Reason.NO_EVIDENCE: "Frozen",
+    Reason.PARTIAL_EVIDENCE: "Frozen",
+    Reason.DISAGREEMENT: "Frozen",
+    Reason.CANARY_SILENT: "Frozen",
+}
+
+_MEANINGS: dict[State, str] = {
+    "Off": "tuning is off",
+    "Observing": "there is not enough traffic to decide on, or mode Recommend leaves the limits as they are",
+    "Adjusting": "limits are being changed, or a change is given time to show",
+    "Converged": "the objectives are met and no limit needs to move",
+    "AtLimit": "an objective is missed and no limit can help; lastDecision says what can",
+}
+
+
+class ShownLimits(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Limits as status shows them; the API has no fractions."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_percent: int
+
+    @classmethod
+    def of(cls, limits: Limits) -> "ShownLimits":
+        return cls(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            kv_cache_percent=round(100 * limits.kv_cache_fraction),
+        )
+
+
+class ShownDecision(Struct, frozen=True, kw_only=True):
+    """One decision. ``time`` is RFC 3339."""
+
+    time: str
+    action: str
+    reason: str
+    message: str
+
+
+class TuningStatus(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """status.tuning. ``history`` holds the last changes, newest first."""
+
+    state: State
+    revision: int = 0
+    target: ShownLimits | None = None
+    effective: ShownLimits | None = None
+    recommended: ShownLimits | None = None
+    last_decision: ShownDecision | None = None
+    history: tuple[ShownDecision, ...] = ()
+
+    def as_object(self) -> dict[str, Any]:
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+    @classmethod
+    def from_object(cls, status: Mapping[str, Any]) -> "TuningStatus | None":
+        """Return what ``as_object()`` wrote; None for anything else, which is then as good as nothing."""
+        try:
+            return msgspec.convert(status, cls)
+        except msgspec.ValidationError:
+            return None
+
+
+OFF = TuningStatus(state="Off")
+
+
+class Theme(NamedTuple):
+    """What a round is about. ``reason`` is told apart only where somebody should look."""
+
+    state: State
+    reason: str
+    recommended: ShownLimits | None
+
+    @classmethod
+    def of_status(cls, status: TuningStatus) -> "Theme":
+        last = status.last_decision
+        reason = last.reason if last is not None and status.state in _NEED_ATTENTION else ""
+        return cls(status.state, reason, status.recommended)
+
+
+_NEED_ATTENTION: frozenset[State] = frozenset({"AtLimit", "Frozen"})
+
+
+class Report(NamedTuple):
+    """What is shown, and what the last round found, shown or not.
+
+    Attributes:
+        is_news: whether the last round brought a new ``status.last_decision``.
+    """
+
+    status: TuningStatus
+    slo: Condition | None = None
+    seen: Theme | None = None
+    slo_seen: tuple[str, str] | None = None
+    is_news: bool = False
+
+    @classmethod
+    def found(cls, status: Mapping[str, Any]) -> "Report | None":
+        """Return what an earlier process left in an LLMDeployment's status."""
+        known = TuningStatus.from_object(status.get("tuning", {}))
+        slo = next((one for one in status.get("conditions", []) if one["type"] == SLO_MET), None)
+        if known is None:
+            return None
+        shown = None if slo is None else Condition(SLO_MET, slo["status"], slo["reason"], slo["message"])
+        return cls(known, shown, Theme.of_status(known), None if shown is None else (shown.status, shown.reason))
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        healthy = _healthy(self.status)
+        return (healthy,) if self.slo is None else (healthy, self.slo)
+
+
+def report(before: Report | None, tuning: Tuning, done: Round, now: str) -> Report:
+    """Return what is to be shown after a round.
+
+    Args:
+        now: RFC 3339, in seconds.
+    """
+    theme, is_made = _theme(tuning, done), _is_made(tuning, done.decision)
+    is_news = before is None or is_made or (theme == before.seen and theme != Theme.of_status(before.status))
+    status = _facts(before.status if before else TuningStatus(state=theme.state), tuning, done)
+    if is_news:
+        status = _told(status, theme, tuning, done.decision, now)
+    slo_seen, slo = _slo(before, tuning, done)
+    return Report(status, slo, theme, slo_seen, is_news)
+
+
+def _theme(tuning: Tuning, done: Round) -> Theme:
+    state = _state(done)
+    reason = str(done.decision.reason) if state in _NEED_ATTENTION else ""
+    recommends = tuning.mode == "Recommend" and done.decision.action is Action.CHANGE
+    if not recommends or done.decision.limits is None:
+        return Theme(state, reason, None)
+    return Theme("Observing", "", ShownLimits.of(done.decision.limits))
+
+
+def _state(done: Round) -> State:
+    decision = done.decision
+    if decision.action is not Action.HOLD:
+        return "Adjusting"
+    if decision.reason in (Reason.NO_EVIDENCE, Reason.PARTIAL_EVIDENCE) and not _any_broken(done.evidence):
+        return "Observing"  # replicas come and go
+    state = _STATES[decision.reason]
+    return "Adjusting" if decision.state.trial is not None and state != "Frozen" else state
+
+
+def _any_broken(evidence: Sequence[PodEvidence]) -> bool:
+    """Return whether a replica does not answer, or with nonsense; one that is young or on its way out is fine."""
+    faulty = [pod for pod in evidence if fault(pod, max_age_s=float("inf"), min_uptime_s=0.0) is not None]
+    return any(pod.evidence is None or (pod.evidence.ready and not pod.evidence.draining) for pod in faulty)
+
+
+def _facts(status: TuningStatus, tuning: Tuning, done: Round) -> TuningStatus:
+    """Return ``status`` with the limits that the round found; where nobody answered, with those known before."""
+    answered = [pod.evidence for pod in done.evidence if pod.evidence is not None]
+    if not answered:
+        return status
+    trial, newest = done.decision.state.trial, max(answered, key=lambda one: one.revision)
+    if tuning.mode == "Auto":
+        revision, target = done.decision.revision, done.decision.limits or newest.target
+    else:
+        revision, target = newest.revision, newest.target
+    if trial is not None:
+        revision, target = trial.revision, trial.before
+    return structs.replace(
+        status,
+        revision=max(revision, status.revision),
+        target=ShownLimits.of(target),
+        effective=ShownLimits.of(_lowest([one.effective for one in answered])),
+    )
+
+
+def _lowest(limits: Sequence[Limits]) -> Limits:
+    return Limits(
+        max_num_seqs=min(one.max_num_seqs for one in limits),
+        kv_cache_fraction=min(one.kv_cache_fraction for one in limits),
+        max_num_batched_tokens=min(one.max_num_batched_tokens for one in limits),
+    )
+
+
+def _told(status: TuningStatus, theme: Theme, tuning: Tuning, decision: Decision, now: str) -> TuningStatus:
+    """Return ``status`` with the decision in it."""
+    action = str(decision.action) if theme.recommended is None else RECOMMEND
+    shown = ShownDecision(time=now, action=action, reason=decision.reason, message=decision.why)
+    return structs.replace(
+        status,
+        state=theme.state,
+        recommended=theme.recommended,
+        last_decision=shown,
+        history=(shown, *status.history)[:MAX_HISTORY] if _is_made(tuning, decision) else status.history,
+    )
+
+
+def _is_made(tuning: Tuning, decision: Decision) -> bool:
+    """Return whether the round changed limits."""
+    return decision.action is not Action.HOLD and (tuning.mode == "Auto" or decision.action is not Action.CHANGE)
+
+
+def _healthy(status: TuningStatus) -> Condition:
+    if status.state != "Frozen":
+        return Condition(HEALTHY, "True", status.state, _MEANINGS[status.state])
+    last = status.last_decision
+    reason, message = (
+        ("Frozen", "evidence is missing or contradictory") if last is None else (last.reason, last.message)
+    )
+    return Condition(HEALTHY, "False", reason, f"no limit is moved until this ends: {message}")
+
+
+def _slo(before: Report | None, tuning: Tuning, done: Round) -> tuple[tuple[str, str] | None, Condition | None]:
+    """Return status and reason that the round speaks for, and the condition to show."""
+    found, shown = _objectives(tuning, done.evidence), before.slo if before else None
+    if found is None:  # too close to say
+        return before.slo_seen if before else None, shown
+    seen = (found.status, found.reason)
+    is_settled = shown is None or (before is not None and seen == before.slo_seen)
+    is_change = shown is None or seen != (shown.status, shown.reason)
+    return seen, found if is_settled and is_change else shown
+
+
+def _objectives(tuning: Tuning, evidence: Sequence[PodEvidence]) -> Condition | None:
+    """Return SLOMet as the evidence has it, or None when it is too close to the budget to say."""
+    faults = find_faults(tuning, evidence)
+    usable = [pod.evidence for pod in evidence if pod.evidence is not None and pod.pod not in faults]
+    ttft, itl = signals(tuning, [one.ttft for one in usable], [one.itl for one in usable])
+    by_urgency = ((itl, Reason.INTER_TOKEN_LATENCY_OVER), (ttft, Reason.TTFT_OVER))
+    for one, reason in by_urgency:
+        if one.standing is Standing.OVER:
+            return Condition(SLO_MET, "False", reason, str(one))
+    standings = {one.standing for one, _ in by_urgency}
+    if not usable or Standing.UNKNOWN in standings:
+        return Condition(SLO_MET, "Unknown", Reason.FEW_SAMPLES, _few(ttft, itl))
+    if Standing.NEAR in standings:
+        return None
+    return Condition(
+        SLO_MET, "True", "Met", f"fewer than {BUDGET:.0%} of samples took longer than the objectives allow"
+    )
+
+
+def _few(*objectives: Signal) -> str:
+    needed = ", ".join(f"{one.min_samples} {one.what}" for one in objectives if one.objective_s is not None)
+    return f"too few samples to judge by; needed in a window: {needed}"

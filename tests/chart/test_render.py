@@ -1,0 +1,119 @@
+"""What the chart renders to."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chart_kit import CHART, Helm, goldens
+from chart_kit.helm import Manifest, objects
+from flyball_operator import cli, names, schema
+
+ROOT = CHART.parents[1]
+NO_CRD = ("--set=crds.install=false",)
+
+
+def of_kind(kind: str, rendered: str) -> Manifest:
+    (found,) = (one for one in objects(rendered) if one["kind"] == kind)
+    return found
+
+
+def labels_match(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+@pytest.mark.parametrize("values", goldens.VALUES, ids=lambda path: path.stem)
+def test_lint_finds_nothing(helm: Helm, values: Path) -> None:
+    assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), f"--values={values}")
+
+
+@pytest.mark.parametrize("values", goldens.VALUES, ids=lambda path: path.stem)
+def test_the_render_is_the_one_under_review(values: Path) -> None:
+    assert goldens.render(values) == goldens.golden_of(values).read_text(), "if this is meant: make chart"
+
+
+def test_the_chart_carries_the_crd_of_this_version(helm: Helm) -> None:
+    assert goldens.CRD_COPY.read_bytes() == goldens.CRD.read_bytes(), "make chart copies it"
+    assert of_kind("CustomResourceDefinition", helm.render()) == yaml.safe_load(schema.crd_text())
+
+
+def test_helm_never_deletes_the_crd(helm: Helm) -> None:
+    crd = of_kind("CustomResourceDefinition", helm.render())
+    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_chart_and_package_have_one_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+
+
+@pytest.mark.parametrize("values", goldens.VALUES, ids=lambda path: path.stem)
+def test_the_operator_understands_its_arguments(values: Path) -> None:
+    (container,) = of_kind("Deployment", goldens.render(values))["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["flyball-operator"]
+    arguments = cli.build_parser().parse_args(container["args"])
+    assert arguments.metrics_port == container["ports"][0]["containerPort"]
+
+
+def test_what_selects_the_operators_pods_finds_them() -> None:
+    rendered = goldens.render(goldens.VALUES_OF["everything"])
+    pod = of_kind("Deployment", rendered)["spec"]["template"]["metadata"]["labels"]
+    service = of_kind("Service", rendered)
+    selectors = [
+        of_kind("Deployment", rendered)["spec"]["selector"]["matchLabels"],
+        of_kind("PodDisruptionBudget", rendered)["spec"]["selector"]["matchLabels"],
+        of_kind("NetworkPolicy", rendered)["spec"]["podSelector"]["matchLabels"],
+        service["spec"]["selector"],
+        names.OPERATOR_LABELS,  # by which the replicas' NetworkPolicies admit it
+    ]
+    assert all(labels_match(selector, pod) for selector in selectors)
+    monitored = of_kind("ServiceMonitor", rendered)["spec"]["selector"]["matchLabels"]
+    assert labels_match(monitored, service["metadata"]["labels"])
+    test_pod = of_kind("Pod", rendered)["metadata"]["labels"]
+    assert not any(labels_match(selector, test_pod) for selector in selectors)
+
+
+def test_the_network_policy_admits_helm_test() -> None:
+    rendered = goldens.render(goldens.VALUES_OF["everything"])
+    (rule,) = of_kind("NetworkPolicy", rendered)["spec"]["ingress"]
+    admitted = [peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer]
+    assert any(labels_match(selector, of_kind("Pod", rendered)["metadata"]["labels"]) for selector in admitted)
+
+
+def test_a_namespace_that_looks_like_a_number_stays_a_name(helm: Helm) -> None:
+    rendered = helm.render("--set-string=watchNamespaces={123}", release="1e3", namespace="456")
+    found = list(objects(rendered))
+    named = {one["metadata"].get("namespace") for one in found}
+    assert named == {None, "123", "456"}
+    assert of_kind("Deployment", rendered)["metadata"]["labels"]["app.kubernetes.io/instance"] == "1e3"
+
+
+def test_the_longest_release_name_makes_valid_names(helm: Helm) -> None:
+    longest = "r" * 53  # Helm's own limit
+    assert {len(one["metadata"]["name"]) for one in objects(helm.render(*NO_CRD, release=longest))} <= set(range(64))
+
+
+def leaves(path: str, node: dict[str, Any]) -> Iterator[str]:
+    for name, child in node.get("properties", {}).items():
+        inner = f"{path}.{name}" if path else name
+        yield from leaves(inner, child) if "properties" in child else [inner]
+
+
+def set_in(values: dict[str, Any], path: str) -> bool:
+    for part in path.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+@pytest.mark.parametrize("file", [CHART / "values.yaml", goldens.VALUES_OF["everything"]], ids=lambda path: path.name)
+def test_every_value_of_the_schema_is_there(file: Path) -> None:
+    described = set(leaves("", yaml.safe_load((CHART / "values.schema.json").read_text()))) - {"global"}
+    assert len(described) > 20
+    values = yaml.safe_load(file.read_text())
+    assert not {path for path in described if not set_in(values, path)}

@@ -1,0 +1,47 @@
+"""What values.schema.json refuses, and that Helm's words name the value."""
+
+import pytest
+
+from chart_kit import CHART, Helm
+from cluster_kit import CommandFailed
+
+REFUSED = [
+    ("replica=2", "additional properties 'replica' not allowed"),
+    ("image.name=x", "at '/image': additional properties 'name' not allowed"),
+    ("crds.keep=false", "at '/crds': additional properties 'keep' not allowed"),
+    ("replicas=0", "at '/replicas': minimum: got 0, want 1"),
+    ("replicas=4", "at '/replicas': maximum: got 4, want 3"),
+    ("logLevel=info", "at '/logLevel': value must be one of 'Info', 'Debug'"),
+    ("metrics.port=80", "at '/metrics/port': minimum: got 80, want 1,024"),
+    ("metrics.port=70000", "at '/metrics/port': maximum: got 70,000, want 65,535"),
+    ("watchNamespaces=team-a", "at '/watchNamespaces': got string, want array"),
+    ("watchNamespaces={Team_A}", "at '/watchNamespaces/0': 'Team_A' does not match pattern"),
+    ("watchNamespaces={a,a}", "at '/watchNamespaces': items at 0 and 1 are equal"),
+    ("image.repository=a b", "at '/image/repository': 'a b' does not match pattern"),
+    ("image.digest=sha256:12", "at '/image/digest': 'sha256:12' does not match pattern"),
+    ("image.pullPolicy=always", "at '/image/pullPolicy': value must be one of"),
+    ("runtimeImage=a b", "at '/runtimeImage': 'a b' does not match pattern"),
+    ("imagePullSecrets={registry}", "at '/imagePullSecrets/0': got string, want object"),
+    ("serviceMonitor.enabled=yes", "at '/serviceMonitor/enabled': got string, want boolean"),
+    ("serviceMonitor.interval=30", "at '/serviceMonitor/interval': got number, want string"),
+    (
+        "networkPolicy.metricsFrom[0].cidr=x",
+        "at '/networkPolicy/metricsFrom/0': additional properties 'cidr' not allowed",
+    ),
+    ("resources.limit.memory=1Gi", "at '/resources': additional properties 'limit' not allowed"),
+    ("nodeSelector.zone=1", "at '/nodeSelector/zone': got number, want string"),
+    ("podAnnotations.a=true", "at '/podAnnotations/a': got boolean, want string"),
+    ("tolerations={x}", "at '/tolerations/0': got string, want object"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED, ids=[value for value, _ in REFUSED])
+def test_a_value_that_cannot_work_is_refused(helm: Helm, value: str, message: str) -> None:
+    with pytest.raises(CommandFailed) as caught:
+        helm.render(f"--set={value}")
+    assert message in caught.value.stderr
+
+
+def test_the_chart_can_be_part_of_another(helm: Helm) -> None:
+    """Helm gives subcharts the values under global."""
+    assert helm("lint", "--strict", str(CHART), "--set=global.registry=example.com")

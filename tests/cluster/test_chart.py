@@ -1,0 +1,261 @@
+"""The chart on a real API server: what it renders is accepted, its rights hold, the CRD comes, changes and stays."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chart_kit import CHART, Helm, goldens
+from chart_kit.go_module import module_folder
+from chart_kit.helm import NAMESPACE, RELEASE, objects
+from cluster_kit import Cluster, CommandFailed, ControlPlane, find_assets
+from cluster_kit.control_plane import free_port
+
+pytestmark = pytest.mark.cluster
+
+CRD = "crd/llmdeployments.flyball.dev"
+ACCOUNT = "flyball-operator"
+PROMETHEUS_OPERATOR = ("github.com/prometheus-operator/prometheus-operator", "v0.90.1")
+RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
+CHAT = {
+    "apiVersion": "flyball.dev/v1alpha1",
+    "kind": "LLMDeployment",
+    "metadata": {"name": "chat", "namespace": "team-a"},
+    "spec": {"model": {"uri": "hf://Qwen/Qwen3-0.6B"}},
+}
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[ControlPlane]:
+    """A control plane of our own without the CRD, which is for Helm to bring, change and leave."""
+    with ControlPlane(find_assets()) as ours:
+        for name in (NAMESPACE, "team-a", "team-b"):
+            ours.create_namespace(name)
+        yield ours
+
+
+@pytest.fixture
+def helm(bare: ControlPlane) -> Iterator[Helm]:
+    """Helm with a release of the chart, which it ends with."""
+    helm = Helm(bare)
+    install(helm)
+    yield helm
+    helm("uninstall", RELEASE, f"--namespace={NAMESPACE}", "--ignore-not-found")
+
+
+def install(helm: Helm, *arguments: str, chart: Path = CHART) -> None:
+    helm("upgrade", "--install", RELEASE, str(chart), f"--namespace={NAMESPACE}", *arguments)
+
+
+def uninstall(helm: Helm) -> str:
+    return helm("uninstall", RELEASE, f"--namespace={NAMESPACE}")
+
+
+def is_there(cluster: Cluster, *what: str) -> bool:
+    return bool(cluster.kubectl("get", *what, "--ignore-not-found", "-o", "name"))
+
+
+def served_fields(cluster: Cluster) -> set[str]:
+    (version,) = cluster.get(CRD)["spec"]["versions"]
+    return set(version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"])
+
+
+@pytest.fixture
+def next_chart(tmp_path: Path) -> Path:
+    """The chart of a later version, whose CRD has one more field."""
+    chart = shutil.copytree(CHART, tmp_path / "flyball")
+    crd = yaml.safe_load(goldens.CRD.read_text())
+    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec["properties"]["motto"] = {"type": "string"}
+    (chart / "files" / goldens.CRD.name).write_text(yaml.safe_dump(crd))
+    return chart
+
+
+def test_an_upgrade_changes_the_crd_and_keeps_what_users_made(helm: Helm, bare: ControlPlane, next_chart: Path) -> None:
+    bare.kubectl("wait", "--for=condition=Established", CRD, "--timeout=30s")
+    bare.apply(CHAT)
+    before = bare.get("llmdeployment", "chat", "-n", "team-a")
+    assert "motto" not in served_fields(bare)
+
+    install(helm, chart=next_chart)
+
+    assert "motto" in served_fields(bare)
+    assert bare.get("llmdeployment", "chat", "-n", "team-a") == before
+    bare.apply({**CHAT, "spec": {**CHAT["spec"], "motto": "steady"}})
+    helm("rollback", RELEASE, "1", f"--namespace={NAMESPACE}")
+    assert "motto" not in served_fields(bare)
+
+
+def test_an_uninstall_leaves_the_crd_and_what_users_made(helm: Helm, bare: ControlPlane) -> None:
+    bare.kubectl("wait", "--for=condition=Established", CRD, "--timeout=30s")
+    bare.apply(CHAT)
+    before = bare.get("llmdeployment", "chat", "-n", "team-a")
+
+    uninstall(helm)
+
+    assert not is_there(
+        bare, "deployment,service,serviceaccount,role,rolebinding", "-n", NAMESPACE, "-l", "helm.sh/chart"
+    )
+    assert not is_there(bare, "clusterrole,clusterrolebinding", "-l", "helm.sh/chart")
+    assert bare.get("llmdeployment", "chat", "-n", "team-a") == before
+    install(helm)  # takes the CRD over again
+    assert bare.get("llmdeployment", "chat", "-n", "team-a") == before
+
+
+def test_a_release_that_stops_managing_the_crd_leaves_it(helm: Helm, bare: ControlPlane) -> None:
+    install(helm, "--set=crds.install=false")
+    assert is_there(bare, CRD)
+
+
+@pytest.fixture(scope="module")
+def service_monitors(bare: ControlPlane) -> None:
+    """The kind ServiceMonitor, as the Prometheus operator defines it."""
+    crds = module_folder(*PROMETHEUS_OPERATOR) / "example" / "prometheus-operator-crd"
+    bare.kubectl("apply", "--server-side", "-f", str(crds / "monitoring.coreos.com_servicemonitors.yaml"))
+    bare.kubectl("wait", "--for=condition=Established", "crd/servicemonitors.monitoring.coreos.com", "--timeout=30s")
+
+
+@pytest.mark.usefixtures("service_monitors")
+@pytest.mark.parametrize("values", goldens.VALUES, ids=lambda path: path.stem)
+def test_the_api_server_accepts_every_object(bare: ControlPlane, values: Path) -> None:
+    """With no unknown field, and with every one that the chart meant."""
+    rendered = Helm().render(f"--values={values}")
+    strict = ("apply", "--server-side", "--dry-run=server", "--validate=strict", "-o", "name", "-f", "-")
+    assert len(bare.kubectl(*strict, input=rendered).splitlines()) == len(list(objects(rendered)))
+
+
+@pytest.mark.parametrize("values", goldens.VALUES, ids=lambda path: path.stem)
+def test_the_pods_pass_where_only_restricted_ones_do(helm: Helm, bare: ControlPlane, values: Path) -> None:
+    bare.kubectl("label", "namespace", NAMESPACE, "--overwrite", RESTRICTED)
+    found = {one["kind"]: one for one in objects(Helm().render(f"--values={values}"))}
+    template = found["Deployment"]["spec"]["template"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "spec": template["spec"]}
+    pod["metadata"] = {**template["metadata"], "name": "operator", "namespace": NAMESPACE}
+    for one in (pod, found["Pod"]):
+        bare.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(one))
+
+
+def may(cluster: Cluster, verb: str, resource: str, *options: str, kubeconfig: Path | None = None) -> bool:
+    """Ask the API server itself. kubectl's exit status 1 without a word is a no."""
+    try:
+        cluster.kubectl("auth", "can-i", verb, resource, "--quiet", *options, kubeconfig=kubeconfig)
+    except CommandFailed as refused:
+        assert not refused.stderr.strip(), refused.stderr
+        return False
+    return True
+
+
+SECRET_VERBS = ("get", "create", "list", "watch", "update", "patch", "delete", "deletecollection")
+
+
+def test_the_account_creates_secrets_and_reads_none(helm: Helm, bare: ControlPlane) -> None:
+    account = bare.kubeconfig_of(NAMESPACE, ACCOUNT)
+
+    def verbs(resource: str, namespace: str) -> list[str]:
+        return [verb for verb in SECRET_VERBS if may(bare, verb, resource, f"-n={namespace}", kubeconfig=account)]
+
+    with pytest.raises(CommandFailed, match='cannot list resource "secrets"'):
+        bare.kubectl("get", "secrets", "-n", "team-a", kubeconfig=account)
+    assert verbs("secrets", "team-a") == ["create"]
+    assert verbs("secrets/flyball-operator-key", NAMESPACE) == ["get", "create"]
+    assert verbs("secrets/another", NAMESPACE) == ["create"]
+
+
+def test_an_account_for_namespaces_has_no_rights_elsewhere(helm: Helm, bare: ControlPlane) -> None:
+    install(helm, "--set=watchNamespaces={team-a}")
+    account = bare.kubeconfig_of(NAMESPACE, ACCOUNT)
+    assert may(bare, "patch", "deployments.apps", "-n=team-a", kubeconfig=account)
+    for place in ("-n=team-b", f"-n={NAMESPACE}", "-A"):
+        assert not may(bare, "list", "llmdeployments.flyball.dev", place, kubeconfig=account)
+        assert not may(bare, "patch", "deployments.apps", place, kubeconfig=account)
+
+
+AGGREGATION_TIMEOUT_S = 30.0
+
+
+def bind(role: str) -> dict[str, Any]:
+    group = "rbac.authorization.k8s.io"
+    return {
+        "apiVersion": f"{group}/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": f"user-{role}", "namespace": "team-a"},
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": role},
+        "subjects": [{"kind": "User", "apiGroup": group, "name": f"user-{role}"}],
+    }
+
+
+def wait_for_aggregation(cluster: Cluster, role: str) -> None:
+    """The controller manager adds rules to the cluster's roles some time after the chart asked for it."""
+    deadline_s = time.monotonic() + AGGREGATION_TIMEOUT_S
+    while not any("flyball.dev" in rule["apiGroups"] for rule in cluster.get(f"clusterrole/{role}")["rules"]):
+        assert time.monotonic() < deadline_s, f"nothing was added to the role {role}"
+        time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("helm")
+@pytest.mark.parametrize(("role", "writes"), [("view", False), ("edit", True)])
+def test_who_may_do_it_to_pods_may_do_it_to_llmdeployments(bare: ControlPlane, role: str, writes: bool) -> None:
+    bare.apply(bind(role))
+    wait_for_aggregation(bare, role)
+    someone = (f"--as=user-{role}", "-n=team-a")
+    assert may(bare, "watch", "llmdeployments.flyball.dev", *someone)
+    assert may(bare, "create", "llmdeployments.flyball.dev", *someone) is writes
+    assert may(bare, "delete", "llmdeployments.flyball.dev", *someone) is writes
+    assert may(bare, "patch", "llmdeployments.flyball.dev", "--subresource=scale", *someone) is writes
+    assert not may(bare, "patch", "llmdeployments.flyball.dev", "--subresource=status", *someone)
+
+
+def rendered(kind: str, values: Path = goldens.VALUES_OF["default"]) -> dict[str, Any]:
+    (found,) = (one for one in objects(Helm().render(f"--values={values}")) if one["kind"] == kind)
+    return found
+
+
+@pytest.fixture
+def operator_port(helm: Helm, bare: ControlPlane) -> Iterator[int]:
+    """The metrics port of an operator that runs as the chart's Deployment says, under the release's account."""
+    port = free_port()
+    (container,) = rendered("Deployment")["spec"]["template"]["spec"]["containers"]
+    account = bare.kubeconfig_of(NAMESPACE, ACCOUNT)
+    environment = {**os.environ, "KUBECONFIG": str(account), "POD_NAMESPACE": NAMESPACE}
+    here = ("--host=127.0.0.1", f"--metrics-port={port}")
+    command = (sys.executable, "-m", "flyball_operator.cli", *container["args"], *here)
+    bare.processes.start("operator", *command, environment=environment)
+    yield port
+    bare.processes.kill("operator")
+
+
+def helm_test(port: int, patience_s: int) -> subprocess.CompletedProcess[str]:
+    """Run what the pod of `helm test` runs."""
+    (container,) = rendered("Pod")["spec"]["containers"]
+    program, flag = container["command"]
+    script, url = container["args"]
+    assert (program, flag, url) == ("python", "-c", f"http://flyball-operator.{NAMESPACE}:8080/metrics")
+    patient = script.replace("monotonic() + 60", f"monotonic() + {patience_s}")
+    command = (sys.executable, flag, patient, f"http://127.0.0.1:{port}/metrics")
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_an_installed_operator_leads_and_makes_a_model(operator_port: int, bare: ControlPlane) -> None:
+    told = helm_test(operator_port, 60)
+    assert (told.returncode, told.stdout) == (0, "an operator is ready and leads\n"), bare.processes.log_tail(
+        "operator"
+    )
+    bare.apply({**CHAT, "metadata": {"name": "made", "namespace": "team-a"}})
+    bare.kubectl("wait", "--for=create", "deployment/made", "service/made", "-n=team-a", "--timeout=30s")
+    held = bare.get("lease", "flyball-operator", f"-n={NAMESPACE}")["spec"]["holderIdentity"]
+    assert held
+
+
+def test_helm_test_says_what_is_wrong() -> None:
+    told = helm_test(free_port(), 1)
+    assert told.returncode == 1
+    assert "no ready operator leads" in told.stderr
+    assert "Connection refused" in told.stderr

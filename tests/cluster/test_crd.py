@@ -1,0 +1,499 @@
+"""The CRD on a real API server: what it lets through, what it refuses and how it says so, and what kubectl makes of it."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from cluster_kit import Cluster, CommandFailed
+from flyball_operator import names, reference, schema
+from operator_kit.api_server import ApiServer, Verdict, connect
+
+Spec = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def api_server(cluster: Cluster) -> Iterator[ApiServer]:
+    with connect(cluster) as server:
+        yield server
+
+
+def llm(spec: Spec, name: str = "chat") -> dict[str, Any]:
+    """An LLMDeployment in the namespace default; a spec without a model gets one."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"model": {"uri": "hf://org/name"}, **spec},
+    }
+
+
+class Rule(NamedTuple):
+    """A CEL rule: the start of its message, and specs on both sides of it."""
+
+    message: str
+    takes: list[Spec]
+    refuses: list[Spec]
+
+
+def model(**fields: Any) -> Spec:
+    return {"model": {"uri": "hf://org/name", **fields}}
+
+
+def uri(text: str) -> Spec:
+    return {"model": {"uri": text}}
+
+
+def runtime(**fields: Any) -> Spec:
+    return {"runtime": fields}
+
+
+def env(**fields: Any) -> Spec:
+    return runtime(env=[{"name": "A", **fields}])
+
+
+def cache(**fields: Any) -> Spec:
+    return model(cache=fields)
+
+
+def autoscaling(**fields: Any) -> Spec:
+    return {"autoscaling": fields}
+
+
+def bounds(**fields: Any) -> Spec:
+    return {"tuning": {"bounds": fields}}
+
+
+def ingress(*peers: Spec, mode: str = "Managed") -> Spec:
+    return {"networkPolicy": {"mode": mode, "ingressFrom": list(peers)}}
+
+
+def labels(**fields: str) -> Spec:
+    return {"podTemplate": {"metadata": {"labels": fields}}}
+
+
+CPU = {"accelerator": {"count": 0}}
+SECRET = {"secretKeyRef": {"name": "s", "key": "k"}}
+CONFIG_MAP = {"configMapKeyRef": {"name": "c", "key": "k"}}
+
+RULES = [
+    Rule(
+        "runtime.kvCacheMemoryPercent is a share of the accelerator's memory",
+        [runtime(kvCacheMemoryPercent=80), CPU | runtime(kvCacheMemory="1Gi")],
+        [CPU | runtime(kvCacheMemoryPercent=80)],
+    ),
+    Rule(
+        "runtime.kvCacheMemory must be less than resources.limits.memory",
+        [
+            CPU | runtime(kvCacheMemory="1Gi") | {"resources": {"limits": {"memory": "1.1Gi"}}},
+            CPU | runtime(kvCacheMemory=1000) | {"resources": {"limits": {"memory": "1001"}}},
+            runtime(kvCacheMemory="4Gi") | {"resources": {"limits": {"memory": "1Gi"}}},
+        ],
+        [
+            CPU | runtime(kvCacheMemory="1Gi") | {"resources": {"limits": {"memory": "1024Mi"}}},
+            CPU | runtime(kvCacheMemory="2G") | {"resources": {"limits": {"memory": 1_999_999_999}}},
+        ],
+    ),
+    Rule(
+        "runtime.env has HF_TOKEN, which model.secretRef sets too",
+        [model(secretRef={"name": "hub"}), runtime(env=[{"name": "HF_TOKEN", "value": "x"}])],
+        [model(secretRef={"name": "hub"}) | runtime(env=[{"name": "HF_TOKEN", "value": "x"}])],
+    ),
+    Rule(
+        "tuning.bounds.maxNumSeqs must stay inside the envelope",
+        [bounds(maxNumSeqs={"min": 256, "max": 256}), bounds()],
+        [bounds(maxNumSeqs={"max": 257}), bounds(maxNumSeqs={"min": 257})],
+    ),
+    Rule(
+        "tuning.bounds.maxNumBatchedTokens must stay inside the envelope",
+        [bounds(maxNumBatchedTokens={"max": 2048}), runtime(maxNumBatchedTokens=4096) | bounds(maxNumSeqs={"min": 2})],
+        [bounds(maxNumBatchedTokens={"max": 2049}), bounds(maxNumBatchedTokens={"min": 4096})],
+    ),
+    Rule(
+        "min is more than max",
+        [bounds(maxNumSeqs={"min": 4, "max": 4}, maxNumBatchedTokens={"min": 16}, kvCachePercent={"min": 1, "max": 2})],
+        [
+            bounds(maxNumSeqs={"min": 5, "max": 4}),
+            bounds(maxNumBatchedTokens={"min": 65, "max": 64}),
+            bounds(kvCachePercent={"min": 60, "max": 50}),
+        ],
+    ),
+    Rule(
+        "Recommend and Auto need at least one objective",
+        [
+            {"tuning": {"mode": "Off", "objectives": {}}},
+            {"tuning": {"mode": "Auto", "objectives": {"ttftP95Milliseconds": 1}}},
+            {"tuning": {"mode": "Recommend", "objectives": {"interTokenLatencyP95Milliseconds": 1}}},
+        ],
+        [{"tuning": {"mode": "Auto"}}, {"tuning": {"mode": "Recommend", "objectives": {}}}],
+    ),
+    Rule(
+        "revision works with an hf:// uri only",
+        [model(revision="v1.0")],
+        [{"model": {"uri": "oci://registry/model", "revision": "v1"}}],
+    ),
+    Rule(
+        "secretRef is the Hub's token",
+        [model(secretRef={"name": "hub", "key": "token"})],
+        [{"model": {"uri": "pvc://claim", "secretRef": {"name": "hub"}}}],
+    ),
+    Rule("file: models are for flyball-operator local", [uri("oci://a:b")], [uri("file:/models"), uri("file:model")]),
+    Rule(
+        "expected hf://ORG/NAME",
+        [uri("hf://gpt2"), uri("hf://Qwen/Qwen3-0.6B")],
+        [uri("hf://a/b/c"), uri("hf:///b"), uri("hf://.a/b")],
+    ),
+    Rule(
+        "expected pvc://CLAIM/FOLDER",
+        [uri("pvc://claim"), uri("pvc://my.claim/"), uri("pvc://claim/a/b")],
+        [uri("pvc://Claim/a"), uri("pvc:///a"), uri("pvc://-a/b"), uri("pvc://a_b")],
+    ),
+    Rule(
+        "the folder may not contain '..'",
+        [uri("pvc://claim/a..b"), uri("pvc://claim/...")],
+        [uri("pvc://claim/../x"), uri("pvc://claim/a/..")],
+    ),
+    Rule(
+        "mode Claim needs claimName",
+        [cache(mode="Claim", claimName="mine"), cache(mode="Claim", size="10Gi"), cache(size="10Gi")],
+        [cache(mode="Claim"), cache(mode="Claim", claimName="mine", size="10Gi")],
+    ),
+    Rule("claimName works with mode Claim only", [cache(mode="EmptyDir")], [cache(claimName="mine")]),
+    Rule(
+        "storageClassName and accessMode are of a claim to make",
+        [cache(mode="Claim", size=1000, storageClassName="fast", accessMode="ReadWriteOnce")],
+        [
+            cache(size="1Gi", storageClassName="fast"),
+            cache(accessMode="ReadWriteOnce"),
+            cache(mode="Claim", claimName="mine", accessMode="ReadWriteOnce"),
+        ],
+    ),
+    Rule(
+        "set kvCacheMemory or kvCacheMemoryPercent, not both",
+        [runtime(kvCacheMemory="1Gi")],
+        [runtime(kvCacheMemory="1Gi", kvCacheMemoryPercent=50)],
+    ),
+    Rule(
+        "maxNumBatchedTokens must be at least maxNumSeqs",
+        [runtime(maxNumSeqs=64, maxNumBatchedTokens=64)],
+        [runtime(maxNumBatchedTokens=255), runtime(maxNumSeqs=4096)],
+    ),
+    Rule(
+        "write --flag or --flag=value",
+        [runtime(extraArgs=["--seed=1", "--enable-prefix-caching", "--seed=-- a=b"])],
+        [
+            runtime(extraArgs=["seed"]),
+            runtime(extraArgs=["--"]),
+            runtime(extraArgs=["-h"]),
+            runtime(extraArgs=["--=1"]),
+        ],
+    ),
+    Rule(
+        "this flag, or one that it abbreviates, is set from other fields",
+        [runtime(extraArgs=["--max-num-queued-reqs=5", "--block-size=32"])],
+        [
+            runtime(extraArgs=["--port=1"]),
+            runtime(extraArgs=["--seed=1", "--max-num-s=4"]),
+            runtime(extraArgs=["--host"]),
+        ],
+    ),
+    Rule("set value or valueFrom, not both", [env(value=""), env(valueFrom=SECRET)], [env(value="", valueFrom=SECRET)]),
+    Rule(
+        "the operator sets FLYBALL_ADMIN_TOKEN",
+        [runtime(env=[{"name": "HF_ENDPOINT", "value": "http://hub"}])],
+        [runtime(env=[{"name": "FLYBALL_ADMIN_TOKEN", "value": "x"}])],
+    ),
+    Rule(
+        "set exactly one of secretKeyRef and configMapKeyRef",
+        [env(valueFrom=CONFIG_MAP)],
+        [env(valueFrom={}), env(valueFrom=SECRET | CONFIG_MAP)],
+    ),
+    Rule(
+        "set exactly one of secretRef and configMapRef",
+        [
+            runtime(
+                envFrom=[
+                    {"secretRef": {"name": "s", "optional": True}},
+                    {"prefix": "A_", "configMapRef": {"name": "c"}},
+                ]
+            )
+        ],
+        [
+            runtime(envFrom=[{"prefix": "A_"}]),
+            runtime(envFrom=[{"secretRef": {"name": "s"}, "configMapRef": {"name": "c"}}]),
+        ],
+    ),
+    Rule(
+        "names under kubernetes.io and requests. are Kubernetes' own",
+        [{"accelerator": {"resourceName": "amd.com/gpu"}}],
+        [{"accelerator": {"resourceName": "x.kubernetes.io/gpu"}}, {"accelerator": {"resourceName": "requests.x/gpu"}}],
+    ),
+    Rule(
+        "a request may not be more than its limit",
+        [{"resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"cpu": 1, "memory": "1024Mi"}}}],
+        [{"resources": {"requests": {"cpu": "1001m"}, "limits": {"cpu": 1}}}],
+    ),
+    Rule(
+        "known are cpu, memory and ephemeral-storage",
+        [{"resources": {"requests": {"ephemeral-storage": "1Gi"}}}],
+        [
+            {"resources": {"limits": {"nvidia.com/gpu": 1}}},
+            {"resources": {"requests": {"gpu": 1}}},
+        ],
+    ),
+    Rule(
+        "HPA and KEDA need maxReplicas",
+        [autoscaling(mode="HPA", maxReplicas=3), autoscaling(mode="External"), autoscaling()],
+        [autoscaling(mode="HPA"), autoscaling(mode="KEDA")],
+    ),
+    Rule(
+        "maxReplicas must be at least minReplicas",
+        [autoscaling(mode="KEDA", minReplicas=3, maxReplicas=3)],
+        [autoscaling(mode="KEDA", minReplicas=4, maxReplicas=3), autoscaling(minReplicas=2, maxReplicas=1)],
+    ),
+    Rule(
+        "trigger Prometheus needs prometheusAddress",
+        [autoscaling(keda={"trigger": "Prometheus", "prometheusAddress": "http://p:9090"})],
+        [autoscaling(keda={"trigger": "Prometheus"})],
+    ),
+    Rule(
+        "maxSurge and maxUnavailable are both 0",
+        [{"rollout": {"maxSurge": 0, "maxUnavailable": "10%"}}, {"rollout": {"maxSurge": "100%"}}],
+        [{"rollout": {"maxSurge": 0}}, {"rollout": {"maxSurge": "0%", "maxUnavailable": "0%"}}],
+    ),
+    Rule(
+        "a key must be NAME or DOMAIN/NAME",
+        [labels(**{"a": "", "example.com/team": "llm"}), {"service": {"annotations": {"a.b/C_d": "any text"}}}],
+        [
+            labels(**{"a b": "c"}),
+            {"podTemplate": {"metadata": {"annotations": {"/a": "b"}}}},
+            {"service": {"annotations": {"a/b/c": ""}}},
+            ingress({"podSelector": {"matchLabels": {"-": "x"}}}),
+        ],
+    ),
+    Rule(
+        "the operator finds its pods by",
+        [labels(**{"app.kubernetes.io/part-of": "chat"})],
+        [labels(**{"app.kubernetes.io/name": "x"}), labels(**{"app.kubernetes.io/component": "x"})],
+    ),
+    Rule(
+        "ingressFrom needs mode Managed",
+        [ingress({"cidr": "10.0.0.0/8"}), {"networkPolicy": {"mode": "Managed"}}],
+        [ingress({"cidr": "10.0.0.0/8"}, mode="None")],
+    ),
+    Rule(
+        "set cidr, or namespaceSelector and podSelector",
+        [ingress({"podSelector": {"matchLabels": {}}, "namespaceSelector": {"matchLabels": {"a": "b"}}})],
+        [ingress({}), ingress({"cidr": "10.0.0.0/8", "podSelector": {"matchLabels": {}}})],
+    ),
+    Rule(
+        "expected ADDRESS/BITS",
+        [ingress({"cidr": "10.0.0.0/8"}, {"cidr": "fd00::/8"})],
+        [ingress({"cidr": "10.0.0/8"}), ingress({"cidr": "10.0.0.0/33"})],
+    ),
+]
+"""Every CEL rule on spec that looks at one state; those that compare with the old state are tested below."""
+
+
+def cases(side: str) -> list[Any]:
+    return [pytest.param(rule.message, spec, id=rule.message[:40]) for rule in RULES for spec in getattr(rule, side)]
+
+
+@pytest.mark.parametrize(("message", "spec"), cases("takes"))
+def test_a_rule_lets_through_what_keeps_it(api_server: ApiServer, message: str, spec: Spec) -> None:
+    assert api_server.create(llm(spec)).message == ""
+
+
+@pytest.mark.parametrize(("message", "spec"), cases("refuses"))
+def test_a_rule_refuses_what_breaks_it_and_says_why(api_server: ApiServer, message: str, spec: Spec) -> None:
+    assert message in api_server.create(llm(spec)).message
+
+
+def test_every_rule_is_in_the_table() -> None:
+    stated = [rule["message"] for _, rule in reference.validations(schema.schema()) if "oldSelf" not in rule["rule"]]
+    untested = [
+        message
+        for message in stated
+        if not any(message.startswith(rule.message) for rule in RULES) and not message.startswith("metadata.name")
+    ]
+    assert not untested
+    assert all(any(message.startswith(rule.message) for message in stated) for rule in RULES)
+
+
+@pytest.mark.parametrize("name", ["a", "a" * 50, "qwen3-0-6b"])
+def test_names_that_children_can_have_are_taken(api_server: ApiServer, name: str) -> None:
+    assert api_server.create(llm({}, name)).message == ""
+
+
+@pytest.mark.parametrize("name", ["a" * 51, "3b", "qwen3-0.6b"])
+def test_names_that_some_child_could_not_have_are_refused(api_server: ApiServer, name: str) -> None:
+    assert "metadata.name must have 1 to 50 lower-case letters" in api_server.create(llm({}, name)).message
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"replica": 2}, 'unknown field "spec.replica"'),
+        (runtime(maxnumseqs=3), 'unknown field "spec.runtime.maxnumseqs"'),
+        ({"podTemplate": {"metdata": {}}}, 'unknown field "spec.podTemplate.metdata"'),
+        ({"tuning": {"mode": False}}, 'spec.tuning.mode in body must be of type string: "boolean"'),
+        ({"tuning": {"mode": "auto"}}, 'Unsupported value: "auto": supported values: "Off", "Recommend", "Auto"'),
+        ({"autoscaling": {"mode": "None"}}, 'supported values: "Disabled", "HPA", "KEDA", "External"'),
+        ({"replicas": -1}, "spec.replicas in body should be greater than or equal to 0"),
+        (runtime(maxNumSeqs=4097), "spec.runtime.maxNumSeqs in body should be less than or equal to 4096"),
+        ({"accelerator": {"count": 2}}, "spec.accelerator.count in body should be less than or equal to 1"),
+        (runtime(kvCacheMemory=0), "spec.runtime.kvCacheMemory"),
+        (runtime(kvCacheMemory="2 GB"), "spec.runtime.kvCacheMemory"),
+        (runtime(env=[{"name": "A"}, {"name": "A", "value": "b"}]), 'Duplicate value: {"name":"A"}'),
+        (runtime(imagePullSecrets=[{"name": "a"}, {"name": "a"}]), 'Duplicate value: {"name":"a"}'),
+        ({"podTemplate": {"spec": {"containers": [{"name": "a"}, {"name": "a"}]}}}, 'Duplicate value: {"name":"a"}'),
+        ({"podTemplate": {"spec": {"volumes": [{}]}}}, "spec.podTemplate.spec.volumes[0].name: Required value"),
+        (ingress(), "spec.networkPolicy.ingressFrom in body should have at least 1 items"),
+        ({"model": {}}, "spec.model.uri: Required value"),
+    ],
+)
+def test_the_schema_refuses_and_names_the_field(api_server: ApiServer, spec: Spec, message: str) -> None:
+    assert message in api_server.create(llm({"model": {"uri": "hf://org/name"}} | spec)).message
+
+
+def test_kubectl_refuses_an_unknown_field_by_itself(cluster: Cluster) -> None:
+    with pytest.raises(CommandFailed, match=r'unknown field "spec\.replica"'):
+        cluster.kubectl("apply", "--dry-run=server", "-f", "-", input=json.dumps(llm({"replica": 2})))
+
+
+def test_the_shortest_spec_is_completed(api_server: ApiServer) -> None:
+    spec = api_server.create(llm({})).body["spec"]
+    assert spec == schema.with_defaults({"model": {"uri": "hf://org/name"}})
+    assert (spec["replicas"], spec["accelerator"]["count"], spec["model"]["cache"]) == (1, 1, {"mode": "EmptyDir"})
+
+
+def test_a_default_of_an_object_says_nothing_else_than_the_defaults_of_its_fields() -> None:
+    for path, field in reference.fields(schema.schema()["properties"]["spec"]):
+        for name, value in field["default"].items() if field.get("type") == "object" and "default" in field else ():
+            assert field["properties"][name]["default"] == value, f"{path}.{name}"
+
+
+def test_what_podtemplate_holds_is_kept_nulls_too(api_server: ApiServer) -> None:
+    spec = {
+        "tolerations": [{"operator": "Exists"}],
+        "containers": [{"name": "runtime", "lifecycle": {"preStop": None}}],
+    }
+    kept = api_server.create(llm({"podTemplate": {"spec": spec}})).body["spec"]["podTemplate"]
+    assert kept["spec"] == spec
+
+
+def test_the_crd_is_small() -> None:
+    assert len(json.dumps(schema.crd())) < 256 * 1024
+
+
+@pytest.fixture
+def stored(cluster: Cluster, api_server: ApiServer, namespace: str) -> Iterator[Any]:
+    """A function that stores an LLMDeployment, and one more time another state of it."""
+
+    def store(spec: Spec) -> Verdict:
+        manifest = llm(spec)
+        manifest["metadata"]["namespace"] = namespace
+        return api_server.store(manifest)
+
+    yield store
+
+
+def claim(size: str | int, **fields: str) -> Spec:
+    return cache(mode="Claim", size=size, **fields)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (claim("10Gi"), claim("11Gi"), ""),
+        (claim("10Gi"), claim("9Gi"), "a claim cannot shrink"),
+        (claim(2**30), claim("1023Mi"), "a claim cannot shrink"),
+        (claim("1Gi", storageClassName="a"), claim("1Gi", storageClassName="b"), "of a claim cannot change"),
+        (claim("1Gi"), claim("1Gi", storageClassName="b"), "of a claim cannot change"),
+        (claim("1Gi", accessMode="ReadWriteOnce"), claim("1Gi"), "of a claim cannot change"),
+        (claim("1Gi", storageClassName="a"), cache(mode="Claim", claimName="mine"), ""),
+        (claim("1Gi", storageClassName="a"), cache(), ""),
+        (cache(size="2Gi"), cache(size="1Gi"), ""),
+    ],
+)
+def test_a_claim_changes_only_as_kubernetes_lets_it(stored: Any, old: Spec, new: Spec, message: str) -> None:
+    assert stored(old).message == ""
+    assert message in (answer := stored(new).message) and bool(answer) == bool(message)
+
+
+def test_a_valid_object_stays_updatable_by_every_field(stored: Any) -> None:
+    assert stored({"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}}).message == ""
+    for rule in RULES:
+        for spec in rule.takes:
+            assert stored(spec).message == "", rule.message
+
+
+def test_kubectl_scale_and_the_columns_of_kubectl_get(cluster: Cluster, stored: Any, namespace: str) -> None:
+    stored({"autoscaling": {"mode": "External"}})
+    status = {
+        "readyReplicas": 2,
+        "replicas": 3,
+        "selector": "app.kubernetes.io/instance=chat",
+        "url": "http://chat:8000",
+        "tuning": {"state": "Converged", "effective": {"maxNumSeqs": 96, "kvCachePercent": 80}},
+        "conditions": [
+            {
+                "type": kind,
+                "status": value,
+                "reason": reason,
+                "message": "-",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            }
+            for kind, value, reason in (("Ready", "False", "Updating"), ("SLOMet", "True", "Met"))
+        ],
+    }
+    cluster.kubectl(
+        *("-n", namespace, "patch", "llmdep", "chat", "--subresource=status", "--type=merge"),
+        *("-p", json.dumps({"status": status})),
+    )
+    cluster.kubectl("-n", namespace, "scale", "llmdep/chat", "--replicas=3")
+    head, row = cluster.kubectl("-n", namespace, "get", "llmdep", "chat").splitlines()
+    assert head.split() == ["NAME", "MODEL", "READY", "REPLICAS", "SEQS", "KV%", "SLO", "STATUS", "AGE"]
+    assert row.split()[:-1] == ["chat", "hf://org/name", "2", "3", "96", "80", "True", "Updating"]
+    wide = cluster.kubectl("-n", namespace, "get", "llmdep", "chat", "-o", "wide").splitlines()[1].split()
+    assert wide[-4:] == ["Converged", "External", "http://chat:8000", "-"]
+
+
+def test_the_scale_subresource_is_what_an_autoscaler_needs(cluster: Cluster, stored: Any, namespace: str) -> None:
+    stored({"replicas": 2})
+    path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/llmdeployments/chat"
+    patch = {"status": {"replicas": 1, "selector": "a=b"}}
+    cluster.kubectl(
+        "-n", namespace, "patch", "llmdep", "chat", "--subresource=status", "--type=merge", "-p", json.dumps(patch)
+    )
+    scale = json.loads(cluster.kubectl("get", "--raw", f"{path}/scale"))
+    assert (scale["spec"]["replicas"], scale["status"]) == (2, {"replicas": 1, "selector": "a=b"})
+
+
+def test_kubectl_get_all_shows_it(cluster: Cluster, stored: Any, namespace: str) -> None:
+    stored({})
+    assert "llmdeployment.flyball.dev/chat" in cluster.kubectl("-n", namespace, "get", "all", "-o", "name")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", ["GROUP:", "flyball.dev", "served by one or more replicas"]),
+        (".spec", ["model", "-required-", "autoscaling", "podTemplate", "What should run."]),
+        (".spec.autoscaling.mode", ["ENUM:", "KEDA", "External", "ScaledObject"]),
+        (".spec.model.cache.size", ["most that a pod may store"]),
+        (".status.tuning.state", ["AtLimit", "add replicas"]),
+    ],
+)
+def test_kubectl_explains_the_fields(cluster: Cluster, path: str, words: list[str]) -> None:
+    text = " ".join(cluster.kubectl("explain", f"llmdeployment{path}").split())
+    assert [word for word in words if word not in text] == []
+    assert "<no description>" not in text
+
+
+def test_every_field_is_explained(cluster: Cluster) -> None:
+    shown = set(re.findall(r"(\w+)\t<", cluster.kubectl("explain", "llmdeployment.spec", "--recursive")))
+    known = {path.rpartition(".")[2] for path, _ in reference.fields(schema.schema()["properties"]["spec"])}
+    assert shown == known

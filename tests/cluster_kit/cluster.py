@@ -1,0 +1,69 @@
+"""A cluster as its administrator sees it: a kubeconfig, and kubectl."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from cluster_kit.errors import CommandFailed
+
+KUBECTL_TIMEOUT_S = 120.0
+
+
+class Cluster:
+    """Somebody's cluster, or (see ControlPlane) our own.
+
+    Args:
+        folder: for the kubeconfigs that this makes.
+        prefix: put before each command that talks to the cluster, when it is in a network namespace.
+    """
+
+    def __init__(self, kubectl: Path, kubeconfig: Path, folder: Path, prefix: tuple[str, ...] = ()) -> None:
+        self.kubeconfig = kubeconfig
+        self.folder = folder
+        self.prefix = prefix
+        self._kubectl = kubectl
+
+    @property
+    def url(self) -> str:
+        return str(self._config()["clusters"][0]["cluster"]["server"])
+
+    def kubectl(self, *arguments: str, input: str | None = None, kubeconfig: Path | None = None) -> str:
+        """Run kubectl and return what it printed.
+
+        Raises:
+            CommandFailed: with kubectl's words in ``stderr``.
+        """
+        command = (*self.prefix, str(self._kubectl), f"--kubeconfig={kubeconfig or self.kubeconfig}", *arguments)
+        done = subprocess.run(command, input=input, capture_output=True, text=True, timeout=KUBECTL_TIMEOUT_S)
+        if done.returncode:
+            raise CommandFailed(("kubectl", *arguments), done.returncode, done.stderr)
+        return done.stdout
+
+    def get(self, *arguments: str) -> dict[str, Any]:
+        """Return an object, or a list of them: ``get("pods", "-n", namespace)["items"]``."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", "-o", "json", *arguments))
+        return found
+
+    def apply(self, *manifests: dict[str, Any]) -> None:
+        """Create or change objects, server-side."""
+        content = json.dumps({"apiVersion": "v1", "kind": "List", "items": manifests})
+        self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=content)
+
+    def create_namespace(self, name: str) -> None:
+        """Create a namespace in which pods can be made: those need the default service account."""
+        self.kubectl("create", "namespace", name)
+        self.kubectl("-n", name, "wait", "--for=create", "serviceaccount/default", "--timeout=30s")
+
+    def kubeconfig_of(self, namespace: str, service_account: str) -> Path:
+        """Return a kubeconfig that may do what a service account may."""
+        token = self.kubectl("-n", namespace, "create", "token", service_account, "--duration=24h").strip()
+        config = self._config() | {"users": [{"name": "account", "user": {"token": token}}]}
+        config["contexts"][0]["context"]["user"] = "account"
+        path = self.folder / f"{namespace}-{service_account}.kubeconfig"
+        path.write_text(json.dumps(config))
+        return path
+
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads(self.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
+        return config

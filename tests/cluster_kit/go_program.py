@@ -1,0 +1,97 @@
+"""Go programs that tests need: built once, kept under ~/.cache/flyball by version."""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster_kit.errors import CommandFailed, MissingProgram
+
+
+@dataclass(frozen=True)
+class GoProgram:
+    """One or more packages of a Go module in this repository; its go.mod is where versions are pinned.
+
+    Args:
+        name: of the folder in the cache.
+        module: the folder of go.mod; everything in it is part of the cache's key.
+        versioned_by: the required module whose version names the build.
+        packages: what is built; each leaves a binary of its last path element's name, "." of the folder's.
+        ldflags: for the linker; ``{version}`` stands for the version.
+    """
+
+    name: str
+    module: Path
+    versioned_by: str
+    packages: tuple[str, ...] = (".",)
+    tags: str = ""
+    ldflags: str = "-s -w"
+
+    @property
+    def version(self) -> str:
+        return _first(rf"^(?:require )?\s*{re.escape(self.versioned_by)} (v\S+)", self.module / "go.mod")
+
+    @property
+    def folder(self) -> Path:
+        """Where the binaries are, once built."""
+        return cache_folder() / f"{self.name}-{self.version.removeprefix('v')}-{self._digest()}"
+
+    def build(self) -> Path:
+        """Return the folder of the binaries, after building them if nobody has yet: minutes when Go's cache is cold."""
+        with _locked(self.folder.with_suffix(".lock")):
+            if not self.folder.exists():
+                self._build()
+        return self.folder
+
+    def _build(self) -> None:
+        unfinished = self.folder.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        flags = ("-trimpath", f"-tags={self.tags}", f"-ldflags={self.ldflags.format(version=self.version)}")
+        command = (self._go(), "build", *flags, "-o", f"{unfinished}/", *self.packages)
+        environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"}
+        done = subprocess.run(command, cwd=self.module, env=environment, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise CommandFailed(command, done.returncode, done.stderr)
+        unfinished.rename(self.folder)
+
+    def _go(self) -> str:
+        if found := shutil.which("go"):
+            return found
+        needed = _first(r"^go (\S+)", self.module / "go.mod")
+        raise MissingProgram("go", f"Install Go {needed} or newer from https://go.dev/dl and put it on PATH.")
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(repr((self.packages, self.tags, self.ldflags)).encode())
+        for path in sorted(self.module.rglob("*")):
+            if path.is_file():
+                digest.update(path.read_bytes())
+        return digest.hexdigest()[:10]
+
+
+def cache_folder() -> Path:
+    """Return Flyball's folder in the user's cache, made if need be."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flyball"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _first(pattern: str, file: Path) -> str:
+    found = re.search(pattern, file.read_text(), re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{file} has no line that matches {pattern!r}")
+    return found.group(1)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process at a time in; the lock goes with the process that holds it."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

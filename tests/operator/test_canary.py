@@ -1,0 +1,365 @@
+"""advance(): a change on one replica first. Verdicts as a table, and a machine that drives a whole make-believe fleet."""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
+
+from flyball_operator.spec import Bounds, Objectives, Range, Tuning
+from flyball_operator.tuning import Action, Decision, PodEvidence, Reason, Trial, TunerState, advance
+from flyball_operator.tuning.canary import PATIENCE_WINDOWS
+from flyball_operator.tuning.record import DecisionRecord, from_line, to_line
+from flyball_operator.tuning.state import Direction
+from flyball_protocol import Evidence, Limits
+from operator_kit.evidence import LIMITS, TUNING, make_evidence, pods
+
+NOW_S = 10_000.0
+WINDOW_S = 60.0
+ITL_OVER = {"itl_over": 4000}
+CUT = structs.replace(LIMITS, max_num_batched_tokens=358)
+
+
+def advanced(
+    state: TunerState, evidence: list[PodEvidence], *, now_s: float = NOW_S, tuning: Tuning = TUNING
+) -> Decision:
+    return advance(tuning, state, evidence, now_s=now_s)
+
+
+def on_trial(num_replicas: int = 3, *, taken: bool = True) -> Trial:
+    """A cut of the token budget at replica 2."""
+    tried = advanced(TunerState(), pods(*[make_evidence(**ITL_OVER)] * num_replicas))
+    assert tried.state.trial is not None
+    return structs.replace(tried.state.trial, taken_s=NOW_S if taken else None)
+
+
+def in_trial(trial: Trial) -> TunerState:
+    return TunerState(revision=trial.before_revision, limits=trial.before, trial=trial)
+
+
+def canary(**changes: Any) -> Evidence:
+    return make_evidence(**({"limits": CUT, "revision": 4} | changes))
+
+
+def judged(
+    canary: Evidence | None,
+    *others: Evidence | None,
+    trial: Trial | None = None,
+    after_s: float = WINDOW_S,
+    tuning: Tuning = TUNING,
+) -> Decision:
+    """The decision on the trial at replica 2, whose place among the replicas ``canary`` takes."""
+    first, *rest = others or (make_evidence(**ITL_OVER), make_evidence(**ITL_OVER))
+    evidence = pods(first, canary, *rest)
+    return advanced(in_trial(trial or on_trial()), evidence, now_s=NOW_S + after_s, tuning=tuning)
+
+
+def test_a_change_goes_to_one_replica_first() -> None:
+    decision = advanced(TunerState(), pods(*[make_evidence(**ITL_OVER)] * 3))
+    assert (decision.action, decision.reason) == (Action.TRY, Reason.INTER_TOKEN_LATENCY_OVER)
+    assert decision.why.endswith("; tried on replica 2 first")
+    assert [decision.wanted_at(f"replica {i}") for i in (1, 2, 3)] == [(3, LIMITS), (4, CUT), (3, LIMITS)]
+
+
+def test_the_canary_is_the_replica_with_the_median_traffic() -> None:
+    busy = [make_evidence(ttft_count=count, **ITL_OVER) for count in (900, 100, 500, 400, 1000)]
+    trial = advanced(TunerState(), pods(*busy)).state.trial
+    assert trial is not None and trial.canary == "replica 3"
+
+
+def test_replicas_without_usable_evidence_are_no_canary() -> None:
+    young = make_evidence(uptime_s=1.0, ttft_count=500, **ITL_OVER)
+    trial = advanced(TunerState(), pods(young, make_evidence(**ITL_OVER))).state.trial
+    assert trial is not None and trial.canary == "replica 2"
+
+
+def test_with_one_replica_the_canary_is_all() -> None:
+    decision = advanced(TunerState(), pods(make_evidence(**ITL_OVER)))
+    assert (decision.action, decision.state.trial) == (Action.CHANGE, None)
+    assert decision.wanted_at("replica 1") == (4, CUT)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "tuning"),
+    [
+        (pods(*[make_evidence()] * 2), structs.replace(TUNING, bounds=Bounds(max_num_seqs=Range(max=32)))),
+        (pods(make_evidence(), make_evidence(limits=CUT)), TUNING),
+    ],
+    ids=["the spec's bounds", "limits that were in force before"],
+)
+def test_what_is_no_experiment_goes_to_all_at_once(evidence: list[PodEvidence], tuning: Tuning) -> None:
+    decision = advanced(TunerState(), evidence, tuning=tuning)
+    assert (decision.action, decision.revision, decision.state.trial) == (Action.CHANGE, 4, None)
+
+
+def test_nothing_set_yet_is_nothing_wanted() -> None:
+    decision = advanced(TunerState(), pods(*[make_evidence(revision=0, **ITL_OVER)] * 2))
+    assert [decision.wanted_at(f"replica {i}") for i in (1, 2)] == [None, (1, CUT)]
+
+
+def test_the_window_starts_when_the_canary_shows_the_change() -> None:
+    waiting = on_trial(taken=False)
+    decision = judged(canary(), trial=waiting, after_s=30)
+    assert (decision.action, decision.reason) == (Action.HOLD, Reason.SETTLING)
+    assert decision.state.trial == structs.replace(waiting, taken_s=NOW_S + 30)
+    still = advanced(decision.state, pods(make_evidence(), canary(), make_evidence()), now_s=NOW_S + 89)
+    assert (still.reason, still.why) == (Reason.SETTLING, "revision 4 is on trial at replica 2: judged in 1 s")
+
+
+def test_while_it_settles_the_leases_of_both_sides_are_renewed() -> None:
+    decision = judged(canary(), after_s=10)
+    assert [decision.wanted_at(f"replica {i}") for i in (1, 2, 3)] == [(3, LIMITS), (4, CUT), (3, LIMITS)]
+
+
+@dataclass
+class Case:
+    canary: dict[str, Any]
+    others: dict[str, Any]
+    reason: Reason
+    says: str = ""
+    tuning: dict[str, Any] = field(default_factory=dict)
+
+
+VERDICTS = {
+    "it mends what the others miss": Case({}, ITL_OVER, Reason.CANARY_NOT_WORSE, "did no worse"),
+    "it misses what the others miss as well": Case({"itl_over": 3900}, ITL_OVER, Reason.CANARY_NOT_WORSE),
+    "it misses by clearly more": Case({"itl_over": 8000}, ITL_OVER, Reason.CANARY_WORSE, "of the others 20.0%"),
+    "it misses gaps, the others do not": Case(ITL_OVER, {}, Reason.CANARY_WORSE, "20.0% of 20000 inter-token gaps"),
+    "it misses first tokens, the others do not": Case({"ttft_over": 200}, {}, Reason.CANARY_WORSE, "first tokens"),
+    "it trades first tokens for gaps that were missed": Case({"ttft_over": 200}, ITL_OVER, Reason.CANARY_NOT_WORSE),
+    "it trades gaps for first tokens that were missed": Case(ITL_OVER, {"ttft_over": 200}, Reason.CANARY_WORSE),
+    "it trades first tokens for preemptions": Case(
+        {"ttft_over": 200}, {"num_recomputed_tokens": 9000}, Reason.CANARY_NOT_WORSE
+    ),
+    "it preempts": Case({"num_recomputed_tokens": 9000}, {}, Reason.CANARY_WORSE, "7.0% of its computed tokens"),
+    "it preempts as the others do": Case(
+        {"num_recomputed_tokens": 9000}, {"num_recomputed_tokens": 8000}, Reason.CANARY_NOT_WORSE
+    ),
+    "its requests fail": Case({"num_failed": 50}, {}, Reason.CANARY_WORSE, "50 of its 1050 requests failed"),
+    "all requests fail": Case({"num_failed": 50}, {"num_failed": 50}, Reason.CANARY_NOT_WORSE),
+    "a fair share of the samples is enough": Case(
+        {"ttft_count": 34, "itl_count": 700}, {"ttft_count": 34, "itl_count": 700}, Reason.CANARY_NOT_WORSE
+    ),
+    "an objective that is not set is not judged": Case(
+        ITL_OVER, {}, Reason.CANARY_NOT_WORSE, tuning={"objectives": Objectives(ttft_p95_milliseconds=1000)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_the_verdict(name: str) -> None:
+    case = VERDICTS[name]
+    others = make_evidence(**case.others)
+    tuning = structs.replace(TUNING, **case.tuning)
+    decision = judged(canary(**case.canary), others, others, tuning=tuning)
+    promoted = case.reason is Reason.CANARY_NOT_WORSE
+    assert (decision.reason, decision.action) == (case.reason, Action.PROMOTE if promoted else Action.ROLL_BACK)
+    assert case.says in decision.why
+    wanted = (4, CUT) if promoted else (5, LIMITS)
+    assert [decision.wanted_at(f"replica {i}") for i in (1, 2, 3)] == [wanted] * 3
+    assert decision.state.trial is None
+    assert decision.state.moves[-1].at_s == NOW_S + WINDOW_S  # from now on the evidence of all has to settle
+
+
+def test_a_change_that_was_taken_back_is_tried_later_and_later() -> None:
+    decision = judged(canary(itl_over=9000))
+    tried, undone = decision.state.moves
+    assert (tried.direction, undone.direction) == (Direction.CUT, Direction.RAISE)
+    assert (undone.before, undone.after) == (358, 512)
+    assert decision.state.stretched(60, now_s=NOW_S + WINDOW_S) == 120
+
+
+WAITS = {
+    "the canary is gone": (None, [make_evidence()], Reason.CANARY_SILENT, "no answer"),
+    "the canary drains": (canary(draining=True), [make_evidence()], Reason.CANARY_SILENT, "draining"),
+    "the canary's lease ran out": (canary(limits=LIMITS), [make_evidence()], Reason.CANARY_SILENT, "has not taken"),
+    "few others answer": (canary(), [make_evidence(), None, None], Reason.PARTIAL_EVIDENCE, "only 1 of 3 other"),
+    "the others have something else": (
+        canary(),
+        [make_evidence(limits=structs.replace(LIMITS, max_num_seqs=3))],
+        Reason.PARTIAL_EVIDENCE,
+        "only 0 of 1",
+    ),
+    "few samples": (canary(ttft_count=5), [make_evidence()], Reason.FEW_SAMPLES, "5 of 50 first tokens"),
+    "few samples of the others": (canary(), [make_evidence(itl_count=9)], Reason.FEW_SAMPLES, "9 of 1000 inter"),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_cannot_be_judged_is_held_and_said_and_in_the_end_taken_back(name: str) -> None:
+    one, others, reason, says = WAITS[name]
+    held = judged(one, *others)
+    assert (held.action, held.reason) == (Action.HOLD, reason)
+    assert says in held.why and "replica 2" in held.why
+    given_up = judged(one, *others, after_s=PATIENCE_WINDOWS * WINDOW_S)
+    assert (given_up.action, given_up.reason, given_up.limits) == (Action.ROLL_BACK, Reason.CANARY_UNJUDGED, LIMITS)
+    assert says in given_up.why
+    assert given_up.revision == 5
+
+
+def test_a_canary_that_left_is_held_for() -> None:
+    evidence = [pod for pod in pods(make_evidence(), canary(), make_evidence()) if pod.pod != "replica 2"]
+    decision = advanced(in_trial(on_trial()), evidence, now_s=NOW_S + WINDOW_S)
+    assert (decision.reason, decision.why) == (
+        Reason.CANARY_SILENT,
+        "revision 4 is on trial at replica 2: it is gone, or not ready",
+    )
+
+
+def test_nobody_answers_so_nothing_is_decided() -> None:
+    decision = judged(None, None, None, after_s=100 * WINDOW_S)
+    assert (decision.action, decision.reason) == (Action.HOLD, Reason.NO_EVIDENCE)
+
+
+def test_a_canary_that_restarted_has_the_change_taken_back_at_once() -> None:
+    decision = judged(canary(limits=LIMITS, revision=3, uptime_s=20.0), after_s=5)
+    assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.CANARY_RESTARTED)
+
+
+def test_a_canary_that_is_left_alone_is_all() -> None:
+    decision = advanced(in_trial(on_trial()), [PodEvidence(pod="replica 2", evidence=canary(**ITL_OVER))])
+    assert (decision.action, decision.wanted_at("replica 2")) == (Action.PROMOTE, (4, CUT))
+
+
+def test_bounds_that_change_meanwhile_end_the_trial() -> None:
+    tuning = structs.replace(TUNING, bounds=Bounds(max_num_batched_tokens=Range(min=400)))
+    decision = judged(canary(), after_s=5, tuning=tuning)
+    assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.OUT_OF_BOUNDS)
+    assert "max_num_batched_tokens outside the spec's bounds" in decision.why
+
+
+def test_a_revision_that_somebody_else_set_ends_the_trial_above_it() -> None:
+    decision = judged(canary(), make_evidence(revision=9), make_evidence(), after_s=5)
+    assert (decision.action, decision.reason, decision.revision) == (Action.ROLL_BACK, Reason.OUT_OF_STEP, 10)
+    assert "replica 1 has revision 9, which somebody else set" in decision.why
+
+
+@pytest.mark.parametrize("mode", ["Off", "Recommend"])
+def test_a_mode_that_changes_nothing_leaves_no_canary_behind(mode: Any) -> None:
+    tuning = structs.replace(TUNING, mode=mode)
+    decision = judged(canary(), after_s=5, tuning=tuning)
+    assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.TUNING_OFF)
+    assert decision.wanted_at("replica 2") == decision.wanted_at("replica 1") == (5, LIMITS)
+    after = advanced(decision.state, pods(*[make_evidence(**ITL_OVER)] * 2), tuning=tuning)
+    assert (after.action, after.state.trial) == (Action.HOLD, None)
+    recommended = advanced(TunerState(), pods(*[make_evidence(**ITL_OVER)] * 2), tuning=tuning)
+    assert (recommended.action, recommended.state.trial) == (Action.CHANGE, None)
+
+
+def test_a_trial_replays_from_its_record() -> None:
+    state, evidence = in_trial(on_trial()), tuple(pods(make_evidence(**ITL_OVER), canary()))
+    record = DecisionRecord(
+        time="",
+        deployment="chat",
+        tuning=TUNING,
+        state=state,
+        evidence=evidence,
+        now_s=NOW_S + WINDOW_S,
+        decision=advance(TUNING, state, evidence, now_s=NOW_S + WINDOW_S),
+        canary_first=True,
+    )
+    assert from_line(to_line(record)).replay() == record.decision
+
+
+@dataclass
+class Replica:
+    """Takes what it is given, as a runtime does: never an older revision."""
+
+    revision: int = 0
+    limits: Limits = LIMITS
+    answers: bool = True
+    itl_over: int = 0
+
+    def take(self, wanted: tuple[int, Limits] | None) -> None:
+        if wanted is not None and self.answers and wanted[0] >= self.revision:
+            self.revision, self.limits = wanted
+
+    def evidence(self) -> Evidence | None:
+        if not self.answers:
+            return None
+        return make_evidence(
+            revision=self.revision, limits=self.limits, itl_over=self.itl_over, blocked_by={"budget": 0.5}
+        )
+
+
+class Fleet(RuleBasedStateMachine):
+    """Replicas come, go, restart, fall silent and get worse at random while advance() tunes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.state = TunerState()
+        self.replicas: dict[str, Replica] = {}
+        self.issued = 0
+        self.names = itertools.count(1)
+
+    @initialize(count=st.integers(1, 4))
+    def start(self, count: int) -> None:
+        for _ in range(count):
+            self.join()
+
+    @rule()
+    def join(self) -> None:
+        if len(self.replicas) < 5:
+            self.replicas[f"replica {next(self.names)}"] = Replica()
+
+    @precondition(lambda self: len(self.replicas) > 1)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        del self.replicas[data.draw(st.sampled_from(sorted(self.replicas)))]
+
+    @precondition(lambda self: self.replicas)
+    @rule(data=st.data(), answers=st.booleans(), itl_over=st.sampled_from([0, 800, 4000]))
+    def change(self, data: st.DataObject, answers: bool, itl_over: int) -> None:
+        replica = self.replicas[data.draw(st.sampled_from(sorted(self.replicas)))]
+        replica.answers, replica.itl_over = answers, itl_over
+
+    @precondition(lambda self: self.replicas)
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        replica = self.replicas[data.draw(st.sampled_from(sorted(self.replicas)))]
+        replica.revision, replica.limits = 0, LIMITS
+
+    @rule(rounds=st.integers(1, 6))
+    def tune(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.now_s += 15
+            self.round()
+
+    def round(self) -> None:
+        evidence = [PodEvidence(pod=pod, evidence=one.evidence()) for pod, one in self.replicas.items()]
+        before = self.state
+        decision = advance(TUNING, before, evidence, now_s=self.now_s)
+        self.check(before, decision)
+        if decision.state.trial is not None and decision.reason is not Reason.NO_EVIDENCE:
+            assert self.now_s - decision.state.trial.started_s <= (PATIENCE_WINDOWS + 1) * WINDOW_S
+        self.state = decision.state
+        for pod, replica in self.replicas.items():
+            replica.take(decision.wanted_at(pod))
+
+    def check(self, before: TunerState, decision: Decision) -> None:
+        after = decision.state
+        assert (before.trial is not None and after.trial is None) == (
+            decision.action in (Action.PROMOTE, Action.ROLL_BACK)
+        )
+        assert (before.trial is None and after.trial is not None) == (decision.action is Action.TRY)
+        if decision.action in (Action.TRY, Action.ROLL_BACK, Action.CHANGE):
+            assert decision.revision > self.issued
+            self.issued = decision.revision
+        if decision.action is Action.CHANGE and decision.reason is Reason.INTER_TOKEN_LATENCY_OVER:
+            assert len(self.replicas) == 1
+
+    @invariant()
+    def only_the_canary_has_what_is_on_trial(self) -> None:
+        trial = self.state.trial
+        for pod, replica in self.replicas.items():
+            if trial is not None and replica.revision == trial.revision:
+                assert pod == trial.canary
+
+
+Fleet.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFleet = Fleet.TestCase
