@@ -12,7 +12,7 @@ from cluster_kit import Cluster
 from flyball_operator import children, manifest, names
 from flyball_operator.children.admin_token import admin_token_secret
 from flyball_protocol import endpoints
-from operator_kit.api_server import ApiServer, connect
+from operator_kit.api_server import ApiServer
 from operator_kit.foreign_crds import installed
 from operator_kit.specs import SpecMaker
 
@@ -23,10 +23,10 @@ LOCAL_ONLY = "file: models are for flyball-operator local"
 BOOT_PRIOR = {"revision": 3, "limits": {"max_num_seqs": 8, "kv_cache_fraction": 0.5, "max_num_batched_tokens": 64}}
 
 
-@pytest.fixture(scope="module")
-def api_server(cluster: Cluster) -> Iterator[ApiServer]:
-    with installed(cluster), connect(cluster) as server:
-        yield server
+@pytest.fixture(scope="module", autouse=True)
+def foreign_crds(cluster: Cluster) -> Iterator[None]:
+    with installed(cluster):
+        yield
 
 
 def build(document: dict[str, Any]) -> list[children.Manifest]:
