@@ -22,7 +22,9 @@ RUN $PIP install --no-cache-dir --no-compile --no-deps . \
 
 FROM base
 COPY --from=build /opt/flyball /opt/flyball
-ENV PATH=/opt/flyball/bin:$PATH PYTHONUNBUFFERED=1
+# kopf and torch ask for the user's name
+RUN groupadd --gid 65532 flyball && useradd --uid 65532 --gid flyball --home-dir /nonexistent --no-create-home flyball
+ENV PATH=/opt/flyball/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
 USER 65532:65532
 ENTRYPOINT ["flyball-operator"]
 CMD ["run", "--all-namespaces"]

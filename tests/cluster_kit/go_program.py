@@ -56,7 +56,7 @@ class GoProgram:
         unfinished = self._beside("unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        flags = ("-trimpath", f"-tags={self.tags}", f"-ldflags={self.ldflags.format(version=self.version)}")
+        flags = (f"-tags={self.tags}", f"-ldflags={self.ldflags.format(version=self.version)}")
         command = (self._go(), "build", *flags, "-o", f"{unfinished}/", *self.packages)
         environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"}
         done = subprocess.run(command, cwd=self.module, env=environment, stderr=subprocess.PIPE, text=True)

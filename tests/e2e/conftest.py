@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_kit import images
+from e2e_kit import helm, images
 from e2e_kit.node import Node
 
 FOLDER_VARIABLE = "FLYBALL_E2E_FOLDER"
@@ -30,6 +30,17 @@ def node() -> Iterator[Node]:
         for image in (images.RUNTIME, images.OPERATOR, images.MODEL):
             node.import_image(image)
         yield node
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="repeat each disturbance 20 times (drains: 5) instead of twice")
+
+
+@pytest.fixture(scope="session")
+def operator(node: Node) -> Node:
+    """The node, once the chart has brought the operator."""
+    helm.install(node)
+    return node
 
 
 @pytest.fixture

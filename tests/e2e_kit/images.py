@@ -1,4 +1,4 @@
-"""The images that run on the node, built with buildah from a base that mmdebstrap makes. Nothing comes from a registry of images."""
+"""The images that run on the node, built with buildah from a base that mmdebstrap makes; none comes from a registry."""
 
 import os
 import shutil
@@ -37,8 +37,8 @@ def build_all() -> None:
     torch_index = os.environ.get(TORCH_INDEX_VARIABLE, PYPI)
     _build_dockerfile("operator", OPERATOR, base)
     _build_dockerfile("runtime", RUNTIME, base, f"TORCH_INDEX={torch_index}")
-    _assemble(PAUSE, base, {}, ("sleep", "infinity"))
-    _assemble(MODEL, "scratch", {path: "/" for path in DEMO_MODEL.iterdir()})
+    _assemble(PAUSE, base, {}, ("/bin/sleep", "infinity"))
+    _assemble(MODEL, "scratch", dict.fromkeys(DEMO_MODEL.iterdir(), "/"))
     programs = KEDA.build()
     _assemble(KEDA_OPERATOR, "scratch", {programs / "operator": "/keda"}, ("/keda",))
     _assemble(KEDA_ADAPTER, "scratch", {programs / "adapter": "/keda"}, ("/keda",))
@@ -59,7 +59,7 @@ def _debian() -> str:
         excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in UNUSED_DOCUMENTS]
         lists = '--customize-hook=rm -rf "$1"/var/lib/apt/lists/*'
         _run("mmdebstrap", "--quiet", "--variant=minbase", *excluded, lists, SUITE, str(archive))
-        _assemble(BASE, "scratch", {archive: "/"}, ("sh",))
+        _assemble(BASE, "scratch", {archive: "/"}, ("/bin/sh",))
         archive.unlink()
     return BASE
 

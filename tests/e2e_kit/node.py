@@ -69,6 +69,10 @@ class Node(ControlPlane):
         self._ctr("images", "import", str(archive))
         archive.unlink()
 
+    def tag_image(self, image: str, *names: str) -> None:
+        """Give an image of the node further names."""
+        self._ctr("images", "tag", "--force", image, *names)
+
     def has_image(self, image: str) -> bool:
         return image in self._ctr("images", "list", "--quiet").split()
 
@@ -185,6 +189,9 @@ class Node(ControlPlane):
             "authorization": {"mode": "AlwaysAllow"},
             "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1Gi"},
             "imageGCHighThresholdPercent": 100,
+            # Tests kill the same container many times.
+            "featureGates": {"KubeletCrashLoopBackOffMax": True},
+            "crashLoopBackOff": {"maxContainerRestartPeriod": "2s"},
             "clusterDNS": [self.address],
             "clusterDomain": "cluster.local",
         }
