@@ -24,7 +24,8 @@ COPY kernels kernels
 ARG MARCH=x86-64-v3
 RUN PYTHONPATH=kernels /opt/flyball/bin/python -m flyball_kernels.cpu.build \
         --march ${MARCH} --output /opt/flyball/lib/libflyball_kernels.so \
-    && /opt/flyball/bin/python prune_torch.py
+    && /opt/flyball/bin/python prune_torch.py \
+    && /opt/flyball/bin/python -c 'import torch, transformers; torch.ops.load_library("/opt/flyball/lib/libflyball_kernels.so")'
 COPY . .
 RUN $PIP install --no-cache-dir --no-compile --no-deps . \
     && rm -r /opt/flyball/lib/python3*/site-packages/flyball_operator
