@@ -29,10 +29,8 @@ decisions_log = logging.getLogger(f"{__name__}.decisions")
 """A JSON line for each decision that is news, with everything that it was made from, to replay it by. Holds: level debug."""
 
 TICK_S = 0.25
-MAX_ROUNDS = 64
-"""Rounds at the same time: a thousand deployments whose replicas hang must not hold the others up."""
-
 MAX_REQUESTS = 256
+"""Requests at the same time, of all rounds together; each takes 2 s at most, so replicas that hang hold others up little."""
 
 _GOOD = frozenset({Reason.STEADY, Reason.AT_LIMIT, Reason.NOT_THE_LIMITS, Reason.NEAR_OBJECTIVE})
 """Reasons to hold that come only once the evidence of the limits in force has settled: a new replica may start with them."""
@@ -74,7 +72,6 @@ class ClusterTuner:
         self._clock = clock
         self._now = now
         self._requests = asyncio.Semaphore(MAX_REQUESTS)
-        self._rounds = asyncio.Semaphore(MAX_ROUNDS)
         self._tuned: dict[Key, _Tuned] = {}
 
     def status(self, key: Key) -> Mapping[str, Any] | None:
@@ -162,11 +159,10 @@ class ClusterTuner:
         return Report.found(resource.status) if tuned is None else tuned.report
 
     async def _round(self, resource: Resource) -> None:
-        async with self._rounds:
-            try:
-                await self._tune(resource, self._tuned[resource.key])
-            except Exception:  # the loop's boundary: one deployment's trouble is not the others'
-                log.exception("%s: a round of tuning failed; the next one follows", resource.key)
+        try:
+            await self._tune(resource, self._tuned[resource.key])
+        except Exception:  # the loop's boundary: one deployment's trouble is not the others'
+            log.exception("%s: a round of tuning failed; the next one follows", resource.key)
 
     async def _tune(self, resource: Resource, tuned: "_Tuned") -> None:
         tuning = msgspec.convert(resource.spec["tuning"], Tuning)
