@@ -9,15 +9,9 @@ import pytest
 
 from cluster_kit import Cluster, CommandFailed
 from flyball_operator import names, reference, schema
-from operator_kit.api_server import ApiServer, Verdict, connect
+from operator_kit.api_server import ApiServer, Verdict
 
 Spec = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def api_server(cluster: Cluster) -> Iterator[ApiServer]:
-    with connect(cluster) as server:
-        yield server
 
 
 def llm(spec: Spec, name: str = "chat") -> dict[str, Any]:
@@ -181,7 +175,7 @@ RULES = [
         [runtime(maxNumBatchedTokens=255), runtime(maxNumSeqs=4096)],
     ),
     Rule(
-        "write --flag or --flag=value",
+        "each is one word, --flag or --flag=value",
         [runtime(extraArgs=["--seed=1", "--enable-prefix-caching", "--seed=-- a=b"])],
         [
             runtime(extraArgs=["seed"]),

@@ -15,13 +15,11 @@ class Cluster:
 
     Args:
         folder: for the kubeconfigs that this makes.
-        prefix: put before each command that talks to the cluster, when it is in a network namespace.
     """
 
-    def __init__(self, kubectl: Path, kubeconfig: Path, folder: Path, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(self, kubectl: Path, kubeconfig: Path, folder: Path) -> None:
         self.kubeconfig = kubeconfig
         self.folder = folder
-        self.prefix = prefix
         self._kubectl = kubectl
 
     @property
@@ -34,11 +32,15 @@ class Cluster:
         Raises:
             CommandFailed: with kubectl's words in ``stderr``.
         """
-        command = (*self.prefix, str(self._kubectl), f"--kubeconfig={kubeconfig or self.kubeconfig}", *arguments)
+        command = self.kubectl_command(*arguments, kubeconfig=kubeconfig)
         done = subprocess.run(command, input=input, capture_output=True, text=True, timeout=KUBECTL_TIMEOUT_S)
         if done.returncode:
             raise CommandFailed(("kubectl", *arguments), done.returncode, done.stderr)
         return done.stdout
+
+    def kubectl_command(self, *arguments: str, kubeconfig: Path | None = None) -> tuple[str, ...]:
+        """Return the whole command, for those who run it in the background."""
+        return (str(self._kubectl), f"--kubeconfig={kubeconfig or self.kubeconfig}", *arguments)
 
     def get(self, *arguments: str) -> dict[str, Any]:
         """Return an object, or a list of them: ``get("pods", "-n", namespace)["items"]``."""

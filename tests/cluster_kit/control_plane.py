@@ -7,8 +7,10 @@ import ssl
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from cluster_kit.cluster import Cluster
 from cluster_kit.pki import Pki
@@ -16,6 +18,8 @@ from cluster_kit.processes import ProcessGroup
 
 LOOPBACK = "127.0.0.1"
 SERVICE_RANGE = "10.96.0.0/16"
+FIRST_SERVICE = "10.96.0.1"
+"""The address of the Service ``kubernetes``."""
 START_TIMEOUT_S = 90.0
 
 
@@ -25,10 +29,12 @@ class ControlPlane(Cluster):
     ``pki.admin`` and ``pki.ca`` are for clients that do not read kubeconfigs.
     """
 
-    def __init__(self, assets: Path) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="flyball-cluster-"))
+    address = LOOPBACK
+
+    def __init__(self, assets: Path, folder: Path | None = None) -> None:
+        folder = folder or Path(tempfile.mkdtemp(prefix="flyball-cluster-"))
         super().__init__(assets / "kubectl", folder / "kubeconfig", folder)
-        self.pki = Pki.create(folder, LOOPBACK)
+        self.pki = Pki.create(folder, self.address, FIRST_SERVICE)
         self.processes = ProcessGroup(folder)
         self._assets = assets
         self._port = free_port()
@@ -36,12 +42,9 @@ class ControlPlane(Cluster):
         self._trust = ssl.create_default_context(cafile=str(self.pki.ca))
         self._write_kubeconfig()
 
-    def __enter__(self) -> "ControlPlane":
+    def __enter__(self) -> Self:
         try:
-            self._start_etcd()
-            self.start_apiserver()
-            self._start_controller_manager()
-            self._start_scheduler()
+            self.start()
         except BaseException:
             self.close()
             raise
@@ -50,24 +53,30 @@ class ControlPlane(Cluster):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def start(self) -> None:
+        self._start_etcd()
+        self.start_apiserver()
+        self._start_controller_manager()
+        self.start_part("kube-scheduler", f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--secure-port=0")
+
     def close(self) -> None:
         self.processes.close()
         shutil.rmtree(self.folder)
 
     @property
     def url(self) -> str:
-        return f"https://{LOOPBACK}:{self._port}"
+        return f"https://{self.address}:{self._port}"
 
     def start_apiserver(self) -> None:
         """Start the API server where it was before, and return when it is ready."""
         pki = self.pki
-        self._start(
+        self.start_part(
             "kube-apiserver",
             f"--etcd-servers={self._etcd_url}",
-            f"--bind-address={LOOPBACK}",
+            f"--bind-address={self.address}",
             f"--secure-port={self._port}",
             f"--service-cluster-ip-range={SERVICE_RANGE}",
-            "--endpoint-reconciler-type=none",  # a loopback address may not be an endpoint
+            *self.apiserver_flags(),
             "--authorization-mode=Node,RBAC",
             "--allow-privileged",
             "--profiling=false",
@@ -80,13 +89,17 @@ class ControlPlane(Cluster):
         )
         self.processes.wait_until("kube-apiserver", "ready", self._is_ready, START_TIMEOUT_S)
 
+    def apiserver_flags(self) -> Iterable[str]:
+        """Return the flags that a cluster with nodes has otherwise: a loopback address may not be an endpoint."""
+        return ("--endpoint-reconciler-type=none",)
+
     def stop_apiserver(self) -> None:
         """Take the API server away, without a word to its clients. What it stored stays."""
         self.processes.kill("kube-apiserver")
 
     def _start_etcd(self) -> None:
         peer = f"http://{LOOPBACK}:{free_port()}"
-        self._start(
+        self.start_part(
             "etcd",
             f"--data-dir={self.folder / 'etcd'}",
             f"--listen-client-urls={self._etcd_url}",
@@ -98,7 +111,7 @@ class ControlPlane(Cluster):
         )
 
     def _start_controller_manager(self) -> None:
-        self._start(
+        self.start_part(
             "kube-controller-manager",
             f"--kubeconfig={self.kubeconfig}",
             f"--service-account-private-key-file={self.pki.service_accounts.key}",
@@ -111,10 +124,8 @@ class ControlPlane(Cluster):
             "--horizontal-pod-autoscaler-sync-period=1s",
         )
 
-    def _start_scheduler(self) -> None:
-        self._start("kube-scheduler", f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--secure-port=0")
-
-    def _start(self, part: str, *flags: str) -> None:
+    def start_part(self, part: str, *flags: str) -> None:
+        """Start one of the binaries of the control plane's folder."""
         self.processes.start(part, str(self._assets / part), *flags)
 
     def _is_ready(self) -> bool:

@@ -44,16 +44,19 @@ class GoProgram:
 
     def build(self) -> Path:
         """Return the folder of the binaries, after building them if nobody has yet: minutes when Go's cache is cold."""
-        with _locked(self.folder.with_suffix(".lock")):
+        with _locked(self._beside("lock")):
             if not self.folder.exists():
                 self._build()
         return self.folder
 
+    def _beside(self, suffix: str) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.{suffix}")
+
     def _build(self) -> None:
-        unfinished = self.folder.with_suffix(".unfinished")
+        unfinished = self._beside("unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        flags = ("-trimpath", f"-tags={self.tags}", f"-ldflags={self.ldflags.format(version=self.version)}")
+        flags = (f"-tags={self.tags}", f"-ldflags={self.ldflags.format(version=self.version)}")
         command = (self._go(), "build", *flags, "-o", f"{unfinished}/", *self.packages)
         environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"}
         done = subprocess.run(command, cwd=self.module, env=environment, stderr=subprocess.PIPE, text=True)

@@ -8,9 +8,9 @@ import pytest
 from fastapi.routing import APIRoute
 
 from checkpoints import make_tokenizer
-from flyball_operator import manifest, rules
+from flyball_operator import manifest, names, rules
 from flyball_operator.local.template import local_deployment
-from flyball_protocol import endpoints
+from flyball_protocol import endpoints, metrics
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from flyball_runtime.cli import add_serve_arguments, build_parser, engine_config_from
 from flyball_runtime.core.clock import FakeClock
@@ -48,7 +48,9 @@ def served_paths() -> set[str]:
 
 
 def containers() -> list[dict[str, Any]]:
-    texts = [path.read_text() for path in sorted(EXAMPLES.glob("*.yaml"))]
+    texts = [
+        path.read_text() for path in [*sorted(EXAMPLES.glob("*.yaml")), EXAMPLES / "gateway" / "llmdeployment.yaml"]
+    ]
     for dtype in ("Auto", "BFloat16", "Float16", "Float32"):
         for count, kv in ((0, "kvCacheMemory: 1Gi"), (1, "kvCacheMemoryPercent: 80"), (1, "kvCacheMemory: 4Gi")):
             texts.append(EVERY_SETTING.replace("DTYPE", dtype).replace("COUNT", str(count)).replace("KV", kv))
@@ -76,7 +78,8 @@ def test_probes_and_ports_are_the_runtimes(container: dict[str, Any]) -> None:
 
 def test_the_admin_token_reaches_the_runtime_by_its_variable() -> None:
     for container in containers():
-        assert [one["name"] for one in container["env"] if "valueFrom" in one] == [endpoints.ADMIN_TOKEN_ENV]
+        (token,) = (one for one in container["env"] if one["name"] == endpoints.ADMIN_TOKEN_ENV)
+        assert token["valueFrom"]["secretKeyRef"]["key"] == names.ADMIN_TOKEN_KEY
 
 
 def test_every_flag_that_a_pod_sets_is_refused_in_extra_args() -> None:
@@ -86,3 +89,9 @@ def test_every_flag_that_a_pod_sets_is_refused_in_extra_args() -> None:
     }
     known = {flag for action in SERVE_PARSER._actions for flag in action.option_strings}
     assert set_by_operator <= rules.MANAGED_FLAGS <= known
+
+
+def test_what_autoscalers_read_is_what_the_runtime_exports() -> None:
+    exposed = Metrics(model_name="test", clock=FakeClock()).exposition("")[0].decode()
+    for name in (metrics.REQUESTS_WAITING, metrics.REQUESTS_RUNNING_RATIO):
+        assert f"\n{name} " in exposed, "without labels, as KEDA is told, and before the first request"

@@ -39,6 +39,10 @@ def template(base: Path = Path("/srv"), **spec: Any) -> ProcessTemplate:
     return process_template(local_deployment(deployment), ("/opt/flyball",))
 
 
+def containers(*given: dict[str, Any]) -> dict[str, Any]:
+    return {"podTemplate": {"spec": {"containers": list(given)}}}
+
+
 def test_the_containers_command_runs_here_on_other_addresses() -> None:
     argv = template().argv_for(4001, 4002)
     assert argv[:3] == ["/opt/flyball", "serve", "org/name"]
@@ -72,11 +76,47 @@ def test_the_digest_follows_the_pod_and_nothing_else() -> None:
         ({"model": {"uri": "oci://image:1"}}, "oci:// needs a cluster"),
         ({"model": {"uri": "file:nowhere"}}, "/srv/nowhere is not a folder"),
         ({"accelerator": {"resourceName": "amd.com/gpu"}}, "amd.com/gpu; local mode can hand out nvidia.com/gpu only"),
+        ({"runtime": {"envFrom": [{"secretRef": {"name": "s"}}]}}, "envFrom names cluster objects; give the values"),
+        (
+            {"model": {"uri": "hf://a/b", "secretRef": {"name": "s", "key": "k"}}},
+            "env HF_TOKEN comes from a cluster object",
+        ),
+        (containers({"name": "proxy"}), "a container 'proxy'; local mode runs the runtime alone"),
+        (containers({"name": "runtime", "command": ["sh"]}), "changes the runtime's command or args"),
+        (containers({"name": "runtime", "args": None}), "changes the runtime's command or args"),
+        (containers({"name": "runtime", "startupProbe": {"httpGet": None}}), "makes the startupProbe no httpGet probe"),
+        (
+            containers({"name": "runtime", "startupProbe": {"periodSeconds": "soon"}}),
+            "a startupProbe that cannot be read: .*soon",
+        ),
+        (containers({"name": "runtime", "startupProbe": {"timeoutSeconds": None}}), "cannot be read: 'timeoutSeconds'"),
+        (containers({"name": "runtime", "livenessProbe": None}), "makes the livenessProbe no httpGet probe"),
     ],
 )
-def test_what_only_a_cluster_has_is_refused(spec: dict[str, Any], words: str) -> None:
+def test_what_only_a_cluster_has_is_refused(spec: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(LocalError, match=words):
         template(**spec)
+
+
+def test_the_hubs_token_may_come_from_this_machines_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    found = template(model={"uri": "hf://a/b", "secretRef": {"name": "s"}})
+    assert "HF_TOKEN" not in found.env, "replicas inherit the environment"
+
+
+def test_variables_and_probe_times_of_a_pod_template_count_here_too() -> None:
+    runtime = {"name": "runtime", "env": [{"name": "A", "value": "b"}], "readinessProbe": {"periodSeconds": 7}}
+    found = template(**containers(runtime), model={"uri": "hf://a/b", "cache": {"mode": "Claim", "claimName": "mine"}})
+    assert found.env == {"A": "b"}, "paths inside the pod, a claim's too, are not for this machine"
+    assert found.readiness.period_s == 7
+
+
+def test_what_a_pod_template_removes_is_missed_here_as_little_as_on_a_cluster() -> None:
+    removed = containers({"name": "runtime", "env": None, "volumeMounts": None, "resources": None})
+    removed["podTemplate"]["spec"]["terminationGracePeriodSeconds"] = None
+    found = template(**removed, rollout={"drain": {"preStopSeconds": 0}})
+    assert (found.env, found.grace_s, found.num_accelerators) == ({}, 30, 0)
 
 
 def test_a_model_folder_is_found_beside_the_manifest(tmp_path: Path) -> None:

@@ -98,6 +98,13 @@ BAD_TEXTS = (
 )
 KEYS = ("cpu", "memory", "ephemeral-storage", "a", "example.com/team", "kubernetes.io/metadata.name", "gateway")
 BAD_KEYS = ("nvidia.com/gpu", "a b", "", "/a", "a/b/c", "app.kubernetes.io/name", "A.b/c", "a" * 64)
+CACHES: tuple[Document, ...] = (
+    {},
+    {"size": "10Gi"},
+    {"mode": "Claim", "claimName": "mine"},
+    {"mode": "Claim", "size": "10Gi"},
+    {"mode": "Claim", "size": 2**30, "storageClassName": "fast", "accessMode": "ReadWriteOnce"},
+)
 POD_SPECS: tuple[Document, ...] = (
     {},
     {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]},
@@ -126,7 +133,7 @@ class SpecMaker:
         """Return an LLMDeployment, perhaps with a bad spec; its model is often a plain one."""
         spec = self._object(schema.schema()["properties"]["spec"])
         if self._chance(0.5):
-            spec["model"] = {"uri": "hf://org/name"} | {"cache": {}}
+            spec["model"] = {"uri": "hf://org/name", "cache": self._pick(CACHES)}
         return {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,

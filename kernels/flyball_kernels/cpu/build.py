@@ -1,6 +1,7 @@
 """Compiles the C++ ops with this machine's compiler, for this machine's CPU, into a cache.
 
-``python -m flyball_kernels.cpu.build`` does it at set-up time; otherwise the first use of an op does.
+``python -m flyball_kernels.cpu.build`` does it at set-up time; otherwise the first use of an op does. With ``--output`` it
+writes a library for another machine instead, which finds it through ``FLYBALL_CPU_LIBRARY`` and needs no compiler.
 """
 
 import argparse
@@ -26,7 +27,7 @@ PACKAGE_DIR = Path(__file__).resolve().parent.parent
 TORCH_DIR = Path(torch.__file__).resolve().parent
 LIBRARY_NAME = "libflyball_kernels.so"
 
-COMPILE_FLAGS = ["-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+COMPILE_FLAGS = ["-std=c++20", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 COMPILE_FLAGS += [
     "-fPIC",
     "-fvisibility=hidden",
@@ -35,6 +36,7 @@ COMPILE_FLAGS += [
     "-Wno-uninitialized",
     "-Wno-psabi",
 ]
+NATIVE = "native"
 
 
 class BuildError(RuntimeError):
@@ -92,29 +94,45 @@ def build() -> Path:
     target.parent.parent.mkdir(parents=True, exist_ok=True)
     with _lock(target.parent.with_suffix(".lock")):
         if not target.exists():
-            _compile(compiler, target)
+            _compile_once(compiler, target)
     return target
 
 
-def _compile(compiler: str, target: Path) -> None:
+def build_for(march: str, target: Path) -> Path:
+    """Compile a library for every CPU that has what gcc's ``-march`` value ``march`` stands for, like x86-64-v3.
+
+    Raises:
+        BuildError: as ``build``.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        _compile(find_compiler(), march, target, Path(scratch))
+    return target
+
+
+def _compile_once(compiler: str, target: Path) -> None:
     start = time.perf_counter()
     logger.info("Compiling the C++ ops for this machine into %s (once, under a minute).", target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent.parent) as scratch:
         staging = Path(scratch) / "staging"
         staging.mkdir()
-        unit = Path(scratch) / "ops"
-        # torch's headers take most of the time, so all ops are one translation unit
-        unit.with_suffix(".cpp").write_text("".join(f'#include "{source}"\n' for source in sources()))
-        _run([compiler, *_compile_flags(), "-c", f"{unit}.cpp", "-o", f"{unit}.o"])
-        _run([compiler, "-shared", f"{unit}.o", "-o", str(staging / LIBRARY_NAME), *_link_flags()])
+        _compile(compiler, NATIVE, staging / LIBRARY_NAME, Path(scratch))
         staging.rename(target.parent)  # whole or not at all
     logger.info("Compiled the C++ ops in %.0f s.", time.perf_counter() - start)
 
 
-def _compile_flags() -> list[str]:
+def _compile(compiler: str, march: str, target: Path, scratch: Path) -> None:
+    unit = scratch / "ops"
+    # torch's headers take most of the time, so all ops are one translation unit
+    unit.with_suffix(".cpp").write_text("".join(f'#include "{source}"\n' for source in sources()))
+    _run([compiler, *_compile_flags(march), "-c", f"{unit}.cpp", "-o", f"{unit}.o"])
+    _run([compiler, "-shared", f"{unit}.o", "-o", str(target), *_link_flags()])
+
+
+def _compile_flags(march: str) -> list[str]:
     include = TORCH_DIR / "include"
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return [*COMPILE_FLAGS, abi, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
+    return [f"-march={march}", *COMPILE_FLAGS, abi, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
 
 
 def _link_flags() -> list[str]:
@@ -147,10 +165,15 @@ def _lock(path: Path) -> Iterator[None]:
 
 def main() -> int:
     """Compile, say where the library is; exit code 1 when it cannot be compiled."""
-    argparse.ArgumentParser(description="Compile the C++ CPU ops for this machine.").parse_args()
+    parser = argparse.ArgumentParser(description="Compile the C++ CPU ops for this machine, or for others.")
+    parser.add_argument("--march", default=NATIVE, help="gcc's name of the CPU to compile for; needs --output")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the library, instead of the cache")
+    options = parser.parse_args()
+    if options.march != NATIVE and options.output is None:
+        parser.error("--march needs --output: the cache is for this machine's CPU")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        path = build()
+        path = build_for(options.march, options.output) if options.output else build()
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

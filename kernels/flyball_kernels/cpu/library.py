@@ -1,6 +1,12 @@
 """Loads the C++ ops."""
 
+import os
+from pathlib import Path
+
 import torch
+
+PREBUILT_VARIABLE = "FLYBALL_CPU_LIBRARY"
+"""Names a library that ``python -m flyball_kernels.cpu.build --output`` made, as an image without a compiler does."""
 
 _loaded = False
 
@@ -14,13 +20,19 @@ def load() -> None:
     global _loaded
     if _loaded:
         return
-    from flyball_kernels.cpu import build  # here, so that python -m flyball_kernels.cpu.build does not import it twice
+    prebuilt = os.environ.get(PREBUILT_VARIABLE)
+    _load(Path(prebuilt) if prebuilt else _build(), f"Unset {PREBUILT_VARIABLE}." if prebuilt else "Delete its folder.")
+    _loaded = True
 
-    path = build.build()
+
+def _load(path: Path, remedy: str) -> None:
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        raise RuntimeError(
-            f"{path} cannot be loaded: {error.__cause__ or error}. Delete its folder to rebuild it."
-        ) from error
-    _loaded = True
+        raise RuntimeError(f"{path} cannot be loaded: {error.__cause__ or error}. {remedy}") from error
+
+
+def _build() -> Path:
+    from flyball_kernels.cpu import build  # here, so that python -m flyball_kernels.cpu.build does not import it twice
+
+    return build.build()

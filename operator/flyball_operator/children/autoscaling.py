@@ -8,10 +8,8 @@ queue and ratio rise together.
 
 from collections.abc import Iterator
 
-import msgspec
-
 from flyball_operator import names
-from flyball_operator.children.manifest import Manifest, metadata, scale_target
+from flyball_operator.children.manifest import Manifest, metadata, plain, scale_target
 from flyball_operator.children.platform import Platform
 from flyball_operator.spec import Autoscaling, LLMDeployment
 from flyball_protocol import endpoints, metrics
@@ -135,5 +133,5 @@ _PROMETHEUS_NAME = str.maketrans("./-", "___")
 
 
 def _behavior(autoscaling: Autoscaling) -> Manifest:
-    given: Manifest = msgspec.to_builtins(autoscaling.behavior)
+    given: Manifest = plain(autoscaling.behavior)
     return _DEFAULT_BEHAVIOR | {direction: rules for direction, rules in given.items() if rules is not None}

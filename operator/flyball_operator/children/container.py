@@ -1,14 +1,14 @@
 """The runtime container."""
 
-import msgspec
+from collections.abc import Iterator
 
 from flyball_operator import names
-from flyball_operator.children.manifest import Manifest
+from flyball_operator.children.manifest import Manifest, plain
 from flyball_operator.children.platform import Platform
 from flyball_operator.children.probes import probes
 from flyball_operator.children.serve_args import serve_args
 from flyball_operator.children.volumes import volume_mounts
-from flyball_operator.spec import LLMDeployment
+from flyball_operator.spec import EnvVar, LLMDeployment
 from flyball_protocol import endpoints
 
 
@@ -17,7 +17,7 @@ def container(llm: LLMDeployment, platform: Platform, admin_token_secret: str) -
     runtime = llm.spec.runtime
     optional: Manifest = {
         "imagePullPolicy": runtime.image_pull_policy,
-        "envFrom": msgspec.to_builtins(runtime.env_from),
+        "envFrom": plain(runtime.env_from),
         "lifecycle": _lifecycle(llm.spec.rollout.drain.pre_stop_seconds),
     }
     return {
@@ -51,27 +51,25 @@ def _lifecycle(pre_stop_s: int) -> Manifest:
 
 def _env(llm: LLMDeployment, admin_token_secret: str) -> list[Manifest]:
     """Return the variables, one per name: the spec's own replace ours."""
-    given: list[Manifest] = [{"value": "", **msgspec.to_builtins(one)} for one in llm.spec.runtime.env]
-    for variable in given:
-        if "valueFrom" in variable:
-            del variable["value"]
-    ours = {variable["name"]: variable for variable in _own_env(llm, admin_token_secret)}
-    return list((ours | {variable["name"]: variable for variable in given}).values())
+    given = [_given_variable(variable) for variable in llm.spec.runtime.env]
+    ours = [_from_secret(endpoints.ADMIN_TOKEN_ENV, admin_token_secret, names.ADMIN_TOKEN_KEY), *_hub_env(llm)]
+    return list({variable["name"]: variable for variable in (*ours, *given)}.values())
 
 
-def _own_env(llm: LLMDeployment, admin_token_secret: str) -> list[Manifest]:
-    token = {"name": admin_token_secret, "key": names.ADMIN_TOKEN_KEY}
-    hub_token = llm.spec.model.secret_ref
-    return [
-        {"name": endpoints.ADMIN_TOKEN_ENV, "valueFrom": {"secretKeyRef": token}},
-        {"name": "HF_HOME", "value": f"{names.CACHE_MOUNT}/huggingface"},
-        {"name": "XDG_CACHE_HOME", "value": names.CACHE_MOUNT},
-        *(
-            [{"name": names.HUB_TOKEN_ENV, "valueFrom": {"secretKeyRef": msgspec.to_builtins(hub_token)}}]
-            if hub_token
-            else []
-        ),
-    ]
+def _given_variable(variable: EnvVar) -> Manifest:
+    made: Manifest = plain(variable)
+    return made if "valueFrom" in made else {"value": "", **made}
+
+
+def _hub_env(llm: LLMDeployment) -> Iterator[Manifest]:
+    yield {"name": "HF_HOME", "value": f"{names.CACHE_MOUNT}/huggingface"}
+    yield {"name": "XDG_CACHE_HOME", "value": names.CACHE_MOUNT}
+    if (secret := llm.spec.model.secret_ref) is not None:
+        yield _from_secret(names.HUB_TOKEN_ENV, secret.name, secret.key)
+
+
+def _from_secret(variable: str, secret: str, key: str) -> Manifest:
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
 def _resources(llm: LLMDeployment) -> Manifest:

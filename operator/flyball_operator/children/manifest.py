@@ -2,10 +2,17 @@
 
 from typing import Any
 
+import msgspec
+
 from flyball_operator import names
 from flyball_operator.spec import LLMDeployment
 
 Manifest = dict[str, Any]
+
+
+def plain(value: object) -> Any:
+    """Return a part of a spec as JSON would have it: mappings, lists and scalars, and no tuples."""
+    return msgspec.json.decode(msgspec.json.encode(value))
 
 
 def metadata(llm: LLMDeployment, name: str | None = None) -> Manifest:

@@ -1,9 +1,7 @@
 """The NetworkPolicy: the API port for those named, the admin port for the operator alone."""
 
-import msgspec
-
 from flyball_operator import names
-from flyball_operator.children.manifest import Manifest, metadata
+from flyball_operator.children.manifest import Manifest, metadata, plain
 from flyball_operator.children.platform import Platform
 from flyball_operator.spec import LLMDeployment, Peer
 from flyball_protocol import endpoints
@@ -44,7 +42,7 @@ def _peer(peer: Peer) -> Manifest:
     if peer.cidr is not None:
         return {"ipBlock": {"cidr": peer.cidr}}
     selectors = {"namespaceSelector": peer.namespace_selector, "podSelector": peer.pod_selector}
-    return {key: msgspec.to_builtins(value) for key, value in selectors.items() if value is not None}
+    return {key: plain(value) for key, value in selectors.items() if value is not None}
 
 
 def _operator(platform: Platform) -> Manifest:

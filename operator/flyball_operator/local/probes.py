@@ -24,9 +24,9 @@ class Probe:
     def from_manifest(cls, probe: Mapping[str, Any]) -> "Probe":
         return cls(
             path=probe["httpGet"]["path"],
-            period_s=probe["periodSeconds"],
-            timeout_s=probe["timeoutSeconds"],
-            failure_threshold=probe["failureThreshold"],
+            period_s=float(probe["periodSeconds"]),
+            timeout_s=float(probe["timeoutSeconds"]),
+            failure_threshold=int(probe["failureThreshold"]),
             grace_s=probe.get("terminationGracePeriodSeconds"),
         )
 

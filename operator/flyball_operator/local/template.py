@@ -17,6 +17,8 @@ from flyball_operator.spec import LLMDeployment
 from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
 
 LOOPBACK = "127.0.0.1"
+KUBERNETES_GRACE_S = 30
+"""What Kubernetes takes when a pod names no grace period."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def process_template(deployment: Manifest, executable: tuple[str, ...]) -> Proce
     pod = deployment["spec"]["template"]["spec"]
     container = _runtime_container(pod)
     pre_stop_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    _check_folders(pod["volumes"])
+    _check_folders(pod.get("volumes", []))
     return ProcessTemplate(
         argv=(*executable, *container["command"][1:], *container["args"]),
         env=dict(_env(pod, container)),
@@ -72,7 +74,7 @@ def process_template(deployment: Manifest, executable: tuple[str, ...]) -> Proce
         startup=_probe(container, "startupProbe"),
         readiness=_probe(container, "readinessProbe"),
         liveness=_probe(container, "livenessProbe"),
-        grace_s=pod["terminationGracePeriodSeconds"] - pre_stop_s,
+        grace_s=pod.get("terminationGracePeriodSeconds", KUBERNETES_GRACE_S) - pre_stop_s,
         digest=hashlib.sha256(json.dumps(deployment["spec"]["template"], sort_keys=True).encode()).hexdigest()[:12],
     )
 
@@ -91,7 +93,10 @@ def _runtime_container(pod: Manifest) -> Manifest:
 def _probe(container: Manifest, name: str) -> Probe:
     if "httpGet" not in container.get(name, {}):
         raise LocalError(f"spec.podTemplate makes the {name} no httpGet probe; local mode knows no other kind")
-    return Probe.from_manifest(container[name])
+    try:
+        return Probe.from_manifest(container[name])
+    except (KeyError, TypeError, ValueError) as error:
+        raise LocalError(f"spec.podTemplate makes a {name} that cannot be read: {error}") from error
 
 
 def _check_folders(volumes: list[Manifest]) -> None:
@@ -111,9 +116,9 @@ def _check_folders(volumes: list[Manifest]) -> None:
 
 def _env(pod: Manifest, container: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the container's variables, but the admin token (the runner's own) and paths that exist inside a pod only."""
-    here = {volume["name"] for volume in pod["volumes"] if "hostPath" in volume}
-    pod_only = tuple(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] not in here)
-    for variable in container["env"]:
+    here = {volume["name"] for volume in pod.get("volumes", []) if "hostPath" in volume}
+    pod_only = tuple(mount["mountPath"] for mount in container.get("volumeMounts", []) if mount["name"] not in here)
+    for variable in container.get("env", []):
         name = variable["name"]
         if "valueFrom" in variable:
             if name != ADMIN_TOKEN_ENV and name not in os.environ:

@@ -1,10 +1,7 @@
 """Finding a model: local directories, and downloads from a look-alike of the Hub on this machine."""
 
-import hashlib
-import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub
@@ -12,8 +9,8 @@ import pytest
 
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.model.hub import resolve_model_path
+from hub_look_alike import HubLookAlike
 
-COMMIT = "a" * 40
 FILES = {
     "config.json": b'{"from": "the look-alike"}',
     "model.safetensors": b"not really",
@@ -23,59 +20,12 @@ FILES = {
 }
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """The few endpoints of the Hub that snapshot_download uses, for the model acme/tiny."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
-        path = self.path.split("?")[0]
-        if path.startswith("/api/models/acme/gated"):
-            self._send(403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
-        elif path == f"/api/models/acme/tiny/tree/{COMMIT}":
-            self._send(200, json.dumps([_tree_entry(name) for name in FILES]).encode())
-        elif path == "/api/models/acme/tiny/revision/main":
-            self._send(200, json.dumps({"id": "acme/tiny", "sha": COMMIT}).encode())
-        elif path.startswith("/api/models/acme/tiny/revision/"):
-            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        elif path.startswith(f"/acme/tiny/resolve/{COMMIT}/"):
-            name = path.split("/", 5)[5]
-            self._send(200, FILES[name], {"ETag": f'"{_oid(name)}"', "X-Repo-Commit": COMMIT})
-        else:
-            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def _oid(name: str) -> str:
-    return hashlib.sha1(FILES[name]).hexdigest()
-
-
-def _tree_entry(name: str) -> dict[str, object]:
-    return {"type": "file", "path": name, "size": len(FILES[name]), "oid": _oid(name)}
-
-
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A running look-alike; yields the client's cache directory."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+    with HubLookAlike("127.0.0.1", "acme/tiny", FILES) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        _point_client_at(f"http://127.0.0.1:{server.server_port}", tmp_path, monkeypatch)
+        _point_client_at(server.url, tmp_path, monkeypatch)
         yield tmp_path
         server.shutdown()
 

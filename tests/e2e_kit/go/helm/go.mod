@@ -1,4 +1,3 @@
-// Helm, for the tests of charts/flyball. Built by chart_kit.
 module flyball.dev/tests/helm
 
 go 1.26.0

@@ -1,0 +1,30 @@
+# The operator's image: Python and the packages of [operator]; no torch. From the root of the repository:
+#   docker build -f docker/operator.Dockerfile -t flyball-operator:0.1.0 .
+# BASE is a Debian or Ubuntu with Python 3.11 or newer in its packages.
+ARG BASE=docker.io/library/debian:bookworm-slim
+
+FROM ${BASE} AS base
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3 ca-certificates \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM base AS build
+RUN apt-get update && apt-get install --yes --no-install-recommends python3-venv
+RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/flyball
+ENV PIP="/opt/pip/bin/pip --python /opt/flyball/bin/python --disable-pip-version-check"
+WORKDIR /src
+COPY pyproject.toml docker/requirements.py ./
+RUN python3 requirements.py operator pyproject.toml > requirements.txt \
+    && $PIP install --no-cache-dir --no-compile -r requirements.txt
+COPY . .
+RUN $PIP install --no-cache-dir --no-compile --no-deps . \
+    && rm -r /opt/flyball/lib/python3*/site-packages/flyball_runtime /opt/flyball/lib/python3*/site-packages/flyball_kernels
+
+FROM base
+COPY --from=build /opt/flyball /opt/flyball
+# kopf and torch ask for the user's name
+RUN groupadd --gid 65532 flyball && useradd --uid 65532 --gid flyball --home-dir /nonexistent --no-create-home flyball
+ENV PATH=/opt/flyball/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
+USER 65532:65532
+ENTRYPOINT ["flyball-operator"]
+CMD ["run", "--all-namespaces"]

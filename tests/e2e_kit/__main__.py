@@ -1,0 +1,70 @@
+"""Prepare this machine for the e2e tests, then run them in namespaces of their own: python -m e2e_kit [pytest's arguments]
+
+Binaries and images are made out here, where the package registries are. The tests run where no packet leaves; when they end,
+or are killed, the kernel ends every process and mount that they leave.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster_kit import ClusterError, find_assets
+from cluster_kit.go_program import cache_folder
+from e2e_kit import images, prerequisites
+from e2e_kit.programs import CONTAINERD, COREDNS, HELM, KEDA
+
+FOLDER_VARIABLE = "FLYBALL_E2E_FOLDER"
+ISOLATION = ("unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
+KEEP_PID_1 = '"$@"; exit $?'
+"""pytest must not be process 1 of its namespace: that one has to reap the orphans, and a shell does."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        prerequisites.check()
+        prepare()
+    except ClusterError as error:
+        print(f"e2e: {error}", file=sys.stderr)
+        return 2
+    with state_folder() as folder:
+        pytest = (sys.executable, "-m", "pytest", "-m", "e2e", "tests/e2e", *arguments)
+        environment = os.environ | {FOLDER_VARIABLE: str(folder)}
+        return subprocess.run((*ISOLATION, "sh", "-c", KEEP_PID_1, "sh", *pytest), env=environment).returncode
+
+
+def prepare() -> None:
+    """Build binaries and images."""
+    for what, build in {
+        "Kubernetes": find_assets,
+        **{program.name: program.build for program in (CONTAINERD, COREDNS, HELM, KEDA)},
+        "images": images.build_all,
+    }.items():
+        started_s = time.monotonic()
+        build()
+        print(f"e2e: {what} ready after {time.monotonic() - started_s:.0f} s", flush=True)
+    for image in images.ALL:
+        print(f"e2e: {image} {images.size_bytes(image) / 1e6:.0f} MB", flush=True)
+
+
+@contextmanager
+def state_folder() -> Iterator[Path]:
+    """An empty folder for the node, one session at a time; what a killed session left is removed first."""
+    folder = cache_folder() / "e2e-node"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

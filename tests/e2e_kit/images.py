@@ -1,0 +1,109 @@
+"""The images that run on the node, built with buildah from a base that mmdebstrap makes. Nothing comes from a registry of images."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster_kit.errors import CommandFailed
+from cluster_kit.go_program import cache_folder
+from e2e_kit.programs import KEDA
+
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = ROOT / "examples" / "demo_model" / "checkpoint"
+SUITE = "bookworm"
+
+BASE = f"localhost/debian:{SUITE}"
+PAUSE = "localhost/pause:e2e"
+RUNTIME = "localhost/flyball-runtime:e2e"
+OPERATOR = "localhost/flyball-operator:e2e"
+MODEL = "localhost/demo-model:e2e"
+KEDA_OPERATOR = "localhost/keda-operator:e2e"
+KEDA_ADAPTER = "localhost/keda-adapter:e2e"
+ALL = (PAUSE, RUNTIME, OPERATOR, MODEL, KEDA_OPERATOR, KEDA_ADAPTER)
+
+BASE_VARIABLE = "FLYBALL_E2E_BASE"
+TORCH_INDEX_VARIABLE = "FLYBALL_E2E_TORCH_INDEX"
+PYPI = "https://pypi.org/simple"
+SYSTEM_FILES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf")
+"""Taken into the builds, not into the images, so that they reach the package registries as this machine does."""
+UNUSED_DOCUMENTS = ("doc", "info", "locale", "man")
+
+
+def build_all() -> None:
+    """Build what is missing or out of date; buildah keeps the layers of the last time."""
+    base = os.environ.get(BASE_VARIABLE) or _debian()
+    torch_index = os.environ.get(TORCH_INDEX_VARIABLE, PYPI)
+    _build_dockerfile("operator", OPERATOR, base)
+    _build_dockerfile("runtime", RUNTIME, base, f"TORCH_INDEX={torch_index}")
+    _assemble(PAUSE, base, {}, ("/bin/sleep", "infinity"))
+    _assemble(MODEL, "scratch", dict.fromkeys(DEMO_MODEL.iterdir(), "/"))
+    programs = KEDA.build()
+    _assemble(KEDA_OPERATOR, "scratch", {programs / "operator": "/keda"}, ("/keda",))
+    _assemble(KEDA_ADAPTER, "scratch", {programs / "adapter": "/keda"}, ("/keda",))
+
+
+def export(image: str, archive: Path) -> None:
+    """Write an image to a file that ``ctr images import`` reads."""
+    _run("buildah", "push", "--quiet", image, f"docker-archive:{archive}:{image}")
+
+
+def size_bytes(image: str) -> int:
+    return int(_run("buildah", "images", "--format", "{{.Size}}", "--quiet", image).strip())
+
+
+def _debian() -> str:
+    if not _exists(BASE):
+        archive = cache_folder() / f"debian-{SUITE}.tar"
+        excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in UNUSED_DOCUMENTS]
+        lists = '--customize-hook=rm -rf "$1"/var/lib/apt/lists/*'
+        _run("mmdebstrap", "--quiet", "--variant=minbase", *excluded, lists, SUITE, str(archive))
+        _assemble(BASE, "scratch", {archive: "/"}, ("/bin/sh",))
+        archive.unlink()
+    return BASE
+
+
+def _build_dockerfile(name: str, image: str, base: str, *arguments: str) -> None:
+    flags = [f"--build-arg={argument}" for argument in (f"BASE={base}", *arguments)]
+    flags += [f"--volume={path}:{path}:ro" for path in SYSTEM_FILES if Path(path).exists()]
+    dockerfile = ROOT / "docker" / f"{name}.Dockerfile"
+    isolation = ("--isolation=chroot", "--network=host")
+    _run(
+        "buildah",
+        "build",
+        "--quiet",
+        "--layers",
+        *isolation,
+        *flags,
+        f"--tag={image}",
+        f"--file={dockerfile}",
+        str(ROOT),
+    )
+
+
+def _assemble(image: str, base: str, files: dict[Path, str], command: Sequence[str] = ()) -> None:
+    container = _run("buildah", "from", base).strip()
+    try:
+        for source, target in files.items():
+            _run("buildah", "add", "--quiet", container, str(source), target)
+        _run("buildah", "config", f"--entrypoint={_json_list(command)}", "--cmd=", container)
+        _run("buildah", "commit", "--quiet", container, image)
+    finally:
+        _run("buildah", "rm", container)
+
+
+def _json_list(words: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{word}"' for word in words) + "]"
+
+
+def _exists(image: str) -> bool:
+    return bool(_run("buildah", "images", "--quiet", "--filter", f"reference={image}").strip())
+
+
+def _run(program: str, *arguments: str) -> str:
+    command = (shutil.which(program) or program, *arguments)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise CommandFailed(command, done.returncode, done.stderr[-4000:])
+    return done.stdout

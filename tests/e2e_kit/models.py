@@ -1,0 +1,95 @@
+"""LLMDeployments of the demo model, small and quick to start, and what tests do with them."""
+
+import json
+import time
+from typing import Any
+
+from cluster_kit.errors import ClusterError
+from e2e_kit import images
+from e2e_kit.node import Node
+
+READY_TIMEOUT_S = 110
+SERVED_NAME = "demo"
+SMALL: dict[str, Any] = {
+    "model": {"uri": f"oci://{images.MODEL}", "servedName": SERVED_NAME},
+    "runtime": {
+        "dtype": "Float32",
+        "maxNumSeqs": 16,
+        "maxNumBatchedTokens": 256,
+        "kvCacheMemory": "64Mi",
+        "extraArgs": ["--num-threads=1"],
+    },
+    "accelerator": {"count": 0},
+    "rollout": {"drain": {"preStopSeconds": 3, "timeoutSeconds": 20}},
+}
+
+
+class NeverBecame(ClusterError):
+    def __init__(self, what: str, timeout_s: float, last: object) -> None:
+        super().__init__(f"{what} within {timeout_s:g} s; at last it was {last}")
+
+
+class Model:
+    """One LLMDeployment on the node."""
+
+    def __init__(self, node: Node, namespace: str, name: str = "chat", **spec: Any) -> None:
+        self.node = node
+        self.namespace = namespace
+        self.name = name
+        self.spec = {key: {**SMALL.get(key, {}), **spec.get(key, {})} for key in SMALL} | {
+            key: value for key, value in spec.items() if key not in SMALL
+        }
+
+    def apply(self) -> None:
+        metadata = {"name": self.name, "namespace": self.namespace}
+        self.node.apply(
+            {"apiVersion": "flyball.dev/v1alpha1", "kind": "LLMDeployment", "metadata": metadata, "spec": self.spec}
+        )
+
+    def patch(self, **spec: Any) -> None:
+        """Merge into the spec, as somebody with kubectl would."""
+        self.kubectl("patch", "llmdep", self.name, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+    def kubectl(self, *arguments: str) -> str:
+        return self.node.kubectl("-n", self.namespace, *arguments)
+
+    @property
+    def url(self) -> str:
+        """Of the Service, by address: this machine does not ask the cluster's DNS."""
+        service = self.node.get("service", self.name, "-n", self.namespace)["spec"]
+        return f"http://{service['clusterIP']}:{service['ports'][0]['port']}"
+
+    @property
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.node.get("llmdep", self.name, "-n", self.namespace).get("status", {})
+        return found
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        """Return a condition of the status, {} while there is none."""
+        found = (one for one in self.status.get("conditions", []) if one["type"] == kind)
+        return next(found, {})
+
+    def pods(self) -> list[dict[str, Any]]:
+        selector = f"app.kubernetes.io/instance={self.name}"
+        items: list[dict[str, Any]] = self.node.get("pods", "-n", self.namespace, "-l", selector)["items"]
+        return items
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        self.wait_for("Ready", "status", "True", timeout_s)
+
+    def wait_for(self, kind: str, key: str, value: str, timeout_s: float = READY_TIMEOUT_S) -> dict[str, Any]:
+        """Wait for a field of a condition of the present generation, and return the condition."""
+        deadline_s = time.monotonic() + timeout_s
+        while (found := self.condition(kind)).get(key) != value:
+            if time.monotonic() > deadline_s:
+                raise NeverBecame(f"{kind} never had {key} {value}", timeout_s, self._summary(found))
+            time.sleep(0.2)
+        return found
+
+    def _summary(self, condition: dict[str, Any]) -> str:
+        try:
+            log = self.kubectl("logs", f"deployment/{self.name}", "--tail=15")
+        except ClusterError as error:
+            log = str(error)
+        pods = [pod["status"] for pod in self.pods()]
+        return f"{condition}\n{json.dumps(pods, indent=1)[:3000]}\n{log}"
