@@ -58,7 +58,7 @@ class Scene:
         self.num_changed = 0
         self.start()
 
-    def start(self) -> None:
+    def start(self, timeout_s: float = 30.0) -> None:
         self.tuner = ClusterTuner(
             self.store,
             token_of=lambda _: self.token,
@@ -67,6 +67,7 @@ class Scene:
             event=lambda _, type, reason, message: self.events.append((type, reason, message)),
             clock=lambda: self.now_s,
             now=lambda: START + timedelta(seconds=self.now_s),
+            timeout_s=timeout_s,
         )
 
     def restart(self) -> None:
@@ -147,7 +148,8 @@ class Scene:
 
 @asynccontextmanager
 async def scene(num_replicas: int = 3, sees: Callable[[Limits], dict[str, Any]] | None = None) -> AsyncIterator[Scene]:
-    async with fake_replicas(num_replicas, sees) as replicas, aiohttp.ClientSession() as session:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with fake_replicas(num_replicas, sees) as replicas, aiohttp.ClientSession(connector=connector) as session:
         yield Scene(session, replicas)
 
 
@@ -475,8 +477,19 @@ async def test_replicas_that_hang_hold_up_no_other_deployment() -> None:
         rounds = asyncio.create_task(now.rounds())
         while now.actions != ["try"]:
             await asyncio.sleep(0.01)
-            assert not rounds.done()
-        await rounds
+        assert not rounds.done()
+        rounds.cancel()
+        await asyncio.wait({rounds})
+
+
+@run
+async def test_a_replica_that_hangs_is_not_waited_for_long() -> None:
+    async with scene(1) as now:
+        now.start(timeout_s=0.1)
+        now.replicas[0].fault = "hang"
+        await now.rounds(2)
+        assert now.condition("TuningHealthy") == ("False", "NoEvidence")
+        assert "chat-1: no answer in 0." in now.tuning["lastDecision"]["message"]
 
 
 def test_each_decision_is_logged_with_all_that_it_was_made_from(caplog: pytest.LogCaptureFixture) -> None:
