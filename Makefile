@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help setup demo test check format chart clean
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv, install Flyball in it, build the CPU kernels (the others do this by themselves)
 
@@ -19,6 +19,9 @@ demo: $(STAMP) ## serve examples/demo.yaml on this machine, send it traffic, tun
 
 test: $(STAMP) ## run the tests
 	@$(BIN)/python -m pytest -q
+
+e2e: $(STAMP) ## run the tests on a whole Kubernetes node: root and Debian packages, or it says which (E2E='--full' for all rounds)
+	@PYTHONPATH=tests $(BIN)/python -m e2e_kit $(E2E)
 
 check: $(STAMP) ## run the formatter's check, the linter, the type checker and the layer contracts
 	$(BIN)/ruff format --check .

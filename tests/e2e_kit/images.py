@@ -1,4 +1,4 @@
-"""The images that run on the node, built with buildah from a base that mmdebstrap makes. Nothing comes from a registry of images."""
+"""The images that run on the node, built with buildah from a base that mmdebstrap makes; no registry of images takes part."""
 
 import os
 import shutil
