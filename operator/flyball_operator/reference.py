@@ -14,6 +14,13 @@ _HEAD = f"""\
 {{description}}
 """
 
+_RULES = """\
+## Rules
+
+The API server refuses what breaks one of these. `flyball-operator local` and `render` refuse it too, but they take `file:`
+models, and they know no older state to compare with.
+"""
+
 
 def markdown() -> str:
     """Return the page."""
@@ -23,7 +30,7 @@ def markdown() -> str:
         _HEAD.format(description=root["description"]),
         "## spec\n",
         _table(spec),
-        "## Rules\n\nThe API server refuses what breaks one of these; so do `flyball-operator local` and `render`.\n",
+        _RULES,
         _rules(root),
         "## status\n",
         _table(status),
@@ -34,7 +41,7 @@ def markdown() -> str:
 
 
 def fields(node: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
-    """Yield every field below ``node`` with its path; entries of a list are ``name[]``, of an open mapping ``name.*``."""
+    """Yield every field below ``node`` with its path; a field of a list's entries is ``name[].field``."""
     for name, child in node.get("properties", {}).items():
         here = f"{path}.{name}" if path else name
         yield here, child
@@ -44,8 +51,20 @@ def fields(node: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
 
 
 def _table(node: Schema) -> str:
-    rows = [f"| `{path}` | {_type(field)} | {_default(field)} | {_meaning(field)} |" for path, field in fields(node)]
+    required = {*_required(node)}
+    rows = [
+        f"| `{path}` | {_type(field)} | {'required' if path in required else _default(field)} | {_meaning(field)} |"
+        for path, field in fields(node)
+    ]
     return "\n".join(["| Field | Type | Default | Meaning |", "| --- | --- | --- | --- |", *rows, ""])
+
+
+def _required(node: Schema, path: str = "") -> Iterator[str]:
+    for name, child in node.get("properties", {}).items():
+        if name in node.get("required", []):
+            yield f"{path}{name}"
+        yield from _required(child, f"{path}{name}.")
+        yield from _required(child.get("items", {}), f"{path}{name}[].")
 
 
 def _type(field: Schema) -> str:

@@ -159,14 +159,14 @@ def _memory_problems(kv_cache: Quantity, limit: Quantity) -> Iterator[str]:
 def _autoscaling_problems(spec: DeploymentSpec) -> Iterator[str]:
     autoscaling = spec.autoscaling
     if autoscaling.mode in ("HPA", "KEDA") and autoscaling.max_replicas is None:
-        yield f"spec.autoscaling.mode is {autoscaling.mode}, which needs maxReplicas"
+        yield f"spec.autoscaling.mode is {autoscaling.mode}, which needs maxReplicas; set it, or choose Disabled or External"
     if autoscaling.max_replicas is not None and autoscaling.max_replicas < autoscaling.min_replicas:
         yield (
             f"spec.autoscaling.maxReplicas is {autoscaling.max_replicas}, less than minReplicas "
             f"{autoscaling.min_replicas}; swap or widen them"
         )
     if autoscaling.keda.trigger == "Prometheus" and autoscaling.keda.prometheus_address is None:
-        yield "spec.autoscaling.keda.trigger is Prometheus, which needs prometheusAddress"
+        yield "spec.autoscaling.keda.trigger is Prometheus, which needs prometheusAddress; set it, or choose MetricsAPI"
 
 
 def _tuning_problems(spec: DeploymentSpec) -> Iterator[str]:
@@ -231,7 +231,7 @@ def _metadata_problems(spec: DeploymentSpec) -> Iterator[str]:
 def _network_problems(spec: DeploymentSpec) -> Iterator[str]:
     policy = spec.network_policy
     if policy.mode == "None" and policy.ingress_from is not None:
-        yield "spec.networkPolicy.ingressFrom needs mode Managed"
+        yield "spec.networkPolicy.ingressFrom needs mode Managed; set that mode or remove ingressFrom"
     for i, peer in enumerate(policy.ingress_from or ()):
         path = f"spec.networkPolicy.ingressFrom[{i}]"
         if (peer.cidr is not None) == (peer.namespace_selector is not None or peer.pod_selector is not None):

@@ -134,10 +134,10 @@ class Report(NamedTuple):
 
     @classmethod
     def found(cls, status: Mapping[str, Any]) -> "Report | None":
-        """Return what an earlier process left in an LLMDeployment's status."""
+        """Return what an earlier process left in an LLMDeployment's status; None where tuning was off."""
         known = TuningStatus.from_object(status.get("tuning", {}))
         slo = next((one for one in status.get("conditions", []) if one["type"] == SLO_MET), None)
-        if known is None:
+        if known is None or known.state == "Off":
             return None
         shown = None if slo is None else Condition(SLO_MET, slo["status"], slo["reason"], slo["message"])
         return cls(known, shown, Theme.of_status(known), None if shown is None else (shown.status, shown.reason))

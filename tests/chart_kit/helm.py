@@ -1,4 +1,4 @@
-"""Helm, built from its Go module at first use."""
+"""Helm, as tests call it."""
 
 import json
 import os
@@ -10,20 +10,12 @@ from typing import Any
 import yaml
 
 from cluster_kit import Cluster, CommandFailed
-from cluster_kit.go_program import GoProgram
+from e2e_kit.programs import HELM
 
 CHART = Path(__file__).parents[2] / "charts" / "flyball"
 RELEASE = "flyball"
 NAMESPACE = "flyball-system"
 TIMEOUT_S = 120.0
-
-PROGRAM = GoProgram(
-    "helm",
-    Path(__file__).with_name("go"),
-    versioned_by="helm.sh/helm/v4",
-    packages=("helm.sh/helm/v4/cmd/helm",),
-    ldflags="-s -w -X helm.sh/helm/v4/internal/version.version={version}",
-)
 
 Manifest = dict[str, Any]
 
@@ -32,7 +24,7 @@ class Helm:
     """Helm with nobody's settings but ours. ``cluster`` is where releases go; without one it lints and renders."""
 
     def __init__(self, cluster: Cluster | None = None) -> None:
-        self._program = PROGRAM.build() / "helm"
+        self._program = HELM.build() / "helm"
         self._cluster = cluster
 
     def __call__(self, *arguments: str) -> str:

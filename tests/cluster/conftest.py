@@ -12,6 +12,7 @@ from cluster_kit import Cluster, ControlPlane, MissingProgram, NotOurCluster, fi
 from cluster_kit.api import Api
 from cluster_kit.operator_process import OperatorProcess, child_rules, grant
 from cluster_kit.world import World
+from operator_kit.api_server import ApiServer, connect
 
 KUBECONFIG_VARIABLE = "FLYBALL_TEST_KUBECONFIG"
 CRDS = Path(__file__).parents[2] / "crds"
@@ -56,6 +57,13 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 def crds() -> Callable[[Cluster], Cluster]:
     """Installs the CRD, again if need be."""
     return _with_crds
+
+
+@pytest.fixture(scope="session")
+def api_server(cluster: Cluster) -> Iterator[ApiServer]:
+    """The API server's verdicts on objects."""
+    with connect(cluster.kubeconfig) as server:
+        yield server
 
 
 @pytest.fixture

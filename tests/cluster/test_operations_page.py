@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from chart_kit import CHART
-from chart_kit.helm import PROGRAM
 from chart_kit.pages import commands
 from cluster_kit import ControlPlane, find_assets
+from e2e_kit.programs import HELM
 
 pytestmark = pytest.mark.cluster
 
@@ -25,7 +25,7 @@ def bare() -> Iterator[ControlPlane]:
 
 
 def test_every_command_works(bare: ControlPlane) -> None:
-    path = os.pathsep.join((str(find_assets()), str(PROGRAM.build()), os.environ["PATH"]))
+    path = os.pathsep.join((str(find_assets()), str(HELM.build()), os.environ["PATH"]))
     environment = {**os.environ, "PATH": path, "KUBECONFIG": str(bare.kubeconfig)}
     lines = commands(PAGE, "bash")
     assert len(lines) > 15

@@ -15,6 +15,7 @@ from flyball_operator.cluster.kinds import (
     DISRUPTION_BUDGET,
     EVENT,
     LLM_DEPLOYMENT,
+    POD_MONITOR,
     SECRET,
     SERVICE,
 )
@@ -223,3 +224,35 @@ def test_a_leader_that_loses_the_lease_ends_with_an_error(
     )
     assert operator.wait() != 0
     assert "was taken by somebody else" in operator.log
+
+
+def test_kinds_that_not_every_cluster_has_are_used_where_they_are(
+    cluster: Cluster, namespace: str, world: World
+) -> None:
+    metadata = {"name": "podmonitors.monitoring.coreos.com"}
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    version = {"name": "v1", "served": True, "storage": True, "schema": schema}
+    names = {"kind": "PodMonitor", "plural": "podmonitors"}
+    spec = {"group": "monitoring.coreos.com", "scope": "Namespaced", "names": names, "versions": [version]}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": metadata,
+        "spec": spec,
+    }
+    grant(cluster, namespace, child_rules())
+    with OperatorProcess(cluster, namespace):
+        world.create("without", monitoring={"podMonitor": "Enabled"})
+        assert "install the Prometheus operator" in world.ready_is("MissingKind", "without")["message"]
+        assert world.appears(SERVICE, "without")
+    cluster.apply(definition)
+    try:
+        cluster.kubectl("wait", "--for=condition=Established", f"crd/{metadata['name']}", "--timeout=30s")
+        with OperatorProcess(cluster, namespace):
+            world.create("with")
+            world.appears(POD_MONITOR, "with")
+            world.change("with", monitoring={"podMonitor": "Disabled"})
+            world.goes(POD_MONITOR, "with")
+            world.appears(POD_MONITOR, "without")
+    finally:
+        cluster.kubectl("delete", "crd", metadata["name"])

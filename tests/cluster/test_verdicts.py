@@ -1,20 +1,11 @@
 """The operator's own reading of a spec against an API server's: the same verdict on random specs, the same defaults."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from cluster_kit import Cluster
 from flyball_operator import manifest
 from flyball_operator.errors import SpecError
-from operator_kit.api_server import ApiServer, connect
+from operator_kit.api_server import ApiServer
 from operator_kit.specs import Document, SpecMaker
-
-
-@pytest.fixture(scope="module")
-def api_server(cluster: Cluster) -> Iterator[ApiServer]:
-    with connect(cluster) as server:
-        yield server
 
 
 def problems(document: Document) -> tuple[str, ...]:

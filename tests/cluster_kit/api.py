@@ -33,46 +33,46 @@ class Api:
             private_key_data=user.get("client-key-data"),
             token=user.get("token"),
         )
-        self._client = httpx.Client(
+        self.client = httpx.Client(
             base_url=info.server, verify=info.as_ssl_context(), headers=info.as_http_headers(), timeout=TIMEOUT_S
         )
 
     def close(self) -> None:
-        self._client.close()
+        self.client.close()
 
     def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        answer = self._client.get(kind.path(namespace, name))
+        answer = self.client.get(kind.path(namespace, name))
         return None if answer.status_code == 404 else _checked(answer)
 
     def list(self, kind: Kind, namespace: str) -> list[Object]:
-        items: list[Object] = _checked(self._client.get(kind.path(namespace)))["items"]
+        items: list[Object] = _checked(self.client.get(kind.path(namespace)))["items"]
         return items
 
     def watch(self, path: str, accept: str = "application/json") -> Iterator[Object]:
         """Yield the events of a collection from the beginning, until the API server ends the stream."""
         headers = {"Accept": accept}
-        with self._client.stream("GET", path, params={"watch": "true"}, headers=headers, timeout=None) as answer:
+        with self.client.stream("GET", path, params={"watch": "true"}, headers=headers, timeout=None) as answer:
             for line in answer.iter_lines():
                 yield json.loads(line)
 
     def create(self, kind: Kind, obj: Object) -> Object:
-        return _checked(self._client.post(kind.path(obj["metadata"]["namespace"]), json=obj))
+        return _checked(self.client.post(kind.path(obj["metadata"]["namespace"]), json=obj))
 
     def bind(self, namespace: str, pod: str, node: str) -> None:
         """Put a pod on a node, which need not exist, before the scheduler says that there is none."""
         target = {"apiVersion": "v1", "kind": "Node", "name": node}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
-        _checked(self._client.post(POD.path(namespace, pod, "binding"), json=binding))
+        _checked(self.client.post(POD.path(namespace, pod, "binding"), json=binding))
 
     def merge(self, kind: Kind, namespace: str, name: str, change: Object, subresource: str = "") -> Object:
         return self.patch(kind, namespace, name, change, "application/merge-patch+json", subresource)
 
     def patch(self, kind: Kind, namespace: str, name: str, change: Any, how: str, subresource: str = "") -> Object:
         path = kind.path(namespace, name, subresource)
-        return _checked(self._client.patch(path, content=json.dumps(change), headers={"Content-Type": how}))
+        return _checked(self.client.patch(path, content=json.dumps(change), headers={"Content-Type": how}))
 
     def delete(self, kind: Kind, namespace: str, name: str) -> None:
-        _checked(self._client.delete(kind.path(namespace, name)))
+        _checked(self.client.delete(kind.path(namespace, name)))
 
 
 def _checked(answer: httpx.Response) -> Object:

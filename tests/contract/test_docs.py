@@ -177,7 +177,7 @@ def test_every_field_that_local_mode_treats_differently_exists() -> None:
 
 
 def test_every_reason_of_a_decision_is_documented() -> None:
-    documented = [code(row[0])[0] for row in table("local-mode.md", "Reason")]
+    documented = [code(row[0])[0] for row in table("tuning.md", "Reason")]
     assert sorted(documented) == sorted(Reason)
 
 

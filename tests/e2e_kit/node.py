@@ -69,6 +69,10 @@ class Node(ControlPlane):
         self._ctr("images", "import", str(archive))
         archive.unlink()
 
+    def tag_image(self, image: str, *names: str) -> None:
+        """Give an image of the node further names."""
+        self._ctr("images", "tag", "--force", image, *names)
+
     def has_image(self, image: str) -> bool:
         return image in self._ctr("images", "list", "--quiet").split()
 

@@ -125,6 +125,37 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ('model: {uri: "file:a\\n"}', ["spec.model.uri"]),
         ("model: {uri: 'pvc://claim/x', revision: main}", ["revision", "hf://"]),
         ("model: {}", ["spec.model.uri is missing"]),
+        ("model: {uri: 'pvc://Claim/x'}", ["pvc://CLAIM/FOLDER"]),
+        ("model: {uri: 'oci://a:b', secretRef: {name: s}}", ["spec.model.secretRef", "oci://a:b", "imagePullSecrets"]),
+        ("model: {uri: 'hf://a/b', cache: {mode: Claim}}", ["spec.model.cache", "claimName", "size", "not both"]),
+        ("model: {uri: 'hf://a/b', cache: {claimName: mine}}", ["'mine'", "EmptyDir", "set mode Claim or remove it"]),
+        ("model: {uri: 'hf://a/b', cache: {accessMode: ReadWriteOnce}}", ["accessMode", "need mode Claim and size"]),
+        ("model: {uri: 'hf://a/b', cache: {size: 1 Gi}}", ["spec.model.cache.size", "'1 Gi'"]),
+        (
+            "runtime: {env: [{name: A, value: b, valueFrom: {}}]}",
+            ["env[0] has both value and valueFrom", "valueFrom needs"],
+        ),
+        ("runtime: {envFrom: [{prefix: A_}]}", ["spec.runtime.envFrom[0]", "exactly one"]),
+        ("runtime: {imagePullSecrets: [{name: a}, {name: a}]}", ["imagePullSecrets[1].name 'a'", "twice"]),
+        (
+            "accelerator: {resourceName: x.kubernetes.io/gpu}",
+            ["x.kubernetes.io/gpu", "Kubernetes' own", "nvidia.com/gpu"],
+        ),
+        ("resources: {requests: {cpu: 2}, limits: {cpu: 1500m}}", ["requests.cpu is 2", "1500m", "lower the request"]),
+        ("autoscaling: {mode: KEDA}", ["mode is KEDA", "maxReplicas; set it"]),
+        ("autoscaling: {minReplicas: 3, maxReplicas: 2}", ["maxReplicas is 2", "minReplicas 3", "swap"]),
+        ("autoscaling: {keda: {trigger: Prometheus}}", ["prometheusAddress", "choose MetricsAPI"]),
+        ("rollout: {maxSurge: 0%}", ["maxSurge and maxUnavailable are both 0", "raise one"]),
+        ("rollout: {maxSurge: 101%}", ["spec.rollout.maxSurge is '101%'"]),
+        ("podTemplate: {metadata: {labels: {app.kubernetes.io/name: x}}}", ["app.kubernetes.io/name", "remove it"]),
+        ("podTemplate: {metadata: {annotations: {a b: x}}}", ["annotations.a b", "DOMAIN/NAME"]),
+        ("podTemplate: {spec: {containers: [{image: x}]}}", ["spec.podTemplate.spec.containers[0].name is missing"]),
+        ("podTemplate: {metadata: {name: x}}", ["spec.podTemplate.metadata.name is not a field"]),
+        ("networkPolicy: {ingressFrom: [{cidr: 10.0.0.0/8}]}", ["ingressFrom", "mode Managed"]),
+        ("networkPolicy: {mode: Managed, ingressFrom: []}", ["ingressFrom", "0 entries", "1"]),
+        ("networkPolicy: {mode: Managed, ingressFrom: [{}]}", ["ingressFrom[0] needs cidr"]),
+        ("networkPolicy: {mode: Managed, ingressFrom: [{cidr: 10.0.0.0/40}]}", ["'10.0.0.0/40'", "like 10.0.0.0/8"]),
+        ("suspend: yes please", ["spec.suspend", "true or false"]),
     ],
 )
 def test_a_bad_field_is_refused_with_its_path_and_a_way_out(field: str, words: list[str]) -> None:
@@ -160,3 +191,22 @@ def test_an_unreadable_file_is_a_spec_error(tmp_path: Path) -> None:
 )
 def test_the_examples_are_valid(example: Path) -> None:
     assert manifest.read_file(example)
+
+
+def api_object(**spec: object) -> dict[str, object]:
+    """An object as the API server hands it out."""
+    metadata = {"name": "chat", "namespace": "team", "uid": "1", "resourceVersion": "7", "managedFields": []}
+    head = {"apiVersion": "flyball.dev/v1alpha1", "kind": "LLMDeployment", "metadata": metadata}
+    return {**head, "spec": {"model": {"uri": "hf://org/name"}, **spec}, "status": {"replicas": 1}}
+
+
+def test_an_object_of_the_api_is_read_like_a_manifest() -> None:
+    deployment = manifest.from_object(api_object(replicas=3))
+    assert (deployment.namespace, deployment.name, deployment.spec.replicas) == ("team", "chat", 3)
+
+
+def test_an_object_of_the_api_that_is_not_valid_is_named_in_the_error() -> None:
+    with pytest.raises(SpecError, match=r"LLMDeployment team/chat: spec\.replicas is -1"):
+        manifest.from_object(api_object(replicas=-1))
+    with pytest.raises(SpecError, match=r"team/chat: spec\.model\.uri is 'file:/models'; .* on a cluster use hf://"):
+        manifest.from_object(api_object(model={"uri": "file:/models"}))

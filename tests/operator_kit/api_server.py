@@ -1,18 +1,16 @@
 """An API server's verdicts on objects, without kubectl in between: hundreds of them take seconds."""
 
-import base64
 import json
-import ssl
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from cluster_kit import Cluster
+from cluster_kit.api import Api
 
 APPLY = "application/apply-patch+yaml"
 STRICT = {"dryRun": "All", "fieldValidation": "Strict"}
@@ -76,23 +74,10 @@ def _params(given: dict[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def connect(cluster: Cluster) -> Iterator[ApiServer]:
-    """Talk to the API server of a kubeconfig with a client certificate or a token."""
-    config = json.loads(cluster.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json"))
-    server, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
-    headers = {"Authorization": f"Bearer {user['token']}"} if "token" in user else {}
-    with httpx.Client(base_url=server["server"], verify=_tls(server, user), headers=headers, timeout=60) as client:
-        yield ApiServer(client)
-
-
-def _tls(server: dict[str, Any], user: dict[str, Any]) -> ssl.SSLContext:
-    authority = server.get("certificate-authority-data")
-    context = ssl.create_default_context(cadata=base64.b64decode(authority).decode() if authority else None)
-    if server.get("insecure-skip-tls-verify"):
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    if "client-certificate-data" in user:
-        with tempfile.NamedTemporaryFile() as pem:
-            pem.write(b"\n".join(base64.b64decode(user[f"client-{part}-data"]) for part in ("certificate", "key")))
-            pem.flush()
-            context.load_cert_chain(pem.name)
-    return context
+def connect(kubeconfig: Path) -> Iterator[ApiServer]:
+    """Talk to the API server of a kubeconfig."""
+    api = Api(kubeconfig)
+    try:
+        yield ApiServer(api.client)
+    finally:
+        api.close()

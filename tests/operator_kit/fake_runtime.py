@@ -2,7 +2,8 @@
 
 Environment: FAKE_FAIL (end at once with this message and exit code 2), FAKE_START_S (time until ready),
 FAKE_IGNORE_SIGTERM,
-FAKE_ITL_OVER (of 20000 inter-token gaps, how many the evidence says were slow).
+FAKE_ITL_OVER (of 20000 inter-token gaps, how many the evidence says were slow),
+FAKE_FAST_BELOW (a token budget below which none was), FAKE_WINDOW_S (that the evidence covers).
 POST /fake/hang stops answering anything; POST /fake/exit ends at once with code 3; POST /fake/unready turns /readyz red.
 POST /v1/completions takes {"tokens": 3, "gap_s": 0.01, "stream": true}.
 """
@@ -111,9 +112,14 @@ class FakeRuntime:
         start = Limits(max_num_seqs=64, kv_cache_fraction=1.0, max_num_batched_tokens=512)
         self.limits = self.limits or start
         if path == "/admin/evidence":
-            over = int(os.environ.get("FAKE_ITL_OVER", "0"))
+            fast = self.limits.max_num_batched_tokens < int(os.environ.get("FAKE_FAST_BELOW", "0"))
             evidence = make_evidence(
-                itl_over=over, limits=self.limits, revision=self.revision, envelope=ENVELOPE, num_running=self.running
+                itl_over=0 if fast else int(os.environ.get("FAKE_ITL_OVER", "0")),
+                window_s=float(os.environ.get("FAKE_WINDOW_S", "60")),
+                limits=self.limits,
+                revision=self.revision,
+                envelope=ENVELOPE,
+                num_running=self.running,
             )
             return send_bytes(writer, 200, msgspec.json.encode(evidence))
         update = msgspec.json.decode(body, type=LimitsUpdate)

@@ -70,7 +70,7 @@ class OperatorOptions:
     host: str = "0.0.0.0"
     metrics_port: int = 8080
     lease: Terms | None = field(default_factory=Terms)
-    workers: int = 8
+    workers: int = 16
     resync_s: float = 300.0
     platform_s: float = 60.0
 
@@ -136,7 +136,9 @@ class Operator:
         for kind, namespace in itertools.product(kinds, self._options.scopes):
             await self._insist(partial(read_all, self._client, self._intake, kind, namespace))
         self._health.waiting_for = None
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as to_pods:
+        # Each round asks on new connections: a pod may have closed the last round's meanwhile.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as to_pods:
             await self._serve(AdminTokens(key), kinds, to_pods)
 
     async def _serve(self, tokens: AdminTokens, kinds: Sequence[Kind], to_pods: aiohttp.ClientSession) -> None:

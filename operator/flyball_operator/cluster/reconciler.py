@@ -222,8 +222,9 @@ class Reconciler:
         ready = next(one for one in status["conditions"] if one["type"] == "Ready")
         told = resource.status.get("conditions", [])
         before: Object = next((one for one in told if one["type"] == "Ready"), {})
-        if (before.get("status"), before.get("reason")) != (ready["status"], ready["reason"]):
-            degraded = any(one["type"] == "Degraded" and one["status"] == "True" for one in status["conditions"])
+        degraded = any(one["type"] == "Degraded" and one["status"] == "True" for one in status["conditions"])
+        is_first = not before and not degraded  # Created has been told
+        if not is_first and (before.get("status"), before.get("reason")) != (ready["status"], ready["reason"]):
             self._event(resource, "Warning" if degraded else "Normal", ready["reason"], ready["message"])
 
 

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from flyball_operator import names
+from flyball_operator.cluster.events import REPEAT_AFTER_S
 from flyball_operator.cluster.store import Key, Pod, Resource, Store
 from flyball_operator.spec import Tuning
 from flyball_operator.status import Condition
@@ -25,7 +26,7 @@ from flyball_protocol.endpoints import ADMIN_PORT
 
 log = logging.getLogger(__name__)
 decisions_log = logging.getLogger(f"{__name__}.decisions")
-"""A JSON line for each decision that is news, with everything that it was made from, to replay it by."""
+"""A JSON line for each decision that is news, with everything that it was made from, to replay it by. Holds: level debug."""
 
 TICK_S = 0.25
 MAX_ROUNDS = 64
@@ -98,16 +99,20 @@ class ClusterTuner:
         if resource is None or _mode(resource) != "Auto":
             return None
         tuned = self._current(resource)
-        prior = tuned.prior if tuned is not None and tuned.prior is not None else _left_prior(self._store, key)
+        prior = _left_prior(self._store, resource) if tuned is None else tuned.prior
         return None if prior is None else msgspec.to_builtins(prior)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
-                self._forget()
-                for resource in self._due():
-                    self._tuned[resource.key].task = tasks.create_task(self._round(resource))
+                self.start_rounds(tasks)
                 await asyncio.sleep(TICK_S)
+
+    def start_rounds(self, tasks: asyncio.TaskGroup) -> None:
+        """Start the rounds that are due now."""
+        self._forget()
+        for resource in self._due():
+            self._tuned[resource.key].task = tasks.create_task(self._round(resource))
 
     def _due(self) -> list[Resource]:
         """Return whose round it is, and note that it has come."""
@@ -127,16 +132,17 @@ class ClusterTuner:
         if tuned.is_busy or (now_s < tuned.next_s and tuned.generation == resource.generation):
             return False
         tuned.generation = resource.generation
-        tuned.next_s = now_s + float(resource.spec["tuning"].get("intervalSeconds", 15))
+        tuned.next_s = now_s + float(resource.spec["tuning"]["intervalSeconds"])
         return True
 
     def _start(self, resource: Resource) -> "_Tuned":
-        memory = remembered(resource, _left_prior(self._store, resource.key), self._now())
+        prior = _left_prior(self._store, resource)
+        memory = remembered(resource, prior, self._now())
         admin = AdminClient(self._session, self._token_of(resource), slots=self._requests)
         loop = SlowLoop(
             str(resource.key), admin, on_record=_log_record, clock=self._clock, canary_first=True, memory=memory
         )
-        return _Tuned(resource.uid, loop, Report.found(resource.status))
+        return _Tuned(resource.uid, loop, Report.found(resource.status), prior)
 
     def _forget(self) -> None:
         """Drop what is gone, or was made again under the same name."""
@@ -170,17 +176,21 @@ class ClusterTuner:
         before, tuned.report = tuned.report, report(tuned.report, tuning, done, now)
         prior_before, tuned.prior = tuned.prior, _prior(tuned.prior, tuning, done)
         if tuned.report.is_news:
-            self._tell(resource, tuned.report.status)
+            self._tell(resource, tuned, tuned.report.status)
         if prior_before != tuned.prior or _shown(before) != _shown(tuned.report):
             self._changed(resource.key)
 
-    def _tell(self, resource: Resource, status: TuningStatus) -> None:
+    def _tell(self, resource: Resource, tuned: "_Tuned", status: TuningStatus) -> None:
         last = status.last_decision
-        if last is None or (last.action == Action.HOLD and status.state not in ("AtLimit", "Frozen")):
+        if last is None:
             return
-        is_warning = last.action in (Action.HOLD, Action.ROLL_BACK)
-        reason = _EVENT_REASONS.get(last.action) or f"Tuning{status.state}"
-        self._event(resource, "Warning" if is_warning else "Normal", reason, f"{last.reason}: {last.message}")
+        if last.action != Action.HOLD:
+            type, reason = "Warning" if last.action == Action.ROLL_BACK else "Normal", _EVENT_REASONS[last.action]
+        elif status.state in ("AtLimit", "Frozen") and tuned.may_warn(last.reason, self._clock()):
+            type, reason = "Warning", f"Tuning{status.state}"
+        else:
+            return
+        self._event(resource, type, reason, f"{last.reason}: {last.message}")
 
 
 _EVENT_REASONS = {
@@ -195,14 +205,22 @@ _EVENT_REASONS = {
 class _Tuned:
     """One deployment under tuning."""
 
-    def __init__(self, uid: str, loop: SlowLoop, left: Report | None) -> None:
+    def __init__(self, uid: str, loop: SlowLoop, report: Report | None, prior: BootPrior | None) -> None:
         self.uid = uid
         self.loop = loop
-        self.report = left
-        self.prior: BootPrior | None = None
+        self.report = report
+        self.prior = prior
         self.generation = -1
         self.next_s = 0.0
         self.task: asyncio.Task[None] | None = None
+        self._warned_s: dict[str, float] = {}
+
+    def may_warn(self, reason: str, now_s: float) -> bool:
+        """Return whether the last warning of this reason is long ago; the figures in its sentence differ each time."""
+        if now_s - self._warned_s.get(reason, float("-inf")) < REPEAT_AFTER_S:
+            return False
+        self._warned_s[reason] = now_s
+        return True
 
     @property
     def is_busy(self) -> bool:
@@ -237,11 +255,11 @@ def _mode(resource: Resource) -> str:
     return str(resource.spec.get("tuning", {}).get("mode", "Off"))
 
 
-def _left_prior(store: Store, key: Key) -> BootPrior | None:
+def _left_prior(store: Store, resource: Resource) -> BootPrior | None:
     """Return the boot prior in the deployment's ConfigMap, None where there is none that can be read."""
+    key = resource.key
     child = store.child(key, "ConfigMap", names.boot_prior_map(key.name))
-    resource = store.resources.get(key)
-    if child is None or resource is None or child.owner != resource.uid:
+    if child is None or child.owner != resource.uid:
         return None
     try:
         return msgspec.json.decode(child.object["data"][names.BOOT_PRIOR_FILE], type=BootPrior)
@@ -266,4 +284,6 @@ def _shown(known: Report | None) -> object:
 
 
 def _log_record(record: DecisionRecord) -> None:
-    decisions_log.info("%s", to_line(record).decode().rstrip())
+    level = logging.DEBUG if record.decision.action is Action.HOLD else logging.INFO
+    if decisions_log.isEnabledFor(level):
+        decisions_log.log(level, "%s", to_line(record).decode().rstrip())
