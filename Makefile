@@ -7,7 +7,7 @@ STAMP := $(VENV)/.flyball-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format chart clean
+.PHONY: help setup demo test compat check format chart clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,14 @@ demo: $(STAMP) ## serve examples/demo.yaml on this machine, send it traffic, tun
 
 test: $(STAMP) ## run the tests
 	@$(BIN)/python -m pytest -q
+
+compat: ## run the tests with the oldest and with the newest versions that pyproject.toml allows (needs uv)
+	uv venv --quiet --clear --python 3.13 $(VENV)-oldest
+	uv pip install --quiet --python $(VENV)-oldest --resolution lowest-direct --editable '.[dev]'
+	$(VENV)-oldest/bin/python -m pytest -q
+	uv venv --quiet --clear --python 3.12 $(VENV)-newest
+	uv pip install --quiet --python $(VENV)-newest --upgrade --editable '.[dev]'
+	$(VENV)-newest/bin/python -m pytest -q
 
 check: $(STAMP) ## run the formatter's check, the linter, the type checker and the layer contracts
 	$(BIN)/ruff format --check .
@@ -34,7 +42,7 @@ chart: $(STAMP) ## copy the CRD into the chart and render the chart's golden fil
 	PYTHONPATH=tests $(BIN)/python -m chart_kit.goldens
 
 clean: ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis out
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis out
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common import save
-from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
@@ -96,7 +95,7 @@ def main() -> None:
         max_num_batched_tokens=args.max_num_batched_tokens,
     )
     kv = KVCache(args.kv_tokens // args.block_size, args.block_size)
-    scheduler = Scheduler(config, kv, MonotonicClock())
+    scheduler = Scheduler(config, kv)
     steps = list(replay(scheduler, kv, make_sequences(lengths, args.max_model_len)))
 
     paged = statistics.mean(1 - held / (used * args.block_size) for _, held, used, _ in steps)

@@ -11,6 +11,7 @@ and controller manager run on the same machine. (Not called operator.py: that wo
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import sys
 import threading
@@ -113,7 +114,7 @@ def measure(cluster: ControlPlane, count: int, changes: int, rest_s: float) -> d
     cluster.create_namespace(namespace)
     grant(cluster, namespace, child_rules())
     api = Api(cluster.kubeconfig)
-    result: dict[str, Any] = {"count": count}
+    result: dict[str, Any] = {"count": count, "load_average": os.getloadavg()[0]}
     with OperatorProcess(cluster, namespace, "--lease-seconds=15") as operator:
         before = total(operator)
         result |= created(api, namespace, names)

@@ -1,10 +1,11 @@
 """Time that scheduling takes from a step: ``plan()`` + ``commit()`` at a steady number of decoding sequences.
 
-    python benchmarks/scheduler.py [--num-seqs 256] [--steps 4000]
+    python benchmarks/scheduler.py [--num-seqs 256] [--steps 4000] [--hash-in-step]
 
 The load turns over: prompts of 16 to 2000 tokens and outputs of 1 to 400, both uniform, a queue that never runs empty,
-tokens that never repeat (so every full block is hashed and registered, and the cache evicts all the time). Timed per
-step: plan and commit, with admissions. The model is free and samples a constant. Writes results/scheduler.json.
+tokens that never repeat (so every full block is registered, and the cache evicts all the time). Timed per step: plan and
+commit, with admissions and the hashing of outputs. Prompts come hashed, as the API process sends them; --hash-in-step
+leaves that to admission, as in a script. The model is free and samples a constant. Writes results/scheduler.json.
 """
 
 import argparse
@@ -17,11 +18,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from common import save
-from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence
-from flyball_runtime.kv_cache import KVCache
+from flyball_runtime.kv_cache import KVCache, hash_prompt
 from flyball_runtime.scheduler import BatchPlan, Scheduler, SchedulerConfig
 
 MAX_MODEL_LEN = 4096
@@ -29,12 +29,13 @@ BLOCK_SIZE = 16
 WARMUP_STEPS = 500
 
 
-def make_sequences(rng: random.Random) -> Iterator[Sequence]:
+def make_sequences(rng: random.Random, hash_in_step: bool) -> Iterator[Sequence]:
     tokens = itertools.count()
     for number in itertools.count():
         prompt = list(itertools.islice(tokens, rng.randint(16, 2000)))
         sampling = SamplingParams(max_tokens=rng.randint(1, 400), ignore_eos=True)
-        request = Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
+        hashes = [] if hash_in_step else hash_prompt(prompt, BLOCK_SIZE)
+        request = Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, block_hashes=hashes)
         yield Sequence(request, max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset())
 
 
@@ -54,11 +55,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--hash-in-step", action="store_true")
     args = parser.parse_args()
 
     config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=args.num_seqs, max_num_batched_tokens=8192)
-    scheduler = Scheduler(config, KVCache(args.num_seqs * 2400 // BLOCK_SIZE, BLOCK_SIZE), MonotonicClock())
-    sequences = make_sequences(random.Random(0))
+    scheduler = Scheduler(config, KVCache(args.num_seqs * 2400 // BLOCK_SIZE, BLOCK_SIZE))
+    sequences = make_sequences(random.Random(0), args.hash_in_step)
     gc.freeze()
     steps = []
     for _ in range(WARMUP_STEPS + args.steps):
@@ -72,6 +74,7 @@ def main() -> None:
         "scheduler",
         {
             "num_seqs": args.num_seqs,
+            "hash_in_step": args.hash_in_step,
             "all_steps": report("all steps", steps),
             "steps_that_admit_nobody": report("steps that admit nobody", decodes_only),
         },

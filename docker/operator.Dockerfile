@@ -17,8 +17,10 @@ COPY pyproject.toml docker/requirements.py ./
 RUN python3 requirements.py operator pyproject.toml > requirements.txt \
     && $PIP install --no-cache-dir --no-compile -r requirements.txt
 COPY . .
+# Bytecode now: a pod has no place to keep it, and would compile everything at each start.
 RUN $PIP install --no-cache-dir --no-compile --no-deps . \
-    && rm -r /opt/flyball/lib/python3*/site-packages/flyball_runtime /opt/flyball/lib/python3*/site-packages/flyball_kernels
+    && rm -r /opt/flyball/lib/python3*/site-packages/flyball_runtime /opt/flyball/lib/python3*/site-packages/flyball_kernels \
+    && python3 -m compileall -q /opt/flyball/lib
 
 FROM base
 COPY --from=build /opt/flyball /opt/flyball

@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGES = Path(sysconfig.get_path("purelib"))
 TORCH = PACKAGES / "torch"
 ENTRY = TORCH / "lib" / "libtorch_python.so"
-UNUSED = ("triton", "cuda", "nvidia/*/include", "torch/include", "torch/share", "torch/bin", "torch/lib/*.a")
+UNUSED = ("triton", "cuda", "nvidia/*/include", "torch/include", "torch/share", "torch/lib/*.a")
 
 
 def needed_names(library: Path) -> set[str]:

@@ -24,10 +24,13 @@ COPY kernels kernels
 ARG MARCH=x86-64-v3
 RUN PYTHONPATH=kernels /opt/flyball/bin/python -m flyball_kernels.cpu.build \
         --march ${MARCH} --output /opt/flyball/lib/libflyball_kernels.so \
-    && /opt/flyball/bin/python prune_torch.py
+    && /opt/flyball/bin/python prune_torch.py \
+    && /opt/flyball/bin/python -c 'import torch, transformers; torch.ops.load_library("/opt/flyball/lib/libflyball_kernels.so")'
 COPY . .
+# Bytecode now: a pod has no place to keep it, and would compile torch at each start. The folder left out has newer syntax.
 RUN $PIP install --no-cache-dir --no-compile --no-deps . \
-    && rm -r /opt/flyball/lib/python3*/site-packages/flyball_operator
+    && rm -r /opt/flyball/lib/python3*/site-packages/flyball_operator \
+    && python3 -m compileall -q -x torch/testing/_internal /opt/flyball/lib
 
 FROM base
 COPY --from=build /opt/flyball /opt/flyball

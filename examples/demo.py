@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ NUM_CHATTERS, NUM_READERS = 6, 6
 NUM_QUESTIONS_IN_LONG_PROMPT = 150
 OBJECTIVE_FACTOR = 1.2
 SHOWN_ANSWERS = 3
+LINES_OF_ANSWER = 3
+PANEL_HEIGHT = LINES_OF_ANSWER + 2
 
 QUESTIONS = (
     "What is continuous batching?",
@@ -190,7 +192,7 @@ class Operator:
 
 
 class Screen:
-    """The live picture on a terminal; a line now and then elsewhere."""
+    """The live picture on a terminal, cut to its size; elsewhere the same, now and then."""
 
     def __init__(self, console: Console, operator: Operator, tally: Tally) -> None:
         self._console, self._operator, self._tally = console, operator, tally
@@ -201,10 +203,13 @@ class Screen:
         if not self._console.is_terminal:
             return await self._lines()
         with Live(console=self._console, auto_refresh=False) as live:
-            while True:
-                self.snapshot = await self._operator.snapshot() or self.snapshot
-                live.update(self._picture(), refresh=True)
-                await asyncio.sleep(0.25)
+            try:
+                while True:
+                    self.snapshot = await self._operator.snapshot() or self.snapshot
+                    live.update(self._picture(), refresh=True)
+                    await asyncio.sleep(0.25)
+            finally:  # what stays on the terminal: no answers cut off in the middle
+                live.update(self._status(), refresh=True)
 
     async def _lines(self) -> None:
         for tick in itertools.count():
@@ -214,14 +219,32 @@ class Screen:
             await asyncio.sleep(0.5)
 
     def _picture(self) -> RenderableType:
-        parts: list[RenderableType] = [Text(self.phase, style="bold cyan")]
-        if self.snapshot is not None:
-            parts.append(render(self.snapshot))
-        for answer in self._tally.answers:
-            tail = answer.text[-240:].replace("\n", " ")
-            cursor = "" if answer.done else " ▌"
-            parts.append(Panel(Text(tail + cursor), title=answer.question, title_align="left", height=5))
-        return Group(*parts)
+        """The status, and below it as many of the latest answers as there is room for."""
+        status = self._status()
+        room = self._console.height - 1 - self._num_lines(status)
+        answers = list(self._tally.answers)[-(room // PANEL_HEIGHT) :] if room >= PANEL_HEIGHT else []
+        return Group(status, *map(self._panel, answers))
+
+    def _status(self) -> RenderableType:
+        """Phase, table and the latest events; of those as many as leave room for one answer."""
+        phase = Text(self.phase, style="bold cyan", no_wrap=True, overflow="ellipsis")
+        if self.snapshot is None:
+            return phase
+        events = self.snapshot.events
+        for start in range(len(events)):
+            status = Group(phase, render(replace(self.snapshot, events=events[start:])))
+            if self._num_lines(status) < self._console.height - PANEL_HEIGHT:
+                return status
+        return Group(phase, render(replace(self.snapshot, events=())))
+
+    def _panel(self, answer: Answer) -> Panel:
+        """The last lines of an answer, as they would stand on a page."""
+        text = Text(answer.text.replace("\n", " ") + ("" if answer.done else " ▌"))
+        lines = text.wrap(self._console, self._console.width - 4)[-LINES_OF_ANSWER:]
+        return Panel(Text("\n").join(lines), title=answer.question, title_align="left", height=PANEL_HEIGHT)
+
+    def _num_lines(self, part: RenderableType) -> int:
+        return len(self._console.render_lines(part, pad=False))
 
 
 @asynccontextmanager
@@ -268,6 +291,7 @@ async def session(console: Console, folder: Path) -> int:
                 await asyncio.sleep(0.3)  # whoever is about to ask has asked
                 final = await operator.snapshot() or ready
                 exit_code = await operator.drain()  # answers under way are finished first
+            screen.phase = "4/4  drained; the replicas as they were before"
     finally:
         operator.kill()
     return report(console, tally, changes(final), exit_code)
@@ -291,9 +315,7 @@ async def send_traffic(traffic: asyncio.TaskGroup, client: Client, operator: Ope
     await asyncio.sleep(CALM_S)
     objective_ms = calm_objective_ms(screen.snapshot)
     operator.set_objective(objective_ms)
-    screen.phase = (
-        f"3/4  long prompts arrive; the manifest now asks for an inter-token latency p95 of {objective_ms} ms"
-    )
+    screen.phase = f"3/4  long prompts arrive; the manifest now asks for an ITL p95 of {objective_ms} ms"
     for index in range(NUM_READERS):
         traffic.create_task(client.read(random.Random(index)))
     await until_changed(screen)

@@ -44,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif path.startswith("/api/models/acme/gated"):
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
-        elif path == f"/api/models/{repo}/tree/{COMMIT}":
+        elif path in (f"/api/models/{repo}/tree/{COMMIT}", f"/api/models/{repo}/tree/main"):  # newer and older clients
             self._send(200, json.dumps([_tree_entry(name, files[name]) for name in files]).encode())
         elif path == f"/api/models/{repo}/revision/main":
             self._send(200, json.dumps({"id": repo, "sha": COMMIT}).encode())

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.kv_cache import hash_prompt
 
 _ids = itertools.count()
 
@@ -18,8 +19,12 @@ def make_sequence(
     request_id: str | None = None,
     max_model_len: int = 1024,
     eos_token_ids: Iterable[int] = (),
+    hashed_by: int | None = None,
 ) -> Sequence:
-    """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt."""
+    """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt.
+
+    ``hashed_by``: the block size to hash the prompt with, as the API process does; None leaves it to the KV cache.
+    """
     number = next(_ids)
     token_ids = [number * 10_000 + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
     request = Request(
@@ -27,5 +32,6 @@ def make_sequence(
         prompt_token_ids=token_ids,
         sampling=SamplingParams(max_tokens=max_tokens),
         priority=priority,
+        block_hashes=[] if hashed_by is None else hash_prompt(token_ids, hashed_by),
     )
     return Sequence(request, max_model_len=max_model_len, eos_token_ids=frozenset(eos_token_ids))

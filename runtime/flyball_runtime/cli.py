@@ -9,6 +9,7 @@ from pathlib import Path
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
 from flyball_runtime.core import config as settings
+from flyball_runtime.core import generation_config
 from flyball_runtime.core.boot_prior import read_boot_prior
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
@@ -43,6 +44,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
     model.add_argument("--dtype", default="auto", choices=settings.DTYPES, help="auto takes the checkpoint's")
     model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output")
+    model.add_argument(
+        "--generation-config",
+        default=generation_config.AUTO,
+        metavar="SOURCE",
+        help="sampling defaults: auto (the checkpoint's generation_config.json), none (vllm means the same), or a folder",
+    )
     model.add_argument("--seed", type=int, default=0, help="seeds the requests that bring no seed of their own")
 
     engine = parser.add_argument_group("engine: the envelope inside which limits move live")
@@ -113,7 +120,10 @@ def run_serve(args: argparse.Namespace) -> int:
         admin_host=args.admin_host,
         admin_port=args.admin_port,
         admin_token=admin_token_from(args),
-        api=ApiSettings(served_model_names=tuple(args.served_model_name or [args.model])),
+        api=ApiSettings(
+            served_model_names=tuple(args.served_model_name or [args.model]),
+            default_sampling=generation_config.default_sampling(args.generation_config, path),
+        ),
         drain_timeout_s=args.drain_timeout,
     )
     return run(config, engine_config, load_tokenizer(path))

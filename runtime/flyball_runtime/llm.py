@@ -7,6 +7,7 @@ from typing import Any
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidRequest
+from flyball_runtime.core.generation_config import AUTO, default_sampling
 from flyball_runtime.core.request import Failed, Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
@@ -15,9 +16,6 @@ from flyball_runtime.text.output import OutputText
 from flyball_runtime.text.tokenizer import load_tokenizer
 
 Prompt = str | list[int]
-
-MAX_OFFLINE_REQUESTS = 2**20
-"""A script hands over all its prompts at once; the queue's bound protects servers."""
 
 
 @dataclass
@@ -35,15 +33,18 @@ class LLM:
 
     Args:
         model: directory of a Hugging Face checkpoint, or a Hugging Face id.
+        generation_config: where sampling defaults come from: ``auto`` (the checkpoint), ``none``, or a folder.
         settings: fields of EngineConfig, e.g. ``max_num_seqs=64, dtype="bfloat16"``.
+    Attributes:
+        default_sampling: used by ``generate`` and ``chat`` when they are given no settings.
     Raises:
         ConfigError: the model cannot be loaded, or a setting is out of range.
     """
 
-    def __init__(self, model: str | Path, **settings: Any) -> None:
+    def __init__(self, model: str | Path, *, generation_config: str = AUTO, **settings: Any) -> None:
         path = find_checkpoint(str(model), settings.pop("revision", None))
+        self.default_sampling = default_sampling(generation_config, path)
         self.tokenizer = load_tokenizer(path)
-        settings.setdefault("max_queued_requests", MAX_OFFLINE_REQUESTS)
         self.engine = Engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))
         self._num_requests = 0
 
@@ -54,7 +55,7 @@ class LLM:
 
         Args:
             prompts: texts, or lists of token ids; one alone is taken as a list of one.
-            sampling: settings for all prompts, or one for each.
+            sampling: settings for all prompts, or one for each; None takes ``default_sampling``.
         Raises:
             RequestError: a prompt or setting can never run; nothing is generated then.
         """
@@ -80,7 +81,7 @@ class LLM:
         self, prompts: list[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None
     ) -> list[SamplingParams]:
         if sampling is None or isinstance(sampling, SamplingParams):
-            return [sampling or SamplingParams()] * len(prompts)
+            return [sampling or self.default_sampling] * len(prompts)
         if len(sampling) != len(prompts):
             raise InvalidRequest(
                 f"got {len(sampling)} sampling settings for {len(prompts)} prompts; give one, or one each."

@@ -1,5 +1,6 @@
 """The CRD on a real API server: what it lets through, what it refuses and how it says so, and what kubectl makes of it."""
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cluster_kit import Cluster, CommandFailed
+from cluster_kit.api import until
 from flyball_operator import names, reference, schema
 from operator_kit.api_server import ApiServer, Verdict
 
@@ -422,6 +424,39 @@ def test_a_valid_object_stays_updatable_by_every_field(stored: Any) -> None:
     for rule in RULES:
         for spec in rule.takes:
             assert stored(spec).message == "", rule.message
+
+
+OLD_GROUP = "ratcheting.flyball.dev"
+
+
+def crd_of_another_group(**of_uri: Any) -> dict[str, Any]:
+    """The CRD under a group of its own; ``of_uri`` replaces parts of the schema of spec.model.uri."""
+    crd = copy.deepcopy(schema.crd())
+    crd["metadata"] = {"name": f"llmdeployments.{OLD_GROUP}"}
+    crd["spec"]["group"] = OLD_GROUP
+    properties = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    properties["spec"]["properties"]["model"]["properties"]["uri"] |= of_uri
+    return crd
+
+
+def test_an_object_older_than_a_rule_can_be_changed_elsewhere(
+    cluster: Cluster, api_server: ApiServer, namespace: str
+) -> None:
+    def old(uri: str, replicas: int = 1, name: str = "chat") -> dict[str, Any]:
+        manifest = llm({"model": {"uri": uri}, "replicas": replicas}, name) | {"apiVersion": f"{OLD_GROUP}/v1alpha1"}
+        return manifest | {"metadata": {"name": name, "namespace": namespace}}
+
+    lax, strict = crd_of_another_group(**{"x-kubernetes-validations": []}), crd_of_another_group()
+    cluster.apply(lax)
+    try:
+        cluster.kubectl("wait", "--for=condition=Established", f"crd/{lax['metadata']['name']}", "--timeout=30s")
+        assert api_server.store(old("file:/a")).message == ""
+        cluster.apply(strict)
+        until(lambda: not api_server.create(old("file:/a", name="new")).accepted, "the rule in force")
+        assert api_server.store(old("file:/a", replicas=2)).message == ""
+        assert "file: models are for" in api_server.store(old("file:/b", replicas=2)).message
+    finally:
+        cluster.kubectl("delete", "crd", lax["metadata"]["name"], "--timeout=60s")
 
 
 def test_kubectl_scale_and_the_columns_of_kubectl_get(cluster: Cluster, stored: Any, namespace: str) -> None:

@@ -59,9 +59,14 @@ class FaultProxy:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
-    def expire_watches(self) -> int:
-        """Tell every open watch that its resource version is gone, as etcd's compaction does; returns how many."""
-        return self._do(self._expire())
+    @property
+    def num_watches(self) -> int:
+        """How many are open."""
+        return len(self._watches)
+
+    def expire_watches(self) -> None:
+        """Tell every open watch that its resource version is gone, as etcd's compaction does."""
+        self._do(self._expire())
 
     def writes(self) -> list[tuple[str, str]]:
         """What went through and writes, other than the lease."""
@@ -119,12 +124,10 @@ class FaultProxy:
                 self._watches.discard(response)
             return response
 
-    async def _expire(self) -> int:
+    async def _expire(self) -> None:
         gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
-        watches = [*self._watches]
-        for watch in watches:
+        for watch in [*self._watches]:
             await watch.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
-        return len(watches)
 
 
 def _refusal(fault: Fault) -> web.Response:

@@ -33,7 +33,9 @@ def node() -> Iterator[Node]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="repeat each disturbance 20 times (drains: 5) instead of twice")
+    parser.addoption(
+        "--full", action="store_true", help="repeat each disturbance 20 times (drains: 5) instead of twice"
+    )
 
 
 @pytest.fixture(scope="session")

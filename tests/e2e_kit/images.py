@@ -1,4 +1,4 @@
-"""The images that run on the node, built with buildah from a base that mmdebstrap makes. Nothing comes from a registry of images."""
+"""The images that run on the node, built with buildah from a base that mmdebstrap makes; none comes from a registry."""
 
 import os
 import shutil

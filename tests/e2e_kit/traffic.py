@@ -66,7 +66,7 @@ class Traffic:
 
     url: str
     model: str
-    period_s: float = 0.1
+    period_s: float = 0.25
     expected: dict[str, str] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)

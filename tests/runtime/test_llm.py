@@ -1,5 +1,6 @@
 """The engine in-process, as scripts use it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_a_bad_prompt_raises_and_leaves_nothing_behind(llm: LLM) -> None:
         assert llm.engine.kv_cache.counts().used == 0
     with pytest.raises(RequestError, match="1 sampling settings for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
+
+
+def test_the_checkpoint_says_how_to_sample_when_the_script_does_not(tmp_path: Path, path: Path) -> None:
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0}')
+    llm = LLM(tmp_path, max_num_seqs=4)
+    assert llm.default_sampling == SamplingParams(temperature=0.0)
+    (greedy,) = llm.generate("A flyball governor", GREEDY)
+    (output,) = llm.generate("A flyball governor")
+    assert output.token_ids[:24] == greedy.token_ids
+    assert LLM(tmp_path, generation_config="none", max_num_seqs=4).default_sampling == SamplingParams()
 
 
 def test_what_is_not_a_model_is_a_config_error(tmp_path: Path) -> None:

@@ -58,17 +58,16 @@ def test_sigterm_under_load_finishes_what_runs_and_refuses_the_rest(server: Repl
 
     async def scenario() -> None:
         async with Traffic.opened(server.url) as running, Traffic.opened(server.url) as late:
-            accepted = [plain_stream(index, max_tokens=200) for index in range(100)]
+            accepted = [plain_stream(index, max_tokens=400) for index in range(100)]
             sending = asyncio.create_task(running.send_all(accepted, concurrency=100))
-            while sum((await asyncio.to_thread(server.load))[:2]) < 100:
-                await asyncio.sleep(0.02)
+            await until_in_flight(server, 100, sending)
             server.process.send_signal(signal.SIGTERM)
             while (await asyncio.to_thread(server.client.get, endpoints.READYZ_PATH)).status_code == 200:
                 await asyncio.sleep(0.01)
             await late.send_all([plain_stream(index, max_tokens=5) for index in range(10)], concurrency=10)
             await sending
             assert running.errors == []
-            assert running.num_output_tokens == 100 * 200
+            assert running.num_output_tokens == 100 * 400
             assert [error[:3] for error in late.errors] == ["503"] * 10
 
     asyncio.run(scenario())
@@ -80,8 +79,7 @@ def test_an_engine_killed_under_load_fails_each_request_once(model: Path, tmp_pa
         async with Traffic.opened(server.url) as traffic:
             asks = [plain_stream(index, max_tokens=400) for index in range(200)]
             sending = asyncio.create_task(traffic.send_all(asks, concurrency=200))
-            while sum((await asyncio.to_thread(server.load))[:2]) < 200:
-                await asyncio.sleep(0.02)
+            await until_in_flight(server, 200, sending)
             os.kill(server.engine_pid(), signal.SIGKILL)
             await sending
             return traffic
@@ -92,6 +90,13 @@ def test_an_engine_killed_under_load_fails_each_request_once(model: Path, tmp_pa
         assert all("engine_dead" in error for error in traffic.errors), traffic.errors[:3]
         assert server.process.wait(30) == endpoints.EXIT_ENGINE_DIED
         assert "Traceback" not in server.log.read_text()
+
+
+async def until_in_flight(server: Replica, count: int, sending: asyncio.Task[None]) -> None:
+    """Until so many requests run or wait at once; what ended before that was seen is a failure, not a wait for ever."""
+    while sum((await asyncio.to_thread(server.load))[:2]) < count:
+        assert not sending.done(), f"the requests ended before {count} of them were seen together"
+        await asyncio.sleep(0.02)
 
 
 def random_asks(count: int) -> list[Ask]:

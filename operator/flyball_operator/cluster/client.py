@@ -18,7 +18,7 @@ from flyball_operator.cluster.store import Object
 
 FIELD_MANAGER = "flyball-operator"
 TIMEOUT_S = 15.0
-PAGE_SIZE = 500
+PAGE_SIZE = 200
 _APPLY = "application/apply-patch+yaml"  # JSON is YAML
 _MERGE = "application/merge-patch+json"
 

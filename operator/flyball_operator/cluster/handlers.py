@@ -12,7 +12,8 @@ from flyball_operator.cluster.kinds import Kind
 SERVER_TIMEOUT_S = 300
 CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0
-PAGE_SIZE = 500
+PAGE_SIZE = 100
+"""Objects that Kopf holds at once while it lists: each has a task until it is taken in."""
 
 
 class Endless:

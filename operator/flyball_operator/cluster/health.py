@@ -9,7 +9,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from flyball_operator.cluster.metrics import Metrics
 from flyball_operator.errors import OperatorError
 
-STUCK_AFTER_S = 120.0
+STUCK_AFTER_S = 300.0
+"""Far above what a slow API server makes of a reconcile: each of its few calls ends after 15 s."""
 
 
 class Health:

@@ -70,7 +70,7 @@ class OperatorOptions:
     host: str = "0.0.0.0"
     metrics_port: int = 8080
     lease: Terms | None = field(default_factory=Terms)
-    workers: int = 8
+    workers: int = 16
     resync_s: float = 300.0
     platform_s: float = 60.0
 

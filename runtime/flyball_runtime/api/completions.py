@@ -20,6 +20,7 @@ from flyball_runtime.api.sse import EventStream, StreamPlan
 from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS, without_noops
 from flyball_runtime.api.wire import ChatFormat, CompletionFormat, Envelope, Format
 from flyball_runtime.core.errors import InvalidRequest
+from flyball_runtime.core.sampling import SamplingParams
 
 
 class CompletionRoutes:
@@ -48,9 +49,12 @@ class CompletionRoutes:
     def _check(self, body: GenerationFields) -> None:
         """What can be refused before any text is tokenized."""
         self._server.check_model(body.model)
-        if body.stream_options is not None and not body.stream:
-            raise InvalidRequest("stream_options needs stream to be true. Leave it out.", param="stream_options")
-        sampling_params(body, self._server.engine_info().vocab_size)
+        if body.stream_options is not None:
+            _check_stream_options(body.stream_options, body.stream)
+        self._sampling(body)
+
+    def _sampling(self, body: GenerationFields) -> SamplingParams:
+        return sampling_params(body, self._server.settings.default_sampling, self._server.engine_info().vocab_size)
 
     async def _encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
         adds = body.add_special_tokens is not False
@@ -83,7 +87,7 @@ class CompletionRoutes:
             unique=uuid.uuid4().hex,
             arrival_s=arrival_s,
             prompts=prompts,
-            sampling=sampling_params(body, self._server.engine_info().vocab_size),
+            sampling=self._sampling(body),
             num_choices=num_choices,
             priority=body.priority or 0,
         )
@@ -95,6 +99,16 @@ class CompletionRoutes:
             include_usage=bool(options.include_usage),
             continuous_usage=bool(options.continuous_usage_stats),
             write_timeout_s=self._server.settings.write_timeout_s,
+        )
+
+
+def _check_stream_options(options: StreamOptions, stream: bool | None) -> None:
+    if not stream:
+        raise InvalidRequest("stream_options needs stream to be true. Leave it out.", param="stream_options")
+    if options.include_obfuscation:
+        raise InvalidRequest(
+            "stream_options.include_obfuscation is not supported by this server. Leave it out or send false.",
+            param="stream_options.include_obfuscation",
         )
 
 

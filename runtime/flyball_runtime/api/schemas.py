@@ -1,6 +1,7 @@
 """Request bodies of the OpenAI endpoints, and their translation into SamplingParams.
 
-A field that is null counts as absent, as OpenAI's clients mean it. Sampling defaults are OpenAI's: temperature 1, top_p 1.
+A field that is null counts as absent, as OpenAI's clients mean it. Sampling defaults are the checkpoint's (its
+generation_config.json), else OpenAI's: temperature 1, top_p 1.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,7 +22,7 @@ class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,14 +119,18 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     model: str | None = None
 
 
-def sampling_params(body: GenerationFields, vocab_size: int) -> SamplingParams:
-    """The checked SamplingParams of a request. Raises InvalidRequest naming the first field out of range."""
+def sampling_params(body: GenerationFields, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The checked SamplingParams of a request. Raises InvalidRequest naming the first field out of range.
+
+    Args:
+        defaults: temperature, top_p, top_k and min_p where the request has none.
+    """
     params = SamplingParams(
         max_tokens=_max_tokens(body),
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=_top_k(body.top_k, vocab_size),
-        min_p=body.min_p or 0.0,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=_top_k(defaults.top_k if body.top_k is None else body.top_k, vocab_size),
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
         seed=body.seed,
         stop=_stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -155,8 +160,8 @@ def _max_tokens(body: GenerationFields) -> int | None:
     return newer
 
 
-def _top_k(top_k: int | None, vocab_size: int) -> int:
-    return 0 if top_k is None or top_k == -1 else min(top_k, vocab_size)
+def _top_k(top_k: int, vocab_size: int) -> int:
+    return 0 if top_k == -1 else min(top_k, vocab_size)
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -34,7 +34,8 @@ class ProgressBar(LoadObserver):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if not self._progress.disable:  # rich before 14.3 would end even what it never drew with a newline
+            self._progress.stop()
 
     def planned(self, total: int) -> None:
         self._progress.update(self._task, total=total)

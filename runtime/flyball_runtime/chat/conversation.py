@@ -15,6 +15,10 @@ from flyball_runtime.client.endpoint import Endpoint
 from flyball_runtime.client.errors import EndpointError
 from flyball_runtime.client.stream import stream_chunks
 
+MIN_SPAN_S = 0.1
+"""Over less than this between first and last token, a rate says how a proxy or a socket gathered them, not how they were
+made."""
+
 
 class Answer(Struct):
     """An answer as it grows, and its timing in seconds from sending."""
@@ -26,8 +30,8 @@ class Answer(Struct):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Speed after the first token; None for fewer than two tokens."""
-        if self.ttft_s is None or self.num_tokens < 2 or self.last_token_s <= self.ttft_s:
+        """Speed after the first token; None for fewer than two tokens, or when they came in one burst."""
+        if self.ttft_s is None or self.num_tokens < 2 or self.last_token_s - self.ttft_s < MIN_SPAN_S:
             return None
         return (self.num_tokens - 1) / (self.last_token_s - self.ttft_s)
 
@@ -41,7 +45,7 @@ class Answer(Struct):
             self.num_tokens = chunk.usage.completion_tokens
 
     def __str__(self) -> str:
-        parts = [f"{self.num_tokens} tokens"]
+        parts = [f"{self.num_tokens} token{'' if self.num_tokens == 1 else 's'}"]
         if self.ttft_s is not None:
             parts.append(f"TTFT {self.ttft_s * 1000:.0f} ms")
         if self.tokens_per_s is not None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from flyball_runtime.core.errors import ConfigError
 
+LARGEST_SIZE = 2**20
+"""No dimension of a model comes near it; what goes past it is a mistake, or an attempt to take all memory."""
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises ConfigError naming the file when there is none."""
@@ -35,10 +38,14 @@ class JsonFields:
     def raw(self, key: str) -> Any:
         return self._values.get(key)
 
-    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+    def __contains__(self, key: str) -> bool:
+        """Whether the object has the key at all, be it null."""
+        return key in self._values
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = LARGEST_SIZE) -> int:
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.error(key, f"a whole number of at least {low}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(key, f"a whole number from {low} to {high}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

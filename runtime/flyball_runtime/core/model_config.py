@@ -6,21 +6,26 @@ from typing import Literal, cast, get_args
 
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields, read_json_object
-from flyball_runtime.core.rope_config import RopeConfig
+from flyball_runtime.core.rope_config import MAX_POSITIONS, RopeConfig
 
 DType = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+MAX_LAYERS = 2**12
+DEFAULT_SLIDING_WINDOW = 4096
+DEFAULT_MAX_WINDOW_LAYERS = 28
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
 class _Family:
-    """What an architecture fixes, and which optional fields of config.json it honours.
+    """What an architecture fixes, and which optional fields of config.json it honours. Defaults are transformers'.
 
     Attributes:
         bias_fields: ``attention_bias`` gives q, k, v and o a bias; ``mlp_bias`` gives gate, up and down one.
         default_head_dim: head_dim when config.json has none; None is hidden_size / num_attention_heads.
+        default_num_kv_heads: num_key_value_heads when config.json has no word of it; None is num_attention_heads.
         window: which layers slide: none, all (Mistral), or the upper ones if config.json says so (Qwen).
     """
 
@@ -28,15 +33,20 @@ class _Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     default_head_dim: int | None = None
+    default_num_kv_heads: int | None = None
     window: Literal["none", "all", "upper"] = "none"
 
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(bias_fields=frozenset({"attention_bias", "mlp_bias"})),
-    "MistralForCausalLM": _Family(window="all"),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, window="upper"),
+    "MistralForCausalLM": _Family(default_num_kv_heads=8, window="all"),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, default_num_kv_heads=32, window="upper"),
     "Qwen3ForCausalLM": _Family(
-        bias_fields=frozenset({"attention_bias"}), qk_norm=True, default_head_dim=128, window="upper"
+        bias_fields=frozenset({"attention_bias"}),
+        qk_norm=True,
+        default_head_dim=128,
+        default_num_kv_heads=32,
+        window="upper",
     ),
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
@@ -90,7 +100,7 @@ class ModelConfig:
         architecture, family = _family(fields)
         _refuse_unsupported(fields)
         num_heads = fields.integer("num_attention_heads")
-        num_layers = fields.integer("num_hidden_layers")
+        num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
         attention_bias = "attention_bias" in family.bias_fields and fields.boolean("attention_bias", False)
         config = cls(
             architecture=architecture,
@@ -99,9 +109,9 @@ class ModelConfig:
             intermediate_size=fields.integer("intermediate_size"),
             num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
-            num_key_value_heads=fields.integer("num_key_value_heads", num_heads),
+            num_key_value_heads=_num_kv_heads(fields, family, num_heads),
             head_dim=_head_dim(fields, family, num_heads),
-            max_position_embeddings=fields.integer("max_position_embeddings"),
+            max_position_embeddings=fields.integer("max_position_embeddings", high=MAX_POSITIONS),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=RopeConfig.from_fields(fields),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
@@ -147,7 +157,10 @@ class ModelConfig:
 
     def _check_heads(self, fields: JsonFields) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
-            raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads, {self.num_attention_heads}")
+            raise ConfigError(
+                f"{fields.source}: num_key_value_heads is {self.num_key_value_heads}; it must be a divisor of "
+                f"num_attention_heads, {self.num_attention_heads}."
+            )
         if self.head_dim % 2:
             raise ConfigError(f"{fields.source}: head_dim is {self.head_dim}; RoPE rotates pairs, so it must be even.")
 
@@ -201,6 +214,11 @@ def _head_dim(fields: JsonFields, family: _Family, num_heads: int) -> int:
     return fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
 
 
+def _num_kv_heads(fields: JsonFields, family: _Family, num_heads: int) -> int:
+    unsaid = "num_key_value_heads" not in fields
+    return fields.integer("num_key_value_heads", (unsaid and family.default_num_kv_heads) or num_heads)
+
+
 def _sliding_windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
     match family.window:
         case "none":
@@ -214,13 +232,16 @@ def _sliding_windows(fields: JsonFields, family: _Family, num_layers: int) -> tu
 
 
 def _window(fields: JsonFields) -> int | None:
-    return None if fields.raw("sliding_window") is None else fields.integer("sliding_window")
+    """Tokens; None where config.json says null, and the default only where it says nothing."""
+    if "sliding_window" in fields and fields.raw("sliding_window") is None:
+        return None
+    return fields.integer("sliding_window", DEFAULT_SLIDING_WINDOW, high=2**31 - 1)
 
 
 def _sliding_layers(fields: JsonFields, num_layers: int) -> list[bool]:
     kinds = fields.raw("layer_types")
     if kinds is None:
-        first = fields.integer("max_window_layers", num_layers, low=0)
+        first = fields.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, low=0)
         return [layer >= first for layer in range(num_layers)]
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):

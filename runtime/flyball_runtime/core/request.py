@@ -14,12 +14,15 @@ class Request(Struct, frozen=True, kw_only=True):
 
     Attributes:
         priority: lower runs first; used by the ``priority`` policy only.
+        block_hashes: names of the prompt's first full KV blocks (``kv_cache/block_hash.py``), as many as somebody had the
+            time for; the KV cache adds those that it needs. The API process does, so that no step waits for it.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     priority: int = 0
+    block_hashes: list[bytes] = []
 
 
 class Tokens(Struct, frozen=True, tag=True):

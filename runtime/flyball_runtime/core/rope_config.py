@@ -6,6 +6,9 @@ from typing import Literal, cast, get_args
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields
 
+MAX_POSITIONS = 2**24
+"""Tokens: the longest context that a config.json may name."""
+
 RopeType = Literal["default", "linear", "llama3"]
 
 
@@ -46,7 +49,7 @@ def _llama3(rope: JsonFields, theta: float) -> RopeConfig:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:
         raise rope.error("high_freq_factor", f"above low_freq_factor, {low:g}")
-    original = rope.integer("original_max_position_embeddings")
+    original = rope.integer("original_max_position_embeddings", high=MAX_POSITIONS)
     return RopeConfig("llama3", theta, rope.number("factor"), low, high, original)
 
 

@@ -57,6 +57,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             _check_int("stop_token_ids", token_id, 0, vocab_size - 1)
 
 
+DEFAULT_SAMPLING = SamplingParams()
+"""OpenAI's defaults."""
+
+
 def _check_float(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if math.isfinite(value) and low <= value <= high and not (open_low and value == low):
         return

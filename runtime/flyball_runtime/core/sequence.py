@@ -63,7 +63,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
-        self.block_hashes: list[bytes] = []
+        self.block_hashes = list(request.block_hashes)
         self.row: int | None = None
         self.num_cached_tokens = 0
         self.num_preemptions = 0

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import math
 import multiprocessing
 import os
 import shutil
@@ -13,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -33,13 +33,14 @@ from flyball_runtime.core.stats import EngineInfo, StepStats
 from flyball_runtime.engine import messages
 from flyball_runtime.engine.front import EngineObserver
 from flyball_runtime.engine.process import Addresses, run_engine
+from flyball_runtime.engine.retry_after import RetryAfter
 from flyball_runtime.engine.router import RequestStream, Router
 from flyball_runtime.engine.validate import validate_request
+from flyball_runtime.kv_cache import hash_prompt
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
-MAX_RETRY_AFTER_S = 60
 
 
 class EngineClient:
@@ -55,6 +56,7 @@ class EngineClient:
         self._observer = observer
         self._clock = clock or MonotonicClock()
         self._router = Router()
+        self._retry_after = RetryAfter()
         self._info: EngineInfo | None = None
         self._limits: LimitsReport | None = None
         self._stats: StepStats | None = None
@@ -144,8 +146,10 @@ class EngineClient:
         self._check_queue()
         if request.request_id in self._router:
             raise InvalidRequest(f"request_id {request.request_id} is in use; wait for it to end or choose another.")
+        if not self._router:
+            self._retry_after.forget()
         stream = self._router.open(request.request_id, self.abort)
-        self._post(messages.Submit(request))
+        self._post(messages.Submit(self._with_block_hashes(request)))
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -208,12 +212,15 @@ class EngineClient:
         num_running = 0 if self._stats is None else self._stats.num_running
         num_waiting = self.num_unfinished - num_running
         if num_waiting >= self._config.max_queued_requests:
-            raise QueueFull(self._config.max_queued_requests, self._retry_after_s(num_running, num_waiting))
+            retry_after_s = self._retry_after.estimate_s(num_waiting, self._clock.now())
+            raise QueueFull(self._config.max_queued_requests, retry_after_s)
 
-    def _retry_after_s(self, num_running: int, num_waiting: int) -> int:
-        """A coarse guess: one second for each batch, as large as the one running, that waits ahead."""
-        batches_ahead = num_waiting / max(1, num_running)
-        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(batches_ahead)))
+    def _with_block_hashes(self, request: Request) -> Request:
+        """Hash the prompt here: it takes as long as the rest of its admission, and the engine has its step to make."""
+        if not self._config.enable_prefix_caching:
+            return request
+        hashes = hash_prompt(request.prompt_token_ids, self._config.block_size)
+        return msgspec.structs.replace(request, block_hashes=hashes)
 
     def _post(self, message: messages.ToEngine) -> None:
         # Not awaited: without a high-water mark it is done at once, unless the engine is gone, when it never is.
@@ -235,6 +242,7 @@ class EngineClient:
                 self._router.push_tokens(message.request_ids, message.token_ids)
                 for ending in message.endings:
                     self._router.end(ending)
+                    self._retry_after.record_ending(self._clock.now())
                 self._note_stats(message.stats)
                 self._note_drained()
             case messages.LimitsAnswer(ack, report):

@@ -43,10 +43,8 @@ class Engine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 enable_chunked_prefill=config.enable_chunked_prefill,
                 policy=config.scheduling_policy,
-                max_queued_requests=config.max_queued_requests,
             ),
             self.kv_cache,
-            clock,
         )
         self._ledger = LimitsLedger(self.scheduler, clock, config.boot_prior)
         self._draining_limits = False

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
-OPENMP_SPIN_COUNT = "10000"
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,7 @@ def run_engine(config: EngineConfig, addresses: Addresses, parent_pid: int, spaw
         parent_pid: the API process; the engine ends when that is gone, also if it went while the model was loading.
         spawned_at_s: ``time.time()`` when the process was asked for; what passed since then went into imports.
     """
-    # libgomp reads it when torch is loaded. Its default, to spin for milliseconds where threads wait for each other, costs
-    # most of the throughput as soon as anything else wants the cores, and the API process always does.
-    os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
-    # Here for that reason, and because the API process imports this module too and has no use for torch.
+    # Here, because the API process imports this module too and has no use for torch.
     from flyball_runtime.engine.engine import Engine
 
     import_s = time.time() - spawned_at_s

@@ -2,12 +2,12 @@
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import DType, ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -80,13 +80,3 @@ def _default_kv_bytes(config: EngineConfig, device: torch.device, step_bytes: in
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     spare_bytes = int(total_bytes * (1.0 - config.gpu_memory_utilization))
     return free_bytes - spare_bytes - step_bytes
-
-
-def available_memory_bytes() -> int:
-    """Memory this process may still take: the machine's, or its cgroup's when that is tighter."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    machine = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and current.exists() and (text := limit.read_text().strip()) != "max":
-        return min(machine, int(text) - int(current.read_text()))
-    return machine

@@ -9,6 +9,13 @@ _ROOT = b""
 _TOKEN_BYTES = array("I").itemsize
 
 
+def hash_prompt(token_ids: list[int], block_size: int) -> list[bytes]:
+    """The names of all full blocks of a prompt."""
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, token_ids, block_size, len(token_ids) // block_size)
+    return hashes
+
+
 def extend_block_hashes(hashes: list[bytes], token_ids: list[int], block_size: int, num_blocks: int) -> None:
     """Append to ``hashes`` until it names the first ``num_blocks`` full blocks of ``token_ids``.
 

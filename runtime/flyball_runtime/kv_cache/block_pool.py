@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 from flyball_protocol import KVBlocks
 
@@ -84,7 +85,7 @@ class BlockPool:
         """Return ``num`` blocks with one reference each and no content. The caller has checked that there is room."""
         assert num <= self.num_growable, f"{num} blocks asked, {self.num_growable} left; the caller did not check"
         num_evicted = min(len(self._cached), max(0, num - self._num_free_in_capacity))
-        blocks = [self._evict() for _ in range(num_evicted)] + [self._free.pop() for _ in range(num - num_evicted)]
+        blocks = self._evict(num_evicted) + [self._free.pop() for _ in range(num - num_evicted)]
         for block in blocks:
             self._num_refs[block] = 1
         return blocks
@@ -134,18 +135,21 @@ class BlockPool:
         """Free blocks that may be taken before a cached one must go."""
         return self.capacity - (self.num_blocks - len(self._free))
 
-    def _evict(self) -> int:
-        """Forget the least recently released cached block and return it, in no state yet."""
-        block, _ = self._cached.popitem(last=False)
-        block_hash = self._hashes[block]
-        assert block_hash is not None, f"cached block {block} has no hash"
-        del self._block_by_hash[block_hash]
-        self._hashes[block] = None
-        return block
+    def _evict(self, num: int) -> list[int]:
+        """Forget the ``num`` least recently released cached blocks and return them, in no state yet."""
+        cached, hashes, block_by_hash = self._cached, self._hashes, self._block_by_hash
+        blocks = list(islice(cached, num))
+        for block in blocks:
+            del cached[block]
+            block_hash = hashes[block]
+            assert block_hash is not None, f"cached block {block} has no hash"
+            del block_by_hash[block_hash]
+            hashes[block] = None
+        return blocks
 
     def _settle(self) -> None:
         """Evict what the capacity no longer allows; end the drain once what is in use fits."""
-        while self._cached and self._num_free_in_capacity < 0:
-            self._free.append(self._evict())
+        if self._num_free_in_capacity < 0:
+            self._free += self._evict(min(len(self._cached), -self._num_free_in_capacity))
         if self.num_used <= self.capacity:
             self._ceiling = self.capacity

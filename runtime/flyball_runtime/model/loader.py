@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.transformer import CausalLM
-from flyball_runtime.model.weights import iter_weights, weight_files
+from flyball_runtime.model.weights import Header, iter_headers, iter_weights, weight_files
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMES_IN_MESSAGE = 5
+DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 def load_model(
@@ -27,7 +29,8 @@ def load_model(
 ) -> CausalLM:
     """Build the model and fill it from the directory's safetensors, converting to ``dtype`` on the way.
 
-    Weights are copied one tensor at a time from the mapped file to where they stay, and packed one layer at a time, so
+    The files' headers are held against the config first, so a checkpoint that does not fit its config.json costs no memory.
+    Weights are then copied one tensor at a time from the mapped file to where they stay, and packed one layer at a time, so
     memory peaks at the model and one layer.
 
     Args:
@@ -38,8 +41,9 @@ def load_model(
     """
     start = time.monotonic()
     files = weight_files(Path(path))
+    _check_headers(files, config)
     model = _allocate(config, max_model_len or config.max_context_len, dtype, torch.device(device))
-    _fill(dict(model.destinations()), files, config)
+    _fill(dict(model.destinations()), files)
     model.pack()
     logger.info(
         "loaded %d parameters as %s from %d file(s) in %.1f s",
@@ -51,27 +55,17 @@ def load_model(
     return model
 
 
-def _allocate(config: ModelConfig, max_len: int, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    try:
-        return CausalLM(config, max_len=max_len, dtype=dtype, device=device)
-    except RuntimeError as error:  # how torch says "out of memory", on every device
-        gib = config.num_parameters * dtype.itemsize / 2**30
-        raise ConfigError(
-            f"{config.architecture} with {config.num_parameters} parameters needs {gib:.1f} GiB as {dtype}, which {device} "
-            f"cannot give ({error}). Use a smaller model or dtype, or a larger machine."
-        ) from error
-
-
-def _fill(waiting: dict[str, Tensor], files: list[Path], config: ModelConfig) -> None:
-    """Copy every tensor to its destination; what is over on either side is an error."""
+def _check_headers(files: list[Path], config: ModelConfig) -> None:
+    """Every tensor that the model needs is there, once, in its shape; what is over on either side is an error."""
+    empty = CausalLM(config, max_len=1, dtype=torch.bfloat16, device=torch.device("meta"))  # shapes without memory
+    waiting = {name: tuple(tensor.shape) for name, tensor in empty.destinations()}
     expected = set(waiting)
-    for file, name, tensor in iter_weights(files):
-        if _is_ignorable(name, config):
+    for header in iter_headers(files):
+        if _is_ignorable(header.name, config):
             continue
-        if name not in waiting:
-            raise ConfigError(f"{file}: {_why_not_wanted(name, expected, config)}")
-        _check(file, name, tensor, waiting[name].shape)
-        waiting.pop(name).copy_(tensor)
+        if header.name not in waiting:
+            raise ConfigError(f"{header.file}: {_why_not_wanted(header.name, expected, config)}")
+        _check(header, waiting.pop(header.name))
     if waiting:
         names = sorted(waiting)
         shown = ", ".join(names[:MAX_NAMES_IN_MESSAGE])
@@ -80,6 +74,34 @@ def _fill(waiting: dict[str, Tensor], files: list[Path], config: ModelConfig) ->
             f"{files[0].parent} lacks {len(names)} tensor(s) that {config.architecture} needs: {shown}{more}. "
             f"Looked in {', '.join(file.name for file in files)}. Download or export the checkpoint again."
         )
+
+
+def _allocate(config: ModelConfig, max_len: int, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    free_bytes = _free_bytes(device)
+    if config.num_parameters * dtype.itemsize > free_bytes:
+        raise _too_large(config, dtype, device, f"{free_bytes / 2**30:.1f} GiB are free")
+    try:
+        return CausalLM(config, max_len=max_len, dtype=dtype, device=device)
+    except RuntimeError as error:  # how torch says "out of memory", on every device
+        raise _too_large(config, dtype, device, str(error)) from error
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
+
+
+def _too_large(config: ModelConfig, dtype: torch.dtype, device: torch.device, why: str) -> ConfigError:
+    gib = config.num_parameters * dtype.itemsize / 2**30
+    return ConfigError(
+        f"{config.architecture} with {config.num_parameters} parameters needs {gib:.1f} GiB as {dtype}, which {device} "
+        f"cannot give ({why}). Use a smaller model or dtype, or a larger machine."
+    )
+
+
+def _fill(destinations: dict[str, Tensor], files: list[Path]) -> None:
+    for name, tensor in iter_weights(files):
+        if name in destinations:  # else it is one that the model has without the file
+            destinations[name].copy_(tensor)
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
@@ -96,14 +118,14 @@ def _why_not_wanted(name: str, expected: set[str], config: ModelConfig) -> str:
     )
 
 
-def _check(file: Path, name: str, tensor: Tensor, shape: torch.Size) -> None:
-    if tensor.shape != shape:
+def _check(header: Header, shape: tuple[int, ...]) -> None:
+    if header.shape != shape:
         raise ConfigError(
-            f"{file}: tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}. "
+            f"{header.file}: tensor {header.name} has shape {list(header.shape)}; config.json asks for {list(shape)}. "
             "Check that config.json and the weights belong together."
         )
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+    if header.dtype not in DTYPES:
         raise ConfigError(
-            f"{file}: tensor {name} is {tensor.dtype}; it must be bfloat16, float16 or float32. "
+            f"{header.file}: tensor {header.name} is {header.dtype}; it must be one of {', '.join(DTYPES)}. "
             "Quantized checkpoints are not supported."
         )

@@ -1,6 +1,8 @@
 """Tensors of a safetensors checkpoint, one at a time, straight from the memory-mapped file."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -12,22 +14,51 @@ from flyball_runtime.core.json_fields import read_json_object
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
-def iter_weights(files: list[Path]) -> Iterator[tuple[Path, str, Tensor]]:
-    """Yield (file, name, tensor). A tensor is a view of the mapped file: copy what must outlive the iteration.
+@dataclass(frozen=True)
+class Header:
+    """What a file says of one of its tensors. ``dtype`` is safetensors' name, like BF16."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def iter_headers(files: list[Path]) -> Iterator[Header]:
+    """What the files hold, without reading it.
 
     Raises:
         ConfigError: a file is not safetensors, or is cut short.
     """
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  safe_open is no mapping
-                    yield file, name, tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"{file} is not a readable safetensors file ({error}). It may be corrupt, cut short or a git-lfs "
-                f"pointer; it has {file.stat().st_size} bytes. Download it again."
-            ) from error
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118  safe_open is no mapping
+                part = tensors.get_slice(name)
+                yield Header(file, name, tuple(part.get_shape()), part.get_dtype())
+
+
+def iter_weights(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor). A tensor is a view of the mapped file: copy what must outlive the iteration.
+
+    Raises:
+        ConfigError: a file is not safetensors, or is cut short.
+    """
+    for file in files:
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118  safe_open is no mapping
+                yield name, tensors.get_tensor(name)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{file} is not a readable safetensors file ({error}). It may be corrupt, cut short or a git-lfs "
+            f"pointer; it has {file.stat().st_size} bytes. Download it again."
+        ) from error
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from flyball_protocol import Envelope, Limits
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.scheduler.policies import POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """The upper bounds that live limits move under, and what cannot change while serving.
+
+    EngineConfig checks the ranges, where users set them. What depends on the model's length is checked here.
 
     Attributes:
         max_model_len: longest sequence (prompt and output) in tokens.
@@ -18,10 +19,9 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens in one step.
         enable_chunked_prefill: False computes each prompt whole, in one step.
         policy: ``fcfs`` or ``priority``; see policies.py.
-        max_queued_requests: requests that may wait; one more is refused with QueueFull.
 
     Raises:
-        ConfigError: a value is out of range, or two do not fit together.
+        ConfigError: without chunked prefill, the longest prompt does not fit into a step.
     """
 
     max_model_len: int
@@ -29,19 +29,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
-    max_queued_requests: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}; it must be at least 1.")
-        if self.policy not in POLICIES:
-            raise ConfigError(f"--scheduling-policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}.")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}; "
-                "a step must have room for one token of every running sequence. Raise the one or lower the other."
-            )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below the model length {self.max_model_len}, "
@@ -85,7 +74,3 @@ class SchedulerConfig:
 def _round_up(fraction: float) -> float:
     """To 4 decimals, so that the bound can be printed, typed and posted."""
     return min(1.0, math.ceil(fraction * 10_000) / 10_000)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

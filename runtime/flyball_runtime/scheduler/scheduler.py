@@ -4,8 +4,7 @@ import heapq
 import logging
 
 from flyball_protocol import Envelope, Limits
-from flyball_runtime.core.clock import Clock
-from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong, QueueFull
+from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.request import FinishReason
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
@@ -14,7 +13,6 @@ from flyball_runtime.scheduler.blocked_by import BlockedBy
 from flyball_runtime.scheduler.config import SchedulerConfig
 from flyball_runtime.scheduler.limits import violations
 from flyball_runtime.scheduler.policies import POLICIES, choose_victim
-from flyball_runtime.scheduler.retry_after import RetryAfter
 from flyball_runtime.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -37,19 +35,17 @@ class Scheduler:
     runs is under the new limit. Not thread-safe; sequences are changed here only.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCache, clock: Clock) -> None:
+    def __init__(self, config: SchedulerConfig, kv_cache: KVCache) -> None:
         """Raises ConfigError when the KV cache cannot hold one sequence of ``max_model_len`` tokens."""
         self.config = config
         self.envelope: Envelope = config.envelope(kv_cache.num_blocks, kv_cache.block_size)
         self._kv = kv_cache
-        self._clock = clock
         self._policy = POLICIES[config.policy]
         self._waiting = WaitingQueue(self._policy)
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._unfinished: dict[str, Sequence] = {}
         self._free_rows = list(range(config.max_num_seqs))  # a heap, so that running rows stay dense at the low end
         self._num_submitted = 0
-        self._retry_after = RetryAfter()
         self._blocked_by = BlockedBy.NONE
         self.set_limits(config.start_limits())
 
@@ -99,12 +95,11 @@ class Scheduler:
         self._kv.set_capacity(round(limits.kv_cache_fraction * self._kv.num_blocks))
 
     def submit(self, seq: Sequence) -> None:
-        """Queue a new sequence.
+        """Queue a new sequence. How many may wait is the front door's decision (``EngineClient``).
 
         Raises:
             EmptyPrompt, PromptTooLong: it could never run.
             InvalidRequest: a request of this id has not ended yet.
-            QueueFull: ``max_queued_requests`` are waiting.
         """
         if seq.num_prompt_tokens == 0:
             raise EmptyPrompt()
@@ -112,10 +107,6 @@ class Scheduler:
             raise PromptTooLong(seq.num_prompt_tokens, seq.sampling.max_tokens, self.config.max_model_len)
         if seq.request_id in self._unfinished:
             raise InvalidRequest(f"request_id {seq.request_id} is in use; wait for it to end or choose another.")
-        num_waiting = len(self._waiting)
-        if num_waiting >= self.config.max_queued_requests:
-            retry_after_s = self._retry_after.estimate_s(num_waiting, self._clock.now())
-            raise QueueFull(self.config.max_queued_requests, retry_after_s)
         seq.arrival_index = self._num_submitted
         self._num_submitted += 1
         self._unfinished[seq.request_id] = seq
@@ -260,8 +251,6 @@ class Scheduler:
         seq.row = heapq.heappop(self._free_rows)
         seq.status = SequenceStatus.RUNNING
         self._running[seq.request_id] = seq
-        if seq.num_preemptions == 0:
-            self._retry_after.record_admission(self._clock.now())
 
     def _stop_running(self, seq: Sequence) -> None:
         assert seq.row is not None, f"{seq!r} runs without a row"

@@ -7,7 +7,7 @@ from flyball_runtime.scheduler.policies import Key, Policy
 
 
 class WaitingQueue:
-    """A sorted list: the queue is bounded, so shifting its pointers is cheaper than a heap that must forget aborts."""
+    """A sorted list: servers bound their queue, so shifting its pointers is cheaper than a heap that must forget aborts."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

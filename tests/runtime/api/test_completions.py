@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from flyball_runtime.core.errors import QueueFull
+from flyball_runtime.core.sampling import SamplingParams
 from runtime.api.support import MODEL, asgi_client, chat, encode, error_of, until
 from runtime.fake_engine import FakeEngine
 
@@ -103,6 +104,30 @@ async def test_sampling_fields_reach_the_engine(
     assert response.status_code == 200, response.text
     sampling = engine.requests[0].sampling
     assert {name: getattr(sampling, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (0.6, 0.95, 306, 0.01)),
+        ({"temperature": None, "top_p": 0.5}, (0.6, 0.5, 306, 0.01)),
+        ({"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0}, (0.0, 1.0, 0, 0.0)),
+        ({"top_k": -1}, (0.6, 0.95, 0, 0.01)),
+    ],
+)
+async def test_a_request_wins_over_the_defaults_of_the_checkpoint(
+    engine: FakeEngine,
+    tokenizer: PreTrainedTokenizerFast,
+    metrics: Metrics,
+    fields: dict[str, Any],
+    expected: tuple[float, ...],
+) -> None:
+    defaults = SamplingParams(temperature=0.6, top_p=0.95, top_k=10**6, min_p=0.01)
+    settings = ApiSettings(served_model_names=(MODEL,), default_sampling=defaults)
+    async with asgi_client(create_app(engine, tokenizer, settings, metrics)) as client:
+        assert (await client.post("/v1/chat/completions", json=chat(**fields))).status_code == 200
+    sampling = engine.requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == expected
 
 
 @pytest.mark.parametrize(("fields", "max_tokens"), [({}, 16), ({"max_tokens": None}, None), ({"max_tokens": 3}, 3)])

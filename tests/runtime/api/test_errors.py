@@ -68,6 +68,7 @@ async def test_bodies_that_are_no_json_object(client: httpx.AsyncClient, path: s
         ({"priority": 2**40}, "priority"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"nope": 1}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user", "content": "x"}] * 2049}, "messages"),

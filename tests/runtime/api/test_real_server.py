@@ -1,6 +1,8 @@
 """Behind a real uvicorn: the openai client, and clients that misbehave at the socket."""
 
 import asyncio
+import contextlib
+import itertools
 import json
 
 import httpx
@@ -159,6 +161,66 @@ async def test_headers_over_the_limit(app: FastAPI, settings: ApiSettings) -> No
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /livez HTTP/1.1\r\nX-Long: " + b"x" * (2 * settings.max_header_bytes))
         assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+        await writer.wait_closed()
+
+
+GET_LIVEZ = b"GET /livez HTTP/1.1\r\nHost: test\r\n\r\n"
+
+
+async def closed_while_dripping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> bytes:
+    """Send byte by byte, on and on, until the server closes; what it answered."""
+    drip = itertools.chain(data, itertools.repeat(ord("x")))
+    reading = asyncio.create_task(reader.read())
+    async with asyncio.timeout(10):
+        while not reading.done():
+            writer.write(bytes([next(drip)]))
+            await asyncio.sleep(0.01)
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    return await reading
+
+
+@pytest.mark.parametrize("before", [b"", GET_LIVEZ], ids=["first request", "after another one"])
+async def test_headers_that_never_end_close_the_connection(app: FastAPI, before: bytes) -> None:
+    settings = ApiSettings(served_model_names=(MODEL,), header_timeout_s=0.2)
+    async with served(app, **settings.uvicorn_options()) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        if before:
+            writer.write(before)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        answer = await closed_while_dripping(reader, writer, b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
+        assert b"HTTP" not in answer
+
+
+async def test_a_connection_that_sends_nothing_is_closed(app: FastAPI) -> None:
+    settings = ApiSettings(served_model_names=(MODEL,), keep_alive_s=1)
+    async with served(app, **settings.uvicorn_options()) as address, asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection(*address)
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_slow_answers_and_headers_in_pieces_are_fine(app: FastAPI, engine: FakeEngine) -> None:
+    engine.reply = None
+    settings = ApiSettings(served_model_names=(MODEL,), header_timeout_s=0.3, keep_alive_s=1)
+    body = json.dumps(chat()).encode()
+    async with served(app, **settings.uvicorn_options()) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        for number in range(1, 3):
+            writer.write(post_bytes(body)[:20])
+            await asyncio.sleep(0.01)
+            writer.write(post_bytes(body)[20:])
+            await until(lambda number=number: len(engine.requests) == number)
+            await asyncio.sleep(1.2)  # longer than either timeout
+            engine.tokens([40])
+            engine.finish()
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+            await reader.readexactly(int(length.split(b":")[1]))
         writer.close()
         await writer.wait_closed()
 

@@ -91,7 +91,7 @@ def texts(events: list[Any]) -> str:
 
 async def test_chat_stream(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.num_cached_tokens = 2
-    body = chat(stream=True, stream_options={"include_usage": True})
+    body = chat(stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
     response = await client.post(CHAT, json=body)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     first, *middle, finish, usage, done = sse_events(response.text)

@@ -8,6 +8,8 @@ import pytest
 
 from fake_openai import DONE, FakeServer, Reply, delta, event, usage
 from flyball_runtime import chat
+from flyball_runtime.chat.conversation import Answer
+from flyball_runtime.client.chunk import decode_chunk
 
 
 def run(*flags: str) -> int:
@@ -58,6 +60,23 @@ def test_one_question(server: FakeServer, capsys: pytest.CaptureFixture[str]) ->
             "max_tokens": 9,
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("arrivals_s", "shown"),
+    [
+        ([0.2, 1.2, 2.2], "3 tokens, TTFT 200 ms, 1.0 tok/s"),
+        ([0.2, 0.2001, 0.2002], "3 tokens, TTFT 200 ms"),
+        ([0.2], "1 token, TTFT 200 ms"),
+        ([], "0 tokens"),
+    ],
+    ids=["steady", "one burst", "one token", "none"],
+)
+def test_a_rate_is_shown_only_where_there_was_one(arrivals_s: list[float], shown: str) -> None:
+    answer = Answer()
+    for seconds in arrivals_s:
+        answer.add(decode_chunk(b'{"choices": [{"delta": {"content": "x"}}]}'), seconds)
+    assert str(answer) == shown
 
 
 def test_the_question_may_come_on_stdin(

@@ -11,6 +11,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import (
     ConfigError,
@@ -59,9 +60,9 @@ def settings(path: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=str(path), served_model_name="test", **(defaults | changes))
 
 
-def run(path: Path, scenario: Scenario, observer: Any = None, **changes: Any) -> None:
+def run(path: Path, scenario: Scenario, observer: Any = None, clock: FakeClock | None = None, **changes: Any) -> None:
     async def session() -> None:
-        async with EngineClient(settings(path, **changes), observer) as client:
+        async with EngineClient(settings(path, **changes), observer, clock) as client:
             await scenario(client)
 
     asyncio.run(session())
@@ -211,9 +212,44 @@ def test_the_queue_is_bounded_before_the_engine_sees_it(path: Path) -> None:
         streams = [client.submit(request(name, max_tokens=300)) for name in "ab"]
         with pytest.raises(QueueFull, match="2 requests are waiting") as refused:
             client.submit(request("c"))
-        assert refused.value.retry_after_s is not None
+        assert refused.value.retry_after_s == 1, "nothing has ended yet"
         results = await asyncio.gather(*map(collect, streams))
         assert [len(tokens) for tokens, _ in results] == [300, 300]
         assert [len((await collect(client.submit(request("d"))))[0])] == [8]
 
     run(path, scenario, max_queued_requests=2, max_num_seqs=1)
+
+
+def test_a_full_queue_says_when_to_come_back_by_how_fast_requests_end(path: Path) -> None:
+    clock = FakeClock()
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        short, long = client.submit(request("a")), client.submit(request("b", max_tokens=300))
+        await collect(short)
+        await anext(long)
+        clock.advance(10)
+        for name in "cd":
+            client.submit(request(name))
+        with pytest.raises(QueueFull) as refused:
+            client.submit(request("e"))
+        assert refused.value.retry_after_s == 20, "1 ending in 10 s, 2 waiting"
+
+    run(path, scenario, clock=clock, max_queued_requests=2, max_num_seqs=1)
+
+
+def test_a_conversation_finds_its_own_answer_in_the_prefix_cache(path: Path) -> None:
+    """The client hashes prompts, the engine what it generates: the names must be the same."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompt = list(range(4, 24))
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        first = Request(request_id="first", prompt_token_ids=prompt, sampling=sampling)
+        answer, _ = await collect(client.submit(first))
+        again = Request(request_id="again", prompt_token_ids=[*prompt, *answer, 5], sampling=sampling)
+        _, ending = await collect(client.submit(again))
+        assert isinstance(ending, Finished)
+        assert ending.num_cached_tokens == 32, "two blocks: prompt and answer were 40 tokens, 39 of them computed"
+
+    run(path, scenario, enable_prefix_caching=True, block_size=16)

@@ -91,15 +91,6 @@ def test_one_bad_request_fails_alone(path: Path, bad: dict[str, Any], code: str,
     assert endings == [Finished("good", "length", 3, 8)]
 
 
-def test_the_queue_is_bounded(path: Path) -> None:
-    engine = make_engine(path, max_queued_requests=2)
-    failures = [engine.submit(request(name)) for name in "abc"]
-    assert failures[:2] == [None, None]
-    assert isinstance(failures[2], Failed)
-    assert (failures[2].status, failures[2].code) == (429, "queue_full")
-    assert failures[2].retry_after_s is not None
-
-
 def test_output_stops_at_the_context_length(path: Path) -> None:
     engine = make_engine(path, max_model_len=32)
     (output,) = generate(engine, [[5] * 30], SamplingParams(temperature=0.0, ignore_eos=True))

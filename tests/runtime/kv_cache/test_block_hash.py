@@ -1,10 +1,8 @@
-from flyball_runtime.kv_cache.block_hash import extend_block_hashes
+from flyball_runtime.kv_cache.block_hash import extend_block_hashes, hash_prompt
 
 
 def hashes_of(token_ids: list[int], block_size: int = 4) -> list[bytes]:
-    hashes: list[bytes] = []
-    extend_block_hashes(hashes, token_ids, block_size, len(token_ids) // block_size)
-    return hashes
+    return hash_prompt(token_ids, block_size)
 
 
 def test_only_full_blocks_are_hashed():

@@ -45,6 +45,13 @@ def test_a_prefix_is_found_after_its_owner_is_gone():
     assert admit(kv, make_sequence([*prompt[:8], 77])) == 8
 
 
+@pytest.mark.parametrize("hashed_by", [(BLOCK_SIZE, None), (None, BLOCK_SIZE), (BLOCK_SIZE, BLOCK_SIZE)])
+def test_it_does_not_matter_who_hashed_a_prompt(hashed_by: tuple[int | None, int | None]):
+    kv = KVCache(16, BLOCK_SIZE)
+    first, second = (make_sequence(range(10), hashed_by=one) for one in hashed_by)
+    assert (admit(kv, first), admit(kv, second)) == (0, 8)
+
+
 def test_nothing_is_found_before_it_is_registered():
     kv = KVCache(8, BLOCK_SIZE)
     first = make_sequence(range(9))

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from checkpoints import ARCHITECTURES, make_checkpoint
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.model import loader
 from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.transformer import CausalLM
@@ -73,8 +75,8 @@ def test_shards_hold_the_same_as_one_file(tmp_path: Path, checkpoint: Callable, 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux which file an address is mapped from")
 def test_tensors_come_straight_from_the_mapped_file(checkpoint: Callable) -> None:
     files = weight_files(checkpoint("qwen3"))
-    for file, _, tensor in iter_weights(files):
-        assert _mapped_file(tensor.data_ptr()) == str(file)
+    for _, tensor in iter_weights(files):
+        assert _mapped_file(tensor.data_ptr()) == str(files[0])
 
 
 def _mapped_file(address: int) -> str | None:
@@ -123,9 +125,9 @@ def test_wrong_shape(broken: Callable) -> None:
         _load(broken(lambda tensors: tensors.update({Q_PROJ: torch.zeros(96, 63)})))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantized_tensor(broken: Callable, dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match=rf"tensor {Q_PROJ} is {dtype}; it must be bfloat16, float16 or float32"):
+@pytest.mark.parametrize(("dtype", "named"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_quantized_tensor(broken: Callable, dtype: torch.dtype, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tensor {Q_PROJ} is {named}; it must be one of BF16, F16, F32, F64"):
         _load(broken(lambda tensors: tensors.update({Q_PROJ: torch.zeros(96, 64).to(dtype)})))
 
 
@@ -185,11 +187,43 @@ def test_no_weights(checkpoint: Callable, tmp_path: Path) -> None:
         _load(tmp_path)
 
 
-def test_larger_than_any_machine(checkpoint: Callable) -> None:
+@pytest.mark.parametrize(
+    ("absurd", "message"),
+    [
+        ({"num_hidden_layers": 4096, "sliding_windows": (None,) * 4096}, r"lacks 45034 tensor\(s\)"),
+        (
+            {"vocab_size": 2**20},
+            r"weight has shape \[384, 64\]; config\.json asks for \[1048576, 64\]",
+        ),
+        ({"intermediate_size": 2**20}, r"has shape .*; config\.json asks for"),
+    ],
+    ids=["layers", "vocabulary", "width"],
+)
+def test_a_config_that_does_not_fit_the_files_costs_no_memory(
+    checkpoint: Callable, monkeypatch: pytest.MonkeyPatch, absurd: dict[str, Any], message: str
+) -> None:
     path = checkpoint("qwen3")
-    config = dataclasses.replace(ModelConfig.from_dir(path), intermediate_size=10**15)
-    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM with .* GiB as torch\.float32, which cpu cannot give"):
+    config = dataclasses.replace(ModelConfig.from_dir(path), **absurd)
+    monkeypatch.setattr(loader, "_allocate", lambda *_: pytest.fail("memory was asked for"))
+    with pytest.raises(ConfigError, match=message):
         load_model(path, config, dtype=torch.float32, device="cpu")
+
+
+def test_larger_than_the_machine(checkpoint: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint("qwen3")
+    config = ModelConfig.from_dir(path)
+    monkeypatch.setattr(loader, "available_memory_bytes", lambda: 4 * config.num_parameters - 1)
+    message = r"Qwen3ForCausalLM with \d+ parameters needs .* GiB as torch\.float32, which cpu cannot give \(.* GiB are free\)"
+    with pytest.raises(ConfigError, match=message):
+        load_model(path, config, dtype=torch.float32, device="cpu")
+    load_model(path, config, dtype=torch.bfloat16, device="cpu")
+
+
+def test_what_the_allocator_refuses(checkpoint: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "available_memory_bytes", lambda: 2**60)
+    config = dataclasses.replace(ModelConfig.from_dir(checkpoint("qwen3")), intermediate_size=2**45)
+    with pytest.raises(ConfigError, match=r"which cpu cannot give \(.*you tried to allocate"):
+        loader._allocate(config, 64, torch.float32, torch.device("cpu"))
 
 
 def test_dtype_names(checkpoint: Callable) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from checkpoints import ARCHITECTURES, EOS_ID, TURN_END_ID, make_checkpoint
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.model_config import ModelConfig, check_tokenizer_files
+from flyball_runtime.core.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, check_tokenizer_files
 from flyball_runtime.core.rope_config import RopeConfig
 
 LLAMA3_ROPE = {
@@ -27,6 +27,7 @@ MINIMAL: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
 
@@ -78,7 +79,6 @@ def test_kv_bytes_per_token(write_config) -> None:
 
 def test_a_minimal_config_gets_the_defaults_of_transformers(write_config) -> None:
     config = ModelConfig.from_dir(write_config())
-    assert config.num_key_value_heads == 4
     assert config.head_dim == 16
     assert config.rms_norm_eps == 1e-6
     assert config.rope == RopeConfig("default", 10_000.0)
@@ -118,7 +118,6 @@ def test_dtype_under_either_name(write_config, key: str) -> None:
     ("architecture", "fields", "windows"),
     [
         ("MistralForCausalLM", {"sliding_window": 8}, (8, 8)),
-        ("MistralForCausalLM", {}, (None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": False}, (None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
         (
@@ -131,6 +130,43 @@ def test_dtype_under_either_name(write_config, key: str) -> None:
 )
 def test_sliding_windows(write_config, architecture: str, fields: dict[str, Any], windows: tuple) -> None:
     assert ModelConfig.from_dir(write_config(architectures=[architecture], **fields)).sliding_windows == windows
+
+
+OPTIONAL = (
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"),
+    *("sliding_window", "use_sliding_window", "max_window_layers"),
+)
+UNSAID = [(arch, key, "nothing") for arch in SUPPORTED_ARCHITECTURES for key in OPTIONAL]
+UNSAID += [(arch, "sliding_window", "null") for arch in SUPPORTED_ARCHITECTURES]
+UNSAID += [(f"{family}ForCausalLM", "num_key_value_heads", "null") for family in ("Llama", "Qwen2", "Qwen3")]
+UNSAID += [(f"{family}ForCausalLM", "head_dim", "null") for family in ("Llama", "Mistral")]
+
+
+@pytest.mark.parametrize(("architecture", "key", "said"), UNSAID)
+def test_what_config_json_leaves_out_is_what_transformers_takes(
+    tmp_path: Path, architecture: str, key: str, said: str
+) -> None:
+    model_type = architecture.removesuffix("ForCausalLM").lower()
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 30, "hidden_size": 64}
+    fields = {**MINIMAL, **sizes, "architectures": [architecture], "model_type": model_type, "rms_norm_eps": 1e-5}
+    fields |= {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 29, "head_dim": 4}
+    fields |= {"tie_word_embeddings": True, key: None}
+    if said == "nothing":
+        del fields[key]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ours, theirs = ModelConfig.from_dir(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert ours.num_key_value_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.sliding_windows == their_windows(theirs)
+
+
+def their_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    if config.model_type == "llama":
+        return (None,) * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def test_end_of_sequence_ids_of_both_files_count(write_config) -> None:
@@ -172,8 +208,11 @@ def test_unreadable_json(write_config, name: str, content: bytes, message: str) 
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported.*Qwen3ForCausalLM"),
         ({"architectures": None}, "architectures is None; it must be a list with one of LlamaForCausalLM"),
         ({"vocab_size": None}, "has no vocab_size"),
-        ({"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number of at least 1"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number of at least 1"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number from 1 to 1048576"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number from 1 to 4096"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; it must be"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000; it must be a whole number from 1 to 1048576"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings is 1099511627776; it must be"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"num_attention_heads": 5}, "hidden_size is 64; it must be a multiple of num_attention_heads, 5"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must be a divisor of num_attention_heads, 4"),

@@ -1,8 +1,7 @@
 import pytest
 
 from flyball_protocol import Limits
-from flyball_runtime.core.clock import FakeClock
-from flyball_runtime.core.errors import ConfigError, EmptyPrompt, InvalidRequest, PromptTooLong, QueueFull
+from flyball_runtime.core.errors import ConfigError, EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Scheduler, SchedulerConfig
@@ -13,12 +12,10 @@ MAX_MODEL_LEN = 32
 TOKEN = 999_999
 
 
-def make_scheduler(
-    num_blocks: int = 64, *, caching: bool = True, clock: FakeClock | None = None, **settings
-) -> Scheduler:
+def make_scheduler(num_blocks: int = 64, *, caching: bool = True, **settings) -> Scheduler:
     defaults = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     kv = KVCache(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching)
-    return Scheduler(SchedulerConfig(**(defaults | settings)), kv, clock or FakeClock())
+    return Scheduler(SchedulerConfig(**(defaults | settings)), kv)
 
 
 def submit(
@@ -380,30 +377,6 @@ def test_an_id_in_use_is_refused():
         scheduler.submit(make_sequence(1, request_id="x", max_tokens=1))
     step(scheduler)
     scheduler.submit(make_sequence(1, request_id="x", max_tokens=1))
-
-
-def test_a_full_queue_says_when_to_retry():
-    clock = FakeClock()
-    scheduler = make_scheduler(max_num_seqs=1, max_queued_requests=3, clock=clock)
-    submit(scheduler, 1, 1, 1, max_tokens=1)
-    with pytest.raises(QueueFull) as error:
-        submit(scheduler, 1)
-    assert error.value.retry_after_s == 1
-    step(scheduler)
-    clock.advance(10)
-    step(scheduler)
-    submit(scheduler, 1, 1)
-    with pytest.raises(QueueFull, match="3 requests are waiting") as error:
-        submit(scheduler, 1)
-    assert error.value.retry_after_s == 15, "2 admissions in 10 s, 3 waiting"
-
-
-def test_a_preempted_sequence_waits_even_when_the_queue_is_full():
-    scheduler = make_scheduler(num_blocks=10, max_queued_requests=2)
-    fill_pool(scheduler)
-    submit(scheduler, 30, 30)
-    step(scheduler)
-    assert scheduler.num_waiting == 3
 
 
 def test_a_kv_cache_too_small_for_one_sequence_stops_start_up():

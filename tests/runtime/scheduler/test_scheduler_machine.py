@@ -13,15 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fake_model import FakeModel, expected_output
 from flyball_protocol import Limits
-from flyball_runtime.core.clock import FakeClock
-from flyball_runtime.core.errors import QueueFull
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Scheduler, SchedulerConfig
 from sequences import make_sequence
 
 MAX_MODEL_LEN = 24
-MAX_QUEUED = 12
+MAX_WAITING = 12
 STOP_TOKEN = 3
 EXAMPLES = os.environ.get("FLYBALL_FUZZ_EXAMPLES")
 NUM_LONG_HISTORIES = 20 if EXAMPLES is None else int(EXAMPLES)
@@ -50,7 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
-        prompts=st.lists(PROMPTS, min_size=4, max_size=MAX_QUEUED),
+        prompts=st.lists(PROMPTS, min_size=4, max_size=MAX_WAITING),
     )
     def start(
         self,
@@ -71,9 +69,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=(max_num_seqs if chunked else MAX_MODEL_LEN) + spare_budget,
             enable_chunked_prefill=chunked,
             policy=policy,
-            max_queued_requests=MAX_QUEUED,
         )
-        self.scheduler = Scheduler(config, self.kv, FakeClock())
+        self.scheduler = Scheduler(config, self.kv)
         self.model = FakeModel(num_blocks, block_size)
         self.ceiling = num_blocks
         self.live: dict[str, Sequence] = {}
@@ -83,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # rules
 
+    @precondition(lambda self: self.scheduler.num_waiting < MAX_WAITING)
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=5),
         max_tokens=st.integers(1, 20),
@@ -162,14 +160,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             request_id=str(self.num_submitted),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[STOP_TOKEN],
+            hashed_by=self.kv.block_size if self.num_submitted % 2 else None,
         )
-        num_waiting = self.scheduler.num_waiting
-        try:
-            self.scheduler.submit(seq)
-        except QueueFull:
-            assert num_waiting >= MAX_QUEUED
-            return
-        assert num_waiting < MAX_QUEUED
+        self.scheduler.submit(seq)
         self.live[seq.request_id] = seq
         self.num_submitted += 1
 

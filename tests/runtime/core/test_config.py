@@ -1,0 +1,50 @@
+from typing import Any
+
+import pytest
+
+from flyball_runtime.core.config import SCHEDULING_POLICIES, EngineConfig, parse_bytes
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.scheduler.policies import POLICIES
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of auto, bfloat16, float16, float32"),
+        ({"device": "tpu"}, "--device is 'tpu'"),
+        ({"attention_backend": "magic"}, "--attention-backend is 'magic'"),
+        ({"scheduling_policy": "lifo"}, "--scheduling-policy is 'lifo'; it must be one of fcfs, priority"),
+        ({"log_level": "loud"}, "--log-level is 'loud'"),
+        ({"block_size": 12}, "--block-size is 12; it must be one of 8, 16, 32, 64, 128"),
+        ({"max_model_len": 1}, "--max-model-len is 1; it must be from 2 to"),
+        ({"max_num_seqs": 0}, "--max-num-seqs is 0; it must be from 1 to 4096"),
+        ({"max_num_seqs": 5000}, "--max-num-seqs is 5000"),
+        ({"max_num_batched_tokens": -1}, "--max-num-batched-tokens is -1"),
+        ({"max_num_batched_tokens": 100}, "--max-num-batched-tokens is 100, below --max-num-seqs 256"),
+        ({"max_queued_requests": 0}, "--max-queued-requests is 0"),
+        ({"num_threads": 0}, "--num-threads is 0"),
+        ({"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes is 0"),
+        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization is 0.0"),
+        ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization is nan"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="m", served_model_name="m", **settings)
+
+
+def test_the_policies_that_a_flag_offers_are_those_that_exist() -> None:
+    assert tuple(POLICIES) == SCHEDULING_POLICIES
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("4096", 4096), ("2GiB", 2 * 2**30), ("1.5G", 1_500_000_000), (" 512 mi ", 512 * 2**20)]
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "2 bananas", "1e9"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_bytes(text)
