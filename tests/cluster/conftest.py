@@ -86,6 +86,7 @@ def operator(cluster: Cluster, namespace: str) -> Iterator[OperatorProcess]:
     grant(cluster, namespace, child_rules())
     with OperatorProcess(cluster, namespace) as process:
         yield process
+        assert "Traceback" not in process.log
 
 
 def _with_crds(cluster: Cluster) -> Cluster:

@@ -71,7 +71,7 @@ class OperatorProcess:
         self.identity = identity
         kubeconfig = _through(cluster.kubeconfig_of(namespace, ACCOUNT), server, f"{namespace}-{identity}")
         self.log_path = cluster.folder / f"operator-{namespace}-{identity}-{self.port}.log"
-        self._environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONWARNINGS": "default"}
+        self._environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
         self._command = (
             *(sys.executable, "-m", "flyball_operator.cli", "run"),
             *(f"--namespace={namespace}", f"--own-namespace={namespace}", f"--identity={identity}"),
