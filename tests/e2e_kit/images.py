@@ -59,7 +59,9 @@ def _debian() -> str:
         archive = cache_folder() / f"debian-{SUITE}.tar"
         excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in UNUSED_DOCUMENTS]
         lists = '--customize-hook=rm -rf "$1"/var/lib/apt/lists/*'
-        _run("mmdebstrap", "--quiet", "--variant=minbase", *excluded, lists, SUITE, str(archive))
+        # Not later, by a Dockerfile: the package writes to a file on which SYSTEM_FILES are mounted then.
+        certificates = "--include=ca-certificates"
+        _run("mmdebstrap", "--quiet", "--variant=minbase", certificates, *excluded, lists, SUITE, str(archive))
         _assemble(BASE, "scratch", {archive: "/"}, ("/bin/sh",))
         archive.unlink()
     return BASE
