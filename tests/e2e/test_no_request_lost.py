@@ -148,8 +148,8 @@ def test_killing_a_runtime_loses_its_own_requests_only(model: Model) -> None:
     scale(model, 2)
     with Traffic(model.url, SERVED_NAME) as traffic:
         time.sleep(3)
-        uid = model.pods()[0]["metadata"]["uid"]
-        (pid, *_) = processes.running("flyball", "serve", cgroup=uid)
+        container = model.pods()[0]["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
+        (pid, *_) = processes.running("flyball", "serve", cgroup=container)
         killed_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         while all(map(ready, model.pods())):

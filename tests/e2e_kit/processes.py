@@ -7,7 +7,7 @@ def running(*words: str, cgroup: str = "") -> list[int]:
     """Return the processes with these words in their command lines, the oldest first.
 
     Args:
-        cgroup: part of the process's cgroup path, like a pod's uid.
+        cgroup: part of the process's cgroup path, like a container's id.
     """
     return sorted(pid for pid in _pids() if _matches(pid, words, cgroup))
 
