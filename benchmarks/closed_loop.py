@@ -37,7 +37,7 @@ MODEL = Path(__file__).parents[1] / "examples" / "demo_model" / "checkpoint"
 KEY, TOKEN = Key("default", "demo"), "a-benchmark-token"
 ENVELOPE = ("--max-num-seqs=16", "--max-num-batched-tokens=1024", "--kv-cache-memory-bytes=64MiB", "--dtype=float32")
 NUM_STREAMS, NUM_READERS = 6, 2  # of each replica
-WINDOW_S, START_S = 60.0, 60.0
+WINDOW_S, START_S = 60.0, 180.0
 
 
 def pod(number: int) -> Pod:
@@ -191,9 +191,11 @@ async def closed_loop(num_replicas: int, share: float, minutes: float, folder: P
         done = await tune(session, pods, objective_ms, minutes)
         after = await measured.share_over(objective_ms)
         limits = [msgspec.to_builtins(one.target) | {"revision": one.revision} for one in await measured.evidence()]
-        late = await start_with(session, done["boot_prior"], folder) if done["boot_prior"] else None
         if failed := [task for task in traffic if task.done()]:
             raise SystemExit(f"{len(failed)} clients failed, the first: {failed[0].exception()}")
+        for task in traffic:
+            task.cancel()
+        late = await start_with(session, done["boot_prior"], folder) if done["boot_prior"] else None
     return {
         "replicas": num_replicas,
         "objective_ms": objective_ms,

@@ -14,6 +14,8 @@ FROM base AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-venv python3-dev g++
 RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/flyball
 ENV PIP="/opt/pip/bin/pip --python /opt/flyball/bin/python --disable-pip-version-check"
+# A file of certificates to trust, for registries behind a proxy; mount it with --volume.
+ARG PIP_CERT
 WORKDIR /src
 COPY pyproject.toml docker/requirements.py docker/prune_torch.py ./
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

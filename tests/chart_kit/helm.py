@@ -29,13 +29,8 @@ class Helm:
 
     def __call__(self, *arguments: str) -> str:
         """Run helm and return what it printed. Raises CommandFailed."""
-        prefix, environment = self._surroundings()
         done = subprocess.run(
-            (*prefix, str(self._program), *arguments),
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
+            (str(self._program), *arguments), env=self._environment(), capture_output=True, text=True, timeout=TIMEOUT_S
         )
         if done.returncode:
             raise CommandFailed(("helm", *arguments), done.returncode, done.stderr + done.stdout)
@@ -45,11 +40,10 @@ class Helm:
         """Return what an installation would apply, as YAML."""
         return self("template", release, str(chart), f"--namespace={namespace}", *arguments)
 
-    def _surroundings(self) -> tuple[tuple[str, ...], dict[str, str]]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("HELM_")}
-        if self._cluster is None:
-            return (), environment | {"KUBECONFIG": os.devnull}
-        return self._cluster.prefix, environment | {"KUBECONFIG": str(self._cluster.kubeconfig)}
+    def _environment(self) -> dict[str, str]:
+        kubeconfig = os.devnull if self._cluster is None else str(self._cluster.kubeconfig)
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("HELM_")}
+        return ours | {"KUBECONFIG": kubeconfig}
 
 
 def objects(rendered: str) -> Iterator[Manifest]:

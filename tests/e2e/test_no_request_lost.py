@@ -126,7 +126,7 @@ def test_changing_the_limits_live(model: Model, times: int) -> None:
         for revision, num_seqs in zip(range(1, times + 1), itertools.cycle((2, 16)), strict=False):
             for pod in model.pods():
                 assert post_limits(pod["status"]["podIP"], token, revision, num_seqs) == "applied"
-            time.sleep(1)
+            time.sleep(3)
 
 
 def admin_token(model: Model) -> str:

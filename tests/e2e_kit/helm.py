@@ -1,27 +1,15 @@
 """Helm, and the operator's chart with the images of the tests."""
 
-import os
-import subprocess
 from pathlib import Path
 
-from cluster_kit.errors import CommandFailed
+from chart_kit import CHART, Helm
+from chart_kit.helm import NAMESPACE, RELEASE
 from e2e_kit import images
 from e2e_kit.node import Node
-from e2e_kit.programs import HELM
-
-CHART = images.ROOT / "charts" / "flyball"
-NAMESPACE = "flyball-system"
-RELEASE = "flyball"
 
 
 def helm(node: Node, *arguments: str) -> str:
-    home = node.folder / "helm"
-    environment = {**os.environ, "KUBECONFIG": str(node.kubeconfig), "HOME": str(home), "HELM_NO_PLUGINS": "1"}
-    command = (str(HELM.build() / "helm"), *arguments)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise CommandFailed(("helm", *arguments), done.returncode, done.stderr)
-    return done.stdout
+    return Helm(node)(*arguments)
 
 
 def install(node: Node, chart: Path = CHART) -> None:

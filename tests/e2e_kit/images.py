@@ -26,8 +26,9 @@ ALL = (PAUSE, RUNTIME, OPERATOR, MODEL, KEDA_OPERATOR, KEDA_ADAPTER)
 BASE_VARIABLE = "FLYBALL_E2E_BASE"
 TORCH_INDEX_VARIABLE = "FLYBALL_E2E_TORCH_INDEX"
 PYPI = "https://pypi.org/simple"
-SYSTEM_FILES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf")
-"""Taken into the builds, not into the images, so that they reach the package registries as this machine does."""
+CERTIFICATES = "/run/certificates.crt"
+SYSTEM_FILES = {"/etc/ssl/certs/ca-certificates.crt": CERTIFICATES, "/etc/pip.conf": "/etc/pip.conf"}
+"""Mounted into the builds, not copied, so that they reach the package registries as this machine does."""
 UNUSED_DOCUMENTS = ("doc", "info", "locale", "man")
 
 
@@ -58,7 +59,9 @@ def _debian() -> str:
         archive = cache_folder() / f"debian-{SUITE}.tar"
         excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in UNUSED_DOCUMENTS]
         lists = '--customize-hook=rm -rf "$1"/var/lib/apt/lists/*'
-        _run("mmdebstrap", "--quiet", "--variant=minbase", *excluded, lists, SUITE, str(archive))
+        # Not later, by a Dockerfile: the package writes to a file on which SYSTEM_FILES are mounted then.
+        certificates = "--include=ca-certificates"
+        _run("mmdebstrap", "--quiet", "--variant=minbase", certificates, *excluded, lists, SUITE, str(archive))
         _assemble(BASE, "scratch", {archive: "/"}, ("/bin/sh",))
         archive.unlink()
     return BASE
@@ -66,7 +69,9 @@ def _debian() -> str:
 
 def _build_dockerfile(name: str, image: str, base: str, *arguments: str) -> None:
     flags = [f"--build-arg={argument}" for argument in (f"BASE={base}", *arguments)]
-    flags += [f"--volume={path}:{path}:ro" for path in SYSTEM_FILES if Path(path).exists()]
+    flags += [f"--volume={here}:{there}:ro" for here, there in SYSTEM_FILES.items() if Path(here).exists()]
+    if any(flag.endswith(f":{CERTIFICATES}:ro") for flag in flags):
+        flags.append(f"--build-arg=PIP_CERT={CERTIFICATES}")
     dockerfile = ROOT / "docker" / f"{name}.Dockerfile"
     isolation = ("--isolation=chroot", "--network=host")
     _run(

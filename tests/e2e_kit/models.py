@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
         "extraArgs": ["--num-threads=1"],
     },
     "accelerator": {"count": 0},
-    "rollout": {"drain": {"preStopSeconds": 3, "timeoutSeconds": 20}},
+    "rollout": {"drain": {"preStopSeconds": 3, "timeoutSeconds": 60}},
 }
 
 

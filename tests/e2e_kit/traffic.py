@@ -66,7 +66,8 @@ class Traffic:
 
     url: str
     model: str
-    period_s: float = 0.25
+    period_s: float = 0.5
+    timeout_s: float = TIMEOUT_S
     expected: dict[str, str] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -119,7 +120,7 @@ class Traffic:
 
     def _session(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
 
 
 def _read(status: int, raw: str, streamed: bool) -> tuple[str, str]:

@@ -58,7 +58,7 @@ class Scene:
         self.num_changed = 0
         self.start()
 
-    def start(self) -> None:
+    def start(self, timeout_s: float = 30.0) -> None:
         self.tuner = ClusterTuner(
             self.store,
             token_of=lambda _: self.token,
@@ -67,6 +67,7 @@ class Scene:
             event=lambda _, type, reason, message: self.events.append((type, reason, message)),
             clock=lambda: self.now_s,
             now=lambda: START + timedelta(seconds=self.now_s),
+            timeout_s=timeout_s,
         )
 
     def restart(self) -> None:
@@ -75,7 +76,8 @@ class Scene:
 
     def changed(self, key: Key) -> None:
         """What a reconcile does then: the status and the ConfigMap follow."""
-        assert key == KEY
+        if key != KEY:
+            return
         self.num_changed += 1
         tuning, conditions = self.tuner.status(KEY), self.tuner.conditions(KEY)
         self.status = {"conditions": [one._asdict() for one in conditions]} | ({"tuning": tuning} if tuning else {})
@@ -146,7 +148,8 @@ class Scene:
 
 @asynccontextmanager
 async def scene(num_replicas: int = 3, sees: Callable[[Limits], dict[str, Any]] | None = None) -> AsyncIterator[Scene]:
-    async with fake_replicas(num_replicas, sees) as replicas, aiohttp.ClientSession() as session:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with fake_replicas(num_replicas, sees) as replicas, aiohttp.ClientSession(connector=connector) as session:
         yield Scene(session, replicas)
 
 
@@ -454,16 +457,39 @@ async def test_trouble_with_one_deployment_is_not_that_of_others(
 
 @run
 async def test_replicas_that_hang_hold_up_no_other_deployment() -> None:
-    async with scene(sees=good_below(400)) as now:
-        for i in range(300):
+    async with scene(4, sees=good_below(400)) as now:
+        hanging = now.replicas.pop()
+        hanging.fault = "hang"
+        for i in range(200):
             key = Key("default", f"hangs-{i}")
-            spec = {"tuning": dict(TUNING)}
             now.store.put_resource(
-                Resource(key=key, uid=f"u{i}", generation=1, resource_version="1", spec=spec, status={}, deleting=False)
+                Resource(
+                    key=key,
+                    uid=f"uid-{i}",
+                    generation=1,
+                    resource_version="1",
+                    spec={"tuning": dict(TUNING)},
+                    status={},
+                    deleting=False,
+                )
             )
-            now.store.put_pod(key, structs.replace(now.replicas[0].pod, name=f"{key.name}-1", ip="127.0.0.1"))
-        await now.rounds()
-        assert now.actions == ["try"]
+            now.store.put_pod(key, structs.replace(hanging.pod, name=f"{key.name}-1"))
+        rounds = asyncio.create_task(now.rounds())
+        while now.actions != ["try"]:
+            await asyncio.sleep(0.01)
+        assert not rounds.done()
+        rounds.cancel()
+        await asyncio.wait({rounds})
+
+
+@run
+async def test_a_replica_that_hangs_is_not_waited_for_long() -> None:
+    async with scene(1) as now:
+        now.start(timeout_s=0.1)
+        now.replicas[0].fault = "hang"
+        await now.rounds(2)
+        assert now.condition("TuningHealthy") == ("False", "NoEvidence")
+        assert "chat-1: no answer in 0." in now.tuning["lastDecision"]["message"]
 
 
 def test_each_decision_is_logged_with_all_that_it_was_made_from(caplog: pytest.LogCaptureFixture) -> None:

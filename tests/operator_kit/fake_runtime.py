@@ -3,8 +3,9 @@
 Environment: FAKE_FAIL (end at once with this message and exit code 2), FAKE_START_S (time until ready),
 FAKE_IGNORE_SIGTERM,
 FAKE_ITL_OVER (of 20000 inter-token gaps, how many the evidence says were slow),
-FAKE_FAST_BELOW (a token budget below which none was), FAKE_WINDOW_S (that the evidence covers).
-POST /fake/hang stops answering anything; POST /fake/exit ends at once with code 3; POST /fake/unready turns /readyz red.
+FAKE_FAST_BELOW (a token budget below which none was).
+POST /fake/hang stops answering anything; POST /fake/exit ends at once with code 3; POST /fake/unready turns /readyz red;
+POST /fake/window/2 lets the evidence cover 2 s, 60 at first.
 POST /v1/completions takes {"tokens": 3, "gap_s": 0.01, "stream": true}.
 """
 
@@ -24,6 +25,7 @@ class FakeRuntime:
         self.running = 0
         self.max_running = 0
         self.revision, self.limits = 0, None
+        self.window_s = 60.0
 
     async def serve(self):
         await asyncio.start_server(self.api, self.flags["--host"], int(self.flags["--port"]))
@@ -76,6 +78,9 @@ class FakeRuntime:
         if path == "/fake/unready":
             self.unready = True
             return send(writer, 200, {})
+        if path.startswith("/fake/window/"):
+            self.window_s = float(path.rpartition("/")[2])
+            return send(writer, 200, {})
         if path == "/echo":
             return send(writer, 200, {"headers": headers, "length": len(body), "path": path, "method": method})
         if path.startswith("/v1/"):
@@ -115,7 +120,7 @@ class FakeRuntime:
             fast = self.limits.max_num_batched_tokens < int(os.environ.get("FAKE_FAST_BELOW", "0"))
             evidence = make_evidence(
                 itl_over=0 if fast else int(os.environ.get("FAKE_ITL_OVER", "0")),
-                window_s=float(os.environ.get("FAKE_WINDOW_S", "60")),
+                window_s=self.window_s,
                 limits=self.limits,
                 revision=self.revision,
                 envelope=ENVELOPE,

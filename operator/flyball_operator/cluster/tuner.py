@@ -29,10 +29,8 @@ decisions_log = logging.getLogger(f"{__name__}.decisions")
 """A JSON line for each decision that is news, with everything that it was made from, to replay it by. Holds: level debug."""
 
 TICK_S = 0.25
-MAX_ROUNDS = 64
-"""Rounds at the same time: a thousand deployments whose replicas hang must not hold the others up."""
-
 MAX_REQUESTS = 256
+"""Requests at the same time, of all rounds together. They have a timeout, so replicas that hang hold others up little."""
 
 _GOOD = frozenset({Reason.STEADY, Reason.AT_LIMIT, Reason.NOT_THE_LIMITS, Reason.NEAR_OBJECTIVE})
 """Reasons to hold that come only once the evidence of the limits in force has settled: a new replica may start with them."""
@@ -53,6 +51,7 @@ class ClusterTuner:
         event: called with what people should see.
         clock: seconds, only forward.
         now: the time of day.
+        timeout_s: how long a replica may take to answer.
     """
 
     def __init__(
@@ -65,6 +64,7 @@ class ClusterTuner:
         event: Tell,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        timeout_s: float = 2.0,
     ) -> None:
         self._store = store
         self._token_of = token_of
@@ -73,8 +73,8 @@ class ClusterTuner:
         self._event = event
         self._clock = clock
         self._now = now
+        self._timeout_s = timeout_s
         self._requests = asyncio.Semaphore(MAX_REQUESTS)
-        self._rounds = asyncio.Semaphore(MAX_ROUNDS)
         self._tuned: dict[Key, _Tuned] = {}
 
     def status(self, key: Key) -> Mapping[str, Any] | None:
@@ -138,7 +138,8 @@ class ClusterTuner:
     def _start(self, resource: Resource) -> "_Tuned":
         prior = _left_prior(self._store, resource)
         memory = remembered(resource, prior, self._now())
-        admin = AdminClient(self._session, self._token_of(resource), slots=self._requests)
+        token = self._token_of(resource)
+        admin = AdminClient(self._session, token, timeout_s=self._timeout_s, slots=self._requests)
         loop = SlowLoop(
             str(resource.key), admin, on_record=_log_record, clock=self._clock, canary_first=True, memory=memory
         )
@@ -162,11 +163,10 @@ class ClusterTuner:
         return Report.found(resource.status) if tuned is None else tuned.report
 
     async def _round(self, resource: Resource) -> None:
-        async with self._rounds:
-            try:
-                await self._tune(resource, self._tuned[resource.key])
-            except Exception:  # the loop's boundary: one deployment's trouble is not the others'
-                log.exception("%s: a round of tuning failed; the next one follows", resource.key)
+        try:
+            await self._tune(resource, self._tuned[resource.key])
+        except Exception:  # the loop's boundary: one deployment's trouble is not the others'
+            log.exception("%s: a round of tuning failed; the next one follows", resource.key)
 
     async def _tune(self, resource: Resource, tuned: "_Tuned") -> None:
         tuning = msgspec.convert(resource.spec["tuning"], Tuning)

@@ -1,0 +1,48 @@
+"""KEDA adds replicas while requests wait, takes them back when none do, and no request is lost on the way."""
+
+import time
+
+import pytest
+
+from e2e_kit import keda
+from e2e_kit.models import SERVED_NAME, Model
+from e2e_kit.node import Node
+from e2e_kit.traffic import Traffic
+
+AT_ONCE = {"scaleUp": {"stabilizationWindowSeconds": 0}, "scaleDown": {"stabilizationWindowSeconds": 5}}
+SCALE_TIMEOUT_S = 180.0
+
+
+@pytest.fixture(scope="module")
+def scaled(operator: Node) -> Node:
+    keda.install(operator)
+    return operator
+
+
+def seconds_until_replicas(model: Model, count: int) -> float:
+    """Wait until that many replicas are ready, and no others are left; return how long it took."""
+    started_s = time.monotonic()
+    while (len(model.pods()), model.status.get("readyReplicas")) != (count, count):
+        assert time.monotonic() < started_s + SCALE_TIMEOUT_S, model.status
+        time.sleep(0.5)
+    return time.monotonic() - started_s
+
+
+def test_a_burst_takes_one_to_three_and_back(scaled: Node, namespace: str) -> None:
+    autoscaling = {
+        "mode": "KEDA",
+        "maxReplicas": 3,
+        "targetQueueDepth": 2,
+        "behavior": AT_ONCE,
+        "keda": {"pollingSeconds": 2},
+    }
+    model = Model(scaled, namespace, autoscaling=autoscaling, runtime={"maxNumSeqs": 1})
+    model.apply()
+    model.wait_ready()
+    # More than one replica can do, and requests wait; they are patient.
+    with Traffic(model.url, SERVED_NAME, period_s=0.05, timeout_s=SCALE_TIMEOUT_S) as traffic:
+        up_s = seconds_until_replicas(model, 3)
+    down_s = seconds_until_replicas(model, 1)
+    print(f"\n1 -> 3 in {up_s:.0f} s, 3 -> 1 in {down_s:.0f} s after the last answer; {traffic.verdict}")
+    assert not traffic.verdict.failed, traffic.verdict.failed[:5]
+    assert not traffic.verdict.changed, traffic.verdict.changed[:5]
