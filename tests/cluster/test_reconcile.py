@@ -191,8 +191,8 @@ def test_a_restart_writes_nothing(cluster: Cluster, namespace: str, world: World
 def test_one_of_two_operators_acts_and_the_other_takes_over(cluster: Cluster, namespace: str, world: World) -> None:
     grant(cluster, namespace, child_rules())
     with (
-        OperatorProcess(cluster, namespace, identity="one") as one,
-        OperatorProcess(cluster, namespace, identity="two") as two,
+        OperatorProcess(cluster, namespace, "--lease-seconds=3", identity="one") as one,
+        OperatorProcess(cluster, namespace, "--lease-seconds=3", identity="two") as two,
     ):
         world.create("first")
         world.appears(DEPLOYMENT, "first")

@@ -75,7 +75,7 @@ class OperatorProcess:
         self._command = (
             *(sys.executable, "-m", "flyball_operator.cli", "run"),
             *(f"--namespace={namespace}", f"--own-namespace={namespace}", f"--identity={identity}"),
-            *("--host=127.0.0.1", f"--metrics-port={self.port}", "--lease-seconds=3", *arguments),
+            *("--host=127.0.0.1", f"--metrics-port={self.port}", "--lease-seconds=15", *arguments),
         )
 
     def start(self) -> Self:

@@ -122,7 +122,7 @@ class Election:
                 await self._write_renewal()
             self._renewed_at = asked_at
         except (ClusterError, TimeoutError) as error:
-            log.warning("the lease was not renewed: %s", error or "no answer in time")
+            log.warning("the lease was not renewed: %s", str(error) or "no answer in time")
             if self._clock() - self._renewed_at >= self._terms.give_up_s:
                 raise LeaseLost(f"{self._what} could not be renewed for {self._terms.give_up_s:g} s") from error
 
