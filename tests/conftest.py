@@ -3,6 +3,11 @@
 import os
 
 import torch
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+settings.register_profile("flyball", deadline=None)
+settings.load_profile("flyball")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
