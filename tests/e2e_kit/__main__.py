@@ -49,7 +49,7 @@ def prepare() -> None:
         build()
         print(f"e2e: {what} ready after {time.monotonic() - started_s:.0f} s", flush=True)
     for image in images.ALL:
-        print(f"e2e: {image} {images.size_bytes(image) / 1e6:.0f} MB", flush=True)
+        print(f"e2e: {image} {images.size(image)}", flush=True)
 
 
 @contextmanager

@@ -50,8 +50,9 @@ def export(image: str, archive: Path) -> None:
     _run("buildah", "push", "--quiet", image, f"docker-archive:{archive}:{image}")
 
 
-def size_bytes(image: str) -> int:
-    return int(_run("buildah", "images", "--format", "{{.Size}}", "--quiet", image).strip())
+def size(image: str) -> str:
+    """Return the size as buildah words it, ``338 MB``."""
+    return _run("buildah", "images", "--noheading", "--format", "{{.Size}}", image).strip()
 
 
 def _debian() -> str:
