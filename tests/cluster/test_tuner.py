@@ -111,10 +111,6 @@ class Stage:
         self.pods.append(self._stack.enter_context(pod.running()))
         return pod
 
-    def tune(self) -> None:
-        """From now on; while pods came one by one, the first alone would be canary and all."""
-        self.world.change(tuning=TUNING)
-
     @property
     def in_force(self) -> list[tuple[int, int]]:
         return sorted(pod.in_force for pod in self.pods)
@@ -124,8 +120,11 @@ class Stage:
         found: Object = self.world.says().get("tuning", {})
         return found
 
-    def until_on_trial(self) -> FakePod:
-        """Return the canary. The trial stays as it is until ``shorten_windows()``."""
+    def put_on_trial(self) -> FakePod:
+        """Return the canary of three pods. The trial stays as it is until ``shorten_windows()``."""
+        for _ in range(3):
+            self.add_pod()
+        self.world.change(tuning=TUNING)  # not before: while pods come one by one, the first alone is canary and all
         self.until_in_force((0, 512), (0, 512), (1, 358))
         (canary,) = [pod for pod in self.pods if pod.in_force[0] == 1]
         return canary
@@ -152,10 +151,7 @@ def test_limits_go_to_a_canary_then_to_all_and_new_pods_start_with_them(
     operator: OperatorProcess, world: World, stack: ExitStack
 ) -> None:
     stage = Stage(world, stack)
-    for _ in range(3):
-        stage.add_pod()
-    stage.tune()
-    stage.until_on_trial()
+    stage.put_on_trial()
     stage.shorten_windows()
     stage.until_in_force((1, 358), (1, 358), (1, 358))
     until(lambda: stage.prior(), "the boot prior")
@@ -183,10 +179,7 @@ def test_an_operator_that_is_killed_in_the_middle_of_a_trial(
     grant(cluster, namespace, child_rules())
     operator = stack.enter_context(OperatorProcess(cluster, namespace))
     stage = Stage(world, stack)
-    for _ in range(3):
-        stage.add_pod()
-    stage.tune()
-    stage.until_on_trial()
+    stage.put_on_trial()
     operator.kill()
     stage.shorten_windows()
     assert stage.in_force == [(0, 512), (0, 512), (1, 358)]
@@ -200,10 +193,7 @@ def test_a_canary_that_goes_away_is_waited_for_then_the_change_is_taken_back(
     operator: OperatorProcess, world: World, stack: ExitStack
 ) -> None:
     stage = Stage(world, stack)
-    for _ in range(3):
-        stage.add_pod()
-    stage.tune()
-    canary = stage.until_on_trial()
+    canary = stage.put_on_trial()
     canary.leave()
     stage.pods.remove(canary)
     until(lambda: stage.tuning["lastDecision"]["reason"] == "CanarySilent", "a hold that says why")

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e_kit import helm, images
+from e2e_kit import FOLDER_VARIABLE, helm, images
 from e2e_kit.node import Node
-
-FOLDER_VARIABLE = "FLYBALL_E2E_FOLDER"
 
 
 @pytest.hookimpl(tryfirst=True)

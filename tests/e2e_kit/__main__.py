@@ -16,10 +16,9 @@ from pathlib import Path
 
 from cluster_kit import ClusterError, find_assets
 from cluster_kit.go_program import cache_folder
-from e2e_kit import images, prerequisites
+from e2e_kit import FOLDER_VARIABLE, images, prerequisites
 from e2e_kit.programs import CONTAINERD, COREDNS, HELM, KEDA
 
-FOLDER_VARIABLE = "FLYBALL_E2E_FOLDER"
 ISOLATION = ("unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
 KEEP_PID_1 = '"$@"; exit $?'
 """pytest must not be process 1 of its namespace: that one has to reap the orphans, and a shell does."""
