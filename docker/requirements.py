@@ -1,4 +1,4 @@
-"""Print what pyproject.toml requires, with one extra: requirements.py EXTRA PYPROJECT
+"""Print what pyproject.toml requires, with one extra: requirements.py EXTRA PYPROJECT [PACKAGE-TO-LEAVE-OUT ...]
 
 So the packages are a layer of their own, which a change of Flyball's code leaves as it is.
 """
@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-extra, pyproject = sys.argv[1:]
+extra, pyproject, *left_out = sys.argv[1:]
 project = tomllib.loads(Path(pyproject).read_text())["project"]
-print("\n".join([*project["dependencies"], *project["optional-dependencies"][extra]]))
+required = [*project["dependencies"], *project["optional-dependencies"][extra]]
+print("\n".join(line for line in required if not line.startswith(tuple(left_out))))

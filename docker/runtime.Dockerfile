@@ -1,9 +1,12 @@
-# The image of one replica on CPUs: Python, the packages of [runtime], the compiled CPU ops; no compiler. From the root of the
-# repository:
+# The image of one replica: Python, the packages of [runtime], the compiled CPU ops. From the root of the repository, for GPUs:
 #   docker build -f docker/runtime.Dockerfile -t flyball-runtime:0.1.0 .
+# and a smaller one for CPUs alone:
+#   docker build -f docker/runtime.Dockerfile -t flyball-runtime:0.1.0-cpu --build-arg DEVICE=cpu \
+#     --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
 # BASE is a Debian or Ubuntu with Python 3.11 or newer in its packages. MARCH is gcc's name of the oldest CPU to run on.
-# TORCH_INDEX is where torch comes from; PyPI's torch is a CUDA build, of which what a CPU does not need is left out.
+# TORCH_INDEX is where torch comes from; PyPI's torch is a CUDA build, of which DEVICE=cpu leaves out what a CPU does not need.
 ARG BASE=docker.io/library/debian:bookworm-slim
+ARG DEVICE=cuda
 
 FROM ${BASE} AS base
 RUN apt-get update \
@@ -18,15 +21,16 @@ ENV PIP="/opt/pip/bin/pip --python /opt/flyball/bin/python --disable-pip-version
 ARG PIP_CERT
 WORKDIR /src
 COPY pyproject.toml docker/requirements.py docker/prune_torch.py ./
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN python3 requirements.py runtime pyproject.toml | grep -v '^triton' > requirements.txt \
+ARG DEVICE
+ARG TORCH_INDEX=https://pypi.org/simple
+RUN python3 requirements.py runtime pyproject.toml $([ ${DEVICE} = cuda ] || echo triton) > requirements.txt \
     && $PIP install --no-cache-dir --no-compile --index-url ${TORCH_INDEX} "$(grep '^torch' requirements.txt)" \
     && $PIP install --no-cache-dir --no-compile -r requirements.txt
 COPY kernels kernels
 ARG MARCH=x86-64-v3
 RUN PYTHONPATH=kernels /opt/flyball/bin/python -m flyball_kernels.cpu.build \
         --march ${MARCH} --output /opt/flyball/lib/libflyball_kernels.so \
-    && /opt/flyball/bin/python prune_torch.py \
+    && if [ ${DEVICE} = cpu ]; then /opt/flyball/bin/python prune_torch.py; fi \
     && /opt/flyball/bin/python -c 'import torch, transformers; torch.ops.load_library("/opt/flyball/lib/libflyball_kernels.so")'
 COPY . .
 # Bytecode now: a pod has no place to keep it, and would compile torch at each start. The folder left out has newer syntax.
@@ -34,7 +38,16 @@ RUN $PIP install --no-cache-dir --no-compile --no-deps . \
     && rm -r /opt/flyball/lib/python3*/site-packages/flyball_operator \
     && python3 -m compileall -q -x torch/testing/_internal /opt/flyball/lib
 
-FROM base
+FROM base AS cpu
+
+FROM base AS cuda
+# Triton compiles what launches a kernel when the kernel is first used.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+FROM ${DEVICE}
 COPY --from=build /opt/flyball /opt/flyball
 # kopf and torch ask for the user's name
 RUN groupadd --gid 65532 flyball && useradd --uid 65532 --gid flyball --home-dir /nonexistent --no-create-home flyball

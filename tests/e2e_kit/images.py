@@ -37,12 +37,12 @@ def build_all() -> None:
     base = os.environ.get(BASE_VARIABLE) or _debian()
     torch_index = os.environ.get(TORCH_INDEX_VARIABLE, PYPI)
     _build_dockerfile("operator", OPERATOR, base)
-    _build_dockerfile("runtime", RUNTIME, base, f"TORCH_INDEX={torch_index}")
+    _build_dockerfile("runtime", RUNTIME, base, "DEVICE=cpu", f"TORCH_INDEX={torch_index}")
     _assemble(PAUSE, base, {}, ("/bin/sleep", "infinity"))
     _assemble(MODEL, "scratch", dict.fromkeys(DEMO_MODEL.iterdir(), "/"))
     programs = KEDA.build()
     _assemble(KEDA_OPERATOR, "scratch", {programs / "operator": "/keda"}, ("/keda",))
-    _assemble(KEDA_ADAPTER, "scratch", {programs / "adapter": "/keda"}, ("/keda",))
+    _assemble(KEDA_ADAPTER, "scratch", {programs / "adapter": "/keda-adapter"}, ("/keda-adapter",))
 
 
 def export(image: str, archive: Path) -> None:

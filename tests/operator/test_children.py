@@ -112,6 +112,14 @@ def test_the_admin_token_comes_from_a_secret_and_never_from_arguments() -> None:
     assert not any("token" in argument for argument in found["args"] if "batched" not in argument)
 
 
+@pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"])
+def test_caches_are_where_the_container_may_write(variable: str) -> None:
+    found = container(build())
+    folder = next(one["value"] for one in found["env"] if one["name"] == variable)
+    mounts = [one["mountPath"] for one in found["volumeMounts"] if not one.get("readOnly")]
+    assert any(Path(folder).is_relative_to(mount) for mount in mounts), folder
+
+
 def test_the_pod_outlives_pre_stop_and_drain() -> None:
     built = build(rollout={"drain": {"preStopSeconds": 5, "timeoutSeconds": 30}})
     assert built["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 45

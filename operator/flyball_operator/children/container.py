@@ -52,7 +52,11 @@ def _lifecycle(pre_stop_s: int) -> Manifest:
 def _env(llm: LLMDeployment, admin_token_secret: str) -> list[Manifest]:
     """Return the variables, one per name: the spec's own replace ours."""
     given = [_given_variable(variable) for variable in llm.spec.runtime.env]
-    ours = [_from_secret(endpoints.ADMIN_TOKEN_ENV, admin_token_secret, names.ADMIN_TOKEN_KEY), *_hub_env(llm)]
+    ours = [
+        _from_secret(endpoints.ADMIN_TOKEN_ENV, admin_token_secret, names.ADMIN_TOKEN_KEY),
+        *_cache_env(),
+        *_hub_token(llm),
+    ]
     return list({variable["name"]: variable for variable in (*ours, *given)}.values())
 
 
@@ -61,9 +65,14 @@ def _given_variable(variable: EnvVar) -> Manifest:
     return made if "valueFrom" in made else {"value": "", **made}
 
 
-def _hub_env(llm: LLMDeployment) -> Iterator[Manifest]:
+def _cache_env() -> Iterator[Manifest]:
+    """Yield what keeps libraries from writing to a home folder: there is none, and the root file system is read-only."""
     yield {"name": "HF_HOME", "value": f"{names.CACHE_MOUNT}/huggingface"}
     yield {"name": "XDG_CACHE_HOME", "value": names.CACHE_MOUNT}
+    yield {"name": "TRITON_CACHE_DIR", "value": f"{names.CACHE_MOUNT}/triton"}
+
+
+def _hub_token(llm: LLMDeployment) -> Iterator[Manifest]:
     if (secret := llm.spec.model.secret_ref) is not None:
         yield _from_secret(names.HUB_TOKEN_ENV, secret.name, secret.key)
 
