@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,6 +15,8 @@ class HubLookAlike(ThreadingHTTPServer):
     Args:
         files: of the repository, by path.
         token: that every request must bring; None asks for none.
+
+    ``may_send`` holds downloads up while it is cleared.
     """
 
     def __init__(self, host: str, repo: str, files: Mapping[str, bytes], token: str | None = None) -> None:
@@ -21,6 +24,8 @@ class HubLookAlike(ThreadingHTTPServer):
         self.repo = repo
         self.files = files
         self.token = token
+        self.may_send = threading.Event()
+        self.may_send.set()
 
     @property
     def url(self) -> str:
@@ -51,6 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith(f"/api/models/{repo}/revision/"):
             self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         elif path.startswith(f"/{repo}/resolve/{COMMIT}/"):
+            self.server.may_send.wait()
             content = files[path.removeprefix(f"/{repo}/resolve/{COMMIT}/")]
             self._send(200, content, {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": COMMIT})
         else:

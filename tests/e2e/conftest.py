@@ -1,14 +1,48 @@
 """One node for all e2e tests, with the operator installed by its chart."""
 
+import json
 import os
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from e2e_kit import FOLDER_VARIABLE, helm, images
+from e2e_kit import FOLDER_VARIABLE, helm, images, network
+from e2e_kit.models import HUB_REPO, HUB_TOKEN
 from e2e_kit.node import Node
+from hub_look_alike import HubLookAlike
+
+FIGURES = pytest.StashKey[dict[str, dict[str, Any]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="repeat each disturbance 20 times (drains: 5) instead of twice"
+    )
+    parser.addoption("--figures", type=Path, help="a JSON file for what the tests measured")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = {}
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What this test measured, by name: shown when all tests have ended, and kept in the file of --figures."""
+    return request.config.stash[FIGURES].setdefault(request.node.name.removeprefix("test_"), {})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    found = config.stash[FIGURES]
+    terminalreporter.section("figures")
+    for test, figures in found.items():
+        words = ", ".join(f"{name} {value:g}" for name, value in figures.items() if isinstance(value, int | float))
+        terminalreporter.line(f"{test}: {words}")
+    if file := config.getoption("--figures"):
+        file.write_text(json.dumps(found, indent=1))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,12 +64,6 @@ def node() -> Iterator[Node]:
         yield node
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--full", action="store_true", help="repeat each disturbance 20 times (drains: 5) instead of twice"
-    )
-
-
 @pytest.fixture(scope="session")
 def operator(node: Node) -> Node:
     """The node, once the chart has brought the operator."""
@@ -49,3 +77,25 @@ def namespace(node: Node) -> Iterator[str]:
     node.create_namespace(name)
     yield name
     node.kubectl("delete", "namespace", name, "--timeout=110s")
+
+
+@pytest.fixture
+def node_without_operator(node: Node) -> Iterator[Node]:
+    """The node as a new user finds it. An operator that was there is there again afterwards."""
+    release = (helm.RELEASE, f"--namespace={helm.NAMESPACE}")
+    was_there = helm.RELEASE in helm.helm(node, "list", "--short", f"--namespace={helm.NAMESPACE}").split()
+    helm.helm(node, "uninstall", *release, "--ignore-not-found", "--wait")
+    yield node
+    helm.helm(node, "uninstall", *release, "--ignore-not-found", "--wait")
+    if was_there:
+        helm.install(node)
+
+
+@pytest.fixture
+def hub() -> Iterator[HubLookAlike]:
+    """A hub that pods reach, with the demo model for those who have the token."""
+    files = {path.name: path.read_bytes() for path in images.DEMO_MODEL.iterdir()}
+    with HubLookAlike(network.NODE_IP, HUB_REPO, files, token=HUB_TOKEN) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()

@@ -1,6 +1,7 @@
 """KEDA adds replicas while requests wait, takes them back when none do, and no request is lost on the way."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def seconds_until_replicas(model: Model, count: int) -> float:
     return time.monotonic() - started_s
 
 
-def test_a_burst_takes_one_to_three_and_back(scaled: Node, namespace: str) -> None:
+def test_a_burst_takes_one_to_three_and_back(scaled: Node, namespace: str, figures: dict[str, Any]) -> None:
     autoscaling = {
         "mode": "KEDA",
         "maxReplicas": 3,
@@ -43,6 +44,6 @@ def test_a_burst_takes_one_to_three_and_back(scaled: Node, namespace: str) -> No
     with Traffic(model.url, SERVED_NAME, period_s=0.05, timeout_s=SCALE_TIMEOUT_S) as traffic:
         up_s = seconds_until_replicas(model, 3)
     down_s = seconds_until_replicas(model, 1)
-    print(f"\n1 -> 3 in {up_s:.0f} s, 3 -> 1 in {down_s:.0f} s after the last answer; {traffic.verdict}")
+    figures |= {**traffic.verdict.figures, "up_s": up_s, "down_s": down_s}
     assert not traffic.verdict.failed, traffic.verdict.failed[:5]
     assert not traffic.verdict.changed, traffic.verdict.changed[:5]

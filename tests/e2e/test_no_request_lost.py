@@ -1,25 +1,27 @@
 """Under steady traffic through the Service, nothing that happens to operator or pods loses a request or changes an answer."""
 
 import itertools
-import json
 import os
 import random
 import signal
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from e2e_kit import helm, processes
-from e2e_kit.models import SERVED_NAME, Model
+from e2e_kit.admin import admin_ports
+from e2e_kit.models import SERVED_NAME, Model, is_ready
 from e2e_kit.node import NAME, Node
 from e2e_kit.traffic import Traffic
+from flyball_protocol import LimitsStatus
 
 ROLLOUT_TIMEOUT = "--timeout=110s"
 FEW, FULL, FULL_DRAINS = 2, 20, 5
+TAKEN = {LimitsStatus.APPLIED, LimitsStatus.DEFERRED}
 
 
 @pytest.fixture
@@ -29,11 +31,11 @@ def times(request: pytest.FixtureRequest) -> int:
 
 
 @contextmanager
-def undisturbed(model: Model) -> Iterator[Traffic]:
-    """Traffic that must not notice what happens inside; prints its verdict."""
+def undisturbed(model: Model, figures: dict[str, Any]) -> Iterator[None]:
+    """Traffic that must not notice what happens inside."""
     with Traffic(model.url, SERVED_NAME) as traffic:
-        yield traffic
-    print(f"\n{traffic.verdict}")
+        yield
+    figures |= traffic.verdict.figures
     assert not traffic.verdict.failed, traffic.verdict.failed[:5]
     assert not traffic.verdict.changed, traffic.verdict.changed[:5]
 
@@ -54,38 +56,26 @@ def roll(model: Model, mark: str) -> None:
     model.kubectl("rollout", "status", f"deployment/{model.name}", ROLLOUT_TIMEOUT)
 
 
-def scale(model: Model, replicas: int) -> None:
-    """Scale with kubectl, and wait until no other pod is left."""
-    model.kubectl("scale", f"llmdep/{model.name}", f"--replicas={replicas}")
-    deadline_s = time.monotonic() + 110
-    while [ready(pod) for pod in model.pods()] != [True] * replicas:
-        assert time.monotonic() < deadline_s, model.pods()
-        time.sleep(0.2)
-
-
-def ready(pod: dict) -> bool:
-    return "deletionTimestamp" not in pod["metadata"] and any(
-        one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions", [])
-    )
-
-
-def test_rolling_updates(model: Model, times: int) -> None:
-    with undisturbed(model):
+def test_rolling_updates(model: Model, times: int, figures: dict[str, Any]) -> None:
+    figures["times"] = times
+    with undisturbed(model, figures):
         for count in range(times):
             roll(model, f"round-{count}")
 
 
-def test_scaling_down(model: Model, times: int) -> None:
-    with undisturbed(model):
+def test_scaling_down(model: Model, times: int, figures: dict[str, Any]) -> None:
+    figures["times"] = times
+    with undisturbed(model, figures):
         for _ in range(times):
-            scale(model, 2)
-            scale(model, 1)
+            model.scale(2)
+            model.scale(1)
 
 
-def test_draining_the_node(model: Model, times: int) -> None:
-    scale(model, 2)
-    with undisturbed(model):
-        for _ in range(FULL_DRAINS if times == FULL else FEW):
+def test_draining_the_node(model: Model, times: int, figures: dict[str, Any]) -> None:
+    figures["times"] = times = min(times, FULL_DRAINS)
+    model.scale(2)
+    with undisturbed(model, figures):
+        for _ in range(times):
             drain(model)
 
 
@@ -101,14 +91,15 @@ def drain(model: Model) -> None:
         _, errors = draining.communicate()
     assert draining.returncode == 0, errors
     deadline_s = time.monotonic() + 110
-    while before & {pod["metadata"]["uid"] for pod in model.pods()} or not all(map(ready, model.pods())):
+    while before & {pod["metadata"]["uid"] for pod in model.pods()} or not all(map(is_ready, model.pods())):
         assert time.monotonic() < deadline_s, model.pods()
         time.sleep(0.2)
 
 
-def test_killing_the_operator(model: Model, times: int) -> None:
+def test_killing_the_operator(model: Model, times: int, figures: dict[str, Any]) -> None:
+    figures["times"] = times
     chance = random.Random(4)
-    with undisturbed(model):
+    with undisturbed(model, figures):
         for count in range(times):
             model.patch(podTemplate={"metadata": {"annotations": {"test/mark": f"kill-{count}"}}})
             time.sleep(chance.uniform(0, 4))
@@ -120,44 +111,42 @@ def test_killing_the_operator(model: Model, times: int) -> None:
             roll(model, f"kill-{count}")
 
 
-def test_changing_the_limits_live(model: Model, times: int) -> None:
-    token = admin_token(model)
-    with undisturbed(model):
+def test_changing_the_limits_live(model: Model, times: int, figures: dict[str, Any]) -> None:
+    figures["times"] = times
+    with undisturbed(model, figures):
         for revision, num_seqs in zip(range(1, times + 1), itertools.cycle((2, 16)), strict=False):
-            for pod in model.pods():
-                assert post_limits(pod["status"]["podIP"], token, revision, num_seqs) == "applied"
+            for port in admin_ports(model):
+                assert port.set_limits(revision, max_num_seqs=num_seqs).status in TAKEN
             time.sleep(3)
 
 
-def admin_token(model: Model) -> str:
-    pod = model.pods()[0]["spec"]["containers"][0]
-    (reference,) = (one["valueFrom"]["secretKeyRef"] for one in pod["env"] if one["name"] == "FLYBALL_ADMIN_TOKEN")
-    template = f"{{{{.data.{reference['key']} | base64decode}}}}"
-    return model.kubectl("get", "secret", reference["name"], "-o", f"go-template={template}")
+OUTAGE_S = 60.0
 
 
-def post_limits(ip: str, token: str, revision: int, num_seqs: int) -> str:
-    body = json.dumps({"revision": revision, "limits": {"max_num_seqs": num_seqs}}).encode()
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://{ip}:8001/admin/limits", body, headers)
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return str(json.load(answer)["status"])
+def test_an_api_server_that_is_gone_for_a_minute(model: Model, figures: dict[str, Any]) -> None:
+    with undisturbed(model, figures):
+        model.node.stop_apiserver()
+        time.sleep(OUTAGE_S)
+        model.node.start_apiserver()
+        back_s = time.monotonic()
+        roll(model, "afterwards")
+        figures["rolled_after_s"] = time.monotonic() - back_s
 
 
-def test_killing_a_runtime_loses_its_own_requests_only(model: Model) -> None:
-    scale(model, 2)
+def test_killing_a_runtime_loses_its_own_requests_only(model: Model, figures: dict[str, Any]) -> None:
+    model.scale(2)
     with Traffic(model.url, SERVED_NAME) as traffic:
         time.sleep(3)
         container = model.pods()[0]["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         (pid, *_) = processes.running("flyball", "serve", cgroup=container)
         killed_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        while all(map(ready, model.pods())):
+        while all(map(is_ready, model.pods())):
             time.sleep(0.1)
         model.kubectl("wait", "--for=condition=Ready", "pod", "--all", ROLLOUT_TIMEOUT)
         back_s = time.monotonic() - killed_s
         time.sleep(2)
     verdict = traffic.verdict
     late = [one for one in verdict.failed if one.sent_s > killed_s + 2]
-    print(f"\n{verdict}; ready again after {back_s:.1f} s; failed: {[one.problem for one in verdict.failed]}")
-    assert not verdict.changed and not late
+    figures |= {**verdict.figures, "ready_again_s": back_s, "problems": [one.problem for one in verdict.failed]}
+    assert not verdict.changed and not late, late

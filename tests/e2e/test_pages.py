@@ -5,7 +5,6 @@ Images have the names that the pages count on. The example keeps its name, but s
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import yaml
 
 from chart_kit.pages import commands
 from cluster_kit import find_assets
-from e2e_kit import helm, images
+from e2e_kit import images
 from e2e_kit.models import SMALL
 from e2e_kit.node import Node
 from e2e_kit.programs import HELM
@@ -24,18 +23,6 @@ NAMES = {
     images.RUNTIME: ("docker.io/library/flyball-runtime:0.1.0", "registry.example.com/flyball-runtime:0.1.0"),
 }
 LEAVE_NOTHING_BEHIND = "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT"
-
-
-@pytest.fixture
-def node_without_operator(node: Node) -> Iterator[Node]:
-    """The node as the pages find it. An operator that was there is there again afterwards."""
-    release = (helm.RELEASE, f"--namespace={helm.NAMESPACE}")
-    was_there = helm.RELEASE in helm.helm(node, "list", "--short", f"--namespace={helm.NAMESPACE}").split()
-    helm.helm(node, "uninstall", *release, "--ignore-not-found", "--wait")
-    yield node
-    helm.helm(node, "uninstall", *release, "--ignore-not-found", "--wait")
-    if was_there:
-        helm.install(node)
 
 
 @pytest.fixture

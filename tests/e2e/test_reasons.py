@@ -1,12 +1,18 @@
-"""Status says why a model is not ready; each reason is brought about for real."""
+"""Status says why a model is not ready; each reason is brought about for real.
 
+InvalidPodTemplate and NameConflict need no node: see tests/cluster.
+"""
+
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from e2e_kit import images
-from e2e_kit.models import Model
+from e2e_kit.models import Model, from_folder, from_hub
 from e2e_kit.node import Node
+from hub_look_alike import HubLookAlike
 
 
 @pytest.fixture
@@ -37,7 +43,37 @@ def test_too_little_memory(operator: Node, namespace: str) -> None:
     assert model.wait_for("Ready", "reason", "OutOfMemory")["status"] == "False"
 
 
+def test_a_broken_checkpoint(operator: Node, namespace: str, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(images.DEMO_MODEL, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    tmp_path.chmod(0o755)  # pods run as another user
+    model = from_folder(operator, namespace, broken)
+    model.apply()
+    assert "model.safetensors" in model.wait_for("Ready", "reason", "CrashLoop")["message"]
+
+
 def test_a_folder_without_a_model(operator: Node, namespace: str) -> None:
     model = Model(operator, namespace, model={"uri": f"oci://{images.PAUSE}"})
     model.apply()
     assert "config.json" in model.wait_for("Ready", "reason", "CrashLoop")["message"]
+
+
+def test_a_download_that_takes_its_time(operator: Node, namespace: str, hub: HubLookAlike) -> None:
+    hub.may_send.clear()
+    model = from_hub(operator, namespace, hub.url)
+    model.apply()
+    assert model.wait_for("Ready", "reason", "ModelDownload")["status"] == "False"
+    hub.may_send.set()
+    model.wait_ready()
+
+
+def test_an_update_and_a_drain(operator: Node, namespace: str) -> None:
+    model = Model(operator, namespace)
+    model.apply()
+    model.wait_ready()
+    model.patch(podTemplate={"metadata": {"annotations": {"test/mark": "new"}}})
+    model.wait_for("Ready", "reason", "Updating")
+    model.wait_for("Ready", "reason", "Draining")  # the old pod, which sleeps before it ends
+    model.wait_for("Ready", "reason", "Serving")

@@ -19,7 +19,10 @@ from cluster_kit.go_program import cache_folder
 from e2e_kit import FOLDER_VARIABLE, images, prerequisites
 from e2e_kit.programs import CONTAINERD, COREDNS, HELM, KEDA
 
-ISOLATION = ("unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
+ISOLATION = (
+    *("setpriv", "--pdeathsig=KILL"),  # ends unshare with us
+    *("unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"),
+)
 KEEP_PID_1 = '"$@"; exit $?'
 """pytest must not be process 1 of its namespace: that one has to reap the orphans, and a shell does."""
 

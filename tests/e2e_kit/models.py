@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 from cluster_kit.errors import ClusterError
@@ -10,6 +11,7 @@ from e2e_kit.node import Node
 
 READY_TIMEOUT_S = 110
 SERVED_NAME = "demo"
+HUB_REPO, HUB_TOKEN = "acme/demo", "hf_of_the_test"
 SMALL: dict[str, Any] = {
     "model": {"uri": f"oci://{images.MODEL}", "servedName": SERVED_NAME},
     "runtime": {
@@ -74,6 +76,15 @@ class Model:
         items: list[dict[str, Any]] = self.node.get("pods", "-n", self.namespace, "-l", selector)["items"]
         return items
 
+    def scale(self, replicas: int) -> None:
+        """Scale with kubectl, and wait until these replicas are ready and no other pod is left."""
+        self.kubectl("scale", f"llmdep/{self.name}", f"--replicas={replicas}")
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while [is_ready(pod) for pod in self.pods()] != [True] * replicas:
+            if time.monotonic() > deadline_s:
+                raise NeverBecame(f"{replicas} replicas alone", READY_TIMEOUT_S, self.pods())
+            time.sleep(0.2)
+
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         self.wait_for("Ready", "status", "True", timeout_s)
 
@@ -93,3 +104,47 @@ class Model:
             log = str(error)
         pods = [pod["status"] for pod in self.pods()]
         return f"{condition}\n{json.dumps(pods, indent=1)[:3000]}\n{log}"
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    """Return whether a pod serves, and is not on its way out."""
+    return "deletionTimestamp" not in pod["metadata"] and any(
+        one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions", [])
+    )
+
+
+def from_hub(node: Node, namespace: str, url: str) -> Model:
+    """Return a model of the hub at that address, whose token a Secret has."""
+    node.kubectl("-n", namespace, "create", "secret", "generic", "hub", f"--from-literal=HF_TOKEN={HUB_TOKEN}")
+    source = {"uri": f"hf://{HUB_REPO}", "secretRef": {"name": "hub"}}
+    environment = [{"name": "HF_ENDPOINT", "value": url}, {"name": "HF_HUB_DISABLE_XET", "value": "1"}]
+    return Model(node, namespace, model=source, runtime={"env": environment})
+
+
+def from_folder(node: Node, namespace: str, folder: Path) -> Model:
+    """Return a model of a claim whose volume is a folder of this machine."""
+    node.apply(_volume(namespace, folder.parent), _claim(namespace))
+    return Model(node, namespace, model={"uri": f"pvc://weights/{folder.name}"})
+
+
+def _volume(namespace: str, folder: Path) -> dict[str, Any]:
+    spec = {
+        "capacity": {"storage": "1Gi"},
+        "accessModes": ["ReadOnlyMany"],
+        "persistentVolumeReclaimPolicy": "Retain",
+        "storageClassName": "",
+        "hostPath": {"path": str(folder)},
+        "claimRef": {"namespace": namespace, "name": "weights"},
+    }
+    return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"{namespace}-weights"}, "spec": spec}
+
+
+def _claim(namespace: str) -> dict[str, Any]:
+    spec = {
+        "accessModes": ["ReadOnlyMany"],
+        "storageClassName": "",
+        "volumeName": f"{namespace}-weights",
+        "resources": {"requests": {"storage": "1Gi"}},
+    }
+    metadata = {"name": "weights", "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}

@@ -18,6 +18,7 @@ DEBIAN_PACKAGES = {
     "mount": "mount",
     "nft": "nftables",
     "runc": "runc",
+    "setpriv": "util-linux",
     "unshare": "util-linux",
     str(CNI_PLUGINS / "bridge"): "containernetworking-plugins",
 }

@@ -51,10 +51,14 @@ class Verdict:
     def changed(self) -> list[Answer]:
         return [one for one in self.answers if not one.problem and one.text != self.expected[one.prompt]]
 
-    def __str__(self) -> str:
-        times = sorted(answer.ended_s - answer.sent_s for answer in self.answers)
-        slowest = f"{times[-1]:.2f} s" if times else "none"
-        return f"{len(times)} requests, {len(self.failed)} failed, {len(self.changed)} changed, slowest {slowest}"
+    @property
+    def figures(self) -> dict[str, float]:
+        return {
+            "requests": len(self.answers),
+            "failed": len(self.failed),
+            "changed": len(self.changed),
+            "slowest_s": max(answer.ended_s - answer.sent_s for answer in self.answers),
+        }
 
 
 @dataclass

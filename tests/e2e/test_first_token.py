@@ -1,0 +1,63 @@
+"""How long it takes from nothing to a token, with the images on the node: helm install, kubectl apply, curl."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from e2e_kit import helm
+from e2e_kit.models import READY_TIMEOUT_S, SERVED_NAME, Model, NeverBecame
+from e2e_kit.node import Node
+
+
+class Stopwatch:
+    """Notes how long each step took."""
+
+    def __init__(self, figures: dict[str, Any]) -> None:
+        self._figures = figures
+        self._start_s = self._last_s = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now_s = time.monotonic()
+        self._figures[f"{name}_s"] = now_s - self._last_s
+        self._figures["total_s"] = now_s - self._start_s
+        self._last_s = now_s
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise NeverBecame(what, READY_TIMEOUT_S, None)
+        time.sleep(0.05)
+
+
+def is_running(model: Model) -> bool:
+    states = [state for pod in model.pods() for state in pod["status"].get("containerStatuses", [])]
+    return any("running" in state["state"] for state in states)
+
+
+def first_token(model: Model) -> str:
+    body = json.dumps({"model": SERVED_NAME, "prompt": "Hello.", "max_tokens": 8, "stream": True}).encode()
+    request = urllib.request.Request(f"{model.url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return str(json.loads(answer.readline().decode().removeprefix("data: "))["choices"][0]["text"])
+
+
+def test_from_helm_install_to_the_first_token(
+    node_without_operator: Node, namespace: str, figures: dict[str, Any]
+) -> None:
+    model = Model(node_without_operator, namespace)
+    watch = Stopwatch(figures)
+    helm.install(node_without_operator)
+    watch.lap("operator_ready")
+    model.apply()
+    wait_until(lambda: bool(model.pods()), "a pod")
+    watch.lap("pod_made")
+    wait_until(lambda: is_running(model), "a running container")
+    watch.lap("container_started")
+    model.wait_ready()
+    watch.lap("model_ready")
+    assert first_token(model)
+    watch.lap("first_token")

@@ -1,0 +1,44 @@
+"""The admin ports of a model's pods, spoken to as the operator does."""
+
+import urllib.request
+from dataclasses import dataclass
+
+import msgspec
+
+from e2e_kit.models import Model
+from flyball_protocol import LimitsAck, LimitsReport
+from flyball_protocol.endpoints import ADMIN_LIMITS_PATH, ADMIN_PORT, ADMIN_TOKEN_ENV
+
+
+@dataclass(frozen=True)
+class AdminPort:
+    """One pod's."""
+
+    ip: str
+    token: str
+
+    def limits(self) -> LimitsReport:
+        return msgspec.json.decode(self._ask(), type=LimitsReport)
+
+    def set_limits(self, revision: int, **limits: int) -> LimitsAck:
+        body = msgspec.json.encode({"revision": revision, "limits": limits})
+        return msgspec.json.decode(self._ask(body), type=LimitsAck)
+
+    def _ask(self, body: bytes | None = None) -> bytes:
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://{self.ip}:{ADMIN_PORT}{ADMIN_LIMITS_PATH}", body, headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found: bytes = answer.read()
+            return found
+
+
+def admin_ports(model: Model) -> list[AdminPort]:
+    token = _token(model)
+    return [AdminPort(pod["status"]["podIP"], token) for pod in model.pods()]
+
+
+def _token(model: Model) -> str:
+    pod = model.pods()[0]["spec"]["containers"][0]
+    (reference,) = (one["valueFrom"]["secretKeyRef"] for one in pod["env"] if one["name"] == ADMIN_TOKEN_ENV)
+    template = f"{{{{.data.{reference['key']} | base64decode}}}}"
+    return model.kubectl("get", "secret", reference["name"], "-o", f"go-template={template}")
