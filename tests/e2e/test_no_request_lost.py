@@ -135,7 +135,7 @@ def test_an_api_server_that_is_gone_for_a_minute(model: Model, figures: dict[str
 
 def test_killing_a_runtime_loses_its_own_requests_only(model: Model, figures: dict[str, Any]) -> None:
     model.scale(2)
-    with Traffic(model.url, SERVED_NAME) as traffic:
+    with Traffic(model.url, SERVED_NAME, period_s=0.02) as traffic:  # so that there is always one in flight
         time.sleep(3)
         container = model.pods()[0]["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         (pid, *_) = processes.running("flyball", "serve", cgroup=container)

@@ -22,3 +22,4 @@ def test_a_pod_reaches_a_service_by_name(node: Node, namespace: str) -> None:
     fetch = "import urllib.request as r; print(r.urlopen('http://web:8000/', timeout=5).status)"
     flags = ("--restart=Never", "--rm", "--attach", "--quiet", f"--image={images.OPERATOR}", "--command")
     assert node.kubectl("-n", namespace, "run", "client", *flags, "--", "python3", "-c", fetch).strip() == "200"
+    node.kubectl("-n", namespace, "delete", "pod", "web", "--now")  # it does not listen to SIGTERM

@@ -6,6 +6,7 @@ InvalidPodTemplate and NameConflict need no node: see tests/cluster.
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +24,22 @@ def gpus(operator: Node) -> Iterator[Node]:
 
 
 def test_a_gpu_nobody_has_then_eight(gpus: Node, namespace: str) -> None:
-    model = Model(gpus, namespace, accelerator={"count": 8})
+    model = Model(gpus, namespace, accelerator={"count": 1})
     model.apply()
     ready = model.wait_for("Ready", "reason", "InsufficientGPU")
     assert ready["status"] == "False" and "nvidia.com/gpu" in ready["message"]
     gpus.patch_gpus(8)
+    assert "cuda" in model.wait_for("Ready", "reason", "CrashLoop")["message"].lower()
+    on_the_cpu = [one.replace("--device=cuda", "--device=cpu") for one in runtime_container(model)["args"]]
+    model.patch(podTemplate={"spec": {"containers": [{"name": "runtime", "args": on_the_cpu}]}})
     model.wait_ready()
+    assert runtime_container(model)["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+
+
+def runtime_container(model: Model) -> dict[str, Any]:
+    pod = model.node.get("deployment", model.name, "-n", model.namespace)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    return dict(container)
 
 
 def test_an_image_nobody_has(operator: Node, namespace: str) -> None:
