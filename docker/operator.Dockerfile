@@ -6,7 +6,7 @@ ARG BASE=docker.io/library/debian:bookworm-slim
 FROM ${BASE} AS base
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 ca-certificates \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
 
 FROM base AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-venv

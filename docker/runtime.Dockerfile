@@ -11,7 +11,7 @@ ARG DEVICE=cuda
 FROM ${BASE} AS base
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 ca-certificates \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
 
 FROM base AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-venv python3-dev g++
@@ -44,7 +44,7 @@ FROM base AS cuda
 # Triton compiles what launches a kernel when the kernel is first used.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM ${DEVICE}

@@ -36,7 +36,7 @@ def figures(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    found = config.stash[FIGURES]
+    found = {test: figures for test, figures in config.stash[FIGURES].items() if figures}
     terminalreporter.section("figures")
     for test, figures in found.items():
         words = ", ".join(f"{name} {value:g}" for name, value in figures.items() if isinstance(value, int | float))

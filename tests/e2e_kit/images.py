@@ -59,10 +59,10 @@ def _debian() -> str:
     if not _exists(BASE):
         archive = cache_folder() / f"debian-{SUITE}.tar"
         excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in UNUSED_DOCUMENTS]
-        lists = '--customize-hook=rm -rf "$1"/var/lib/apt/lists/*'
+        caches = '--customize-hook=rm -rf "$1"/var/lib/apt/lists/* "$1"/var/cache/apt/*'
         # Not later, by a Dockerfile: the package writes to a file on which SYSTEM_FILES are mounted then.
         certificates = "--include=ca-certificates"
-        _run("mmdebstrap", "--quiet", "--variant=minbase", certificates, *excluded, lists, SUITE, str(archive))
+        _run("mmdebstrap", "--quiet", "--variant=minbase", certificates, *excluded, caches, SUITE, str(archive))
         _assemble(BASE, "scratch", {archive: "/"}, ("/bin/sh",))
         archive.unlink()
     return BASE
