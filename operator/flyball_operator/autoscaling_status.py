@@ -1,30 +1,39 @@
 """What the status says about autoscaling. Pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from flyball_operator.cluster.store import Child, Object
+from flyball_operator.cluster.store import Child, Object, Resource
 from flyball_operator.status import Condition
 
 READY = "AutoscalingReady"
 
 
 def autoscaling_status(
-    spec: Mapping[str, Any], children: Sequence[Child], *, keda: bool
+    resource: Resource, children: Sequence[Child], *, keda: bool
 ) -> tuple[Object | None, list[Condition]]:
     """Return status.autoscaling and its condition; neither where the spec leaves autoscaling off.
 
     Args:
-        spec: that of the LLMDeployment.
         keda: whether the cluster has KEDA.
     """
-    mode = spec.get("autoscaling", {}).get("mode", "Disabled")
+    mode = resource.spec.get("autoscaling", {}).get("mode", "Disabled")
     if mode == "Disabled":
         return None, []
-    by_kind = {child.kind: child.object for child in children}
-    scaler = by_kind.get({"HPA": "HorizontalPodAutoscaler", "KEDA": "ScaledObject"}.get(mode, ""))
-    desired = (scaler or {}).get("status", {}).get("desiredReplicas", spec.get("replicas", 1))
-    return {"mode": mode, "desiredReplicas": desired}, [_condition(mode, scaler, keda=keda)]
+    scaler = _scaler(mode, resource, children)
+    # An HPA says 0 until it has been able to compute a number; what it wants then is what there is.
+    desired = (scaler or {}).get("status", {}).get("desiredReplicas") or resource.spec.get("replicas", 1)
+    status: Object = {"mode": mode, "desiredReplicas": desired}
+    if scaler is not None:
+        reference = {"apiVersion": scaler["apiVersion"], "kind": scaler["kind"], "name": scaler["metadata"]["name"]}
+        status["targetRef"] = reference
+    return status, [_condition(mode, scaler, keda=keda)]
+
+
+def _scaler(mode: str, resource: Resource, children: Sequence[Child]) -> Object | None:
+    """Return the HorizontalPodAutoscaler or ScaledObject, if it is ours: another's says nothing about this resource."""
+    kind = {"HPA": "HorizontalPodAutoscaler", "KEDA": "ScaledObject"}.get(mode)
+    ours = (child.object for child in children if child.kind == kind and child.owner == resource.uid)
+    return next(ours, None)
 
 
 def _condition(mode: str, scaler: Object | None, *, keda: bool) -> Condition:

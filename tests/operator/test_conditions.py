@@ -149,10 +149,24 @@ def test_scale_clients_find_their_fields() -> None:
     assert "app.kubernetes.io/instance=chat" in status["selector"]
 
 
-def scaler(kind: str, *told: tuple[str, str]) -> Child:
-    metadata = {"namespace": "team", "name": "chat", "uid": "h", "resourceVersion": "1"}
+def autoscaled(mode: str = "Disabled", replicas: int = 1) -> Resource:
+    return Resource(
+        key=Key("team", "chat"),
+        uid="u",
+        generation=3,
+        resource_version="9",
+        spec={"autoscaling": {"mode": mode}, "replicas": replicas},
+        status={},
+        deleting=False,
+    )
+
+
+def scaler(kind: str, *told: tuple[str, str], desired: int = 3, owner: str = "u") -> Child:
+    owners = [{"kind": "LLMDeployment", "name": "chat", "uid": owner, "controller": True}]
+    metadata = {"namespace": "team", "name": "chat", "uid": "h", "resourceVersion": "1", "ownerReferences": owners}
     conditions = [{"type": name, "status": status, "reason": f"{name}Why", "message": "m"} for name, status in told]
-    return Child.of({"kind": kind, "metadata": metadata, "status": {"desiredReplicas": 3, "conditions": conditions}})
+    status = {"desiredReplicas": desired, "conditions": conditions}
+    return Child.of({"apiVersion": "v", "kind": kind, "metadata": metadata, "status": status})
 
 
 HPA, SCALED_OBJECT = "HorizontalPodAutoscaler", "ScaledObject"
@@ -173,16 +187,37 @@ HPA, SCALED_OBJECT = "HorizontalPodAutoscaler", "ScaledObject"
 def test_autoscaling_passes_on_what_its_controller_says(
     mode: str, children: list[Child], expected: tuple[str, str]
 ) -> None:
-    status, (condition,) = autoscaling_status({"autoscaling": {"mode": mode}, "replicas": 1}, children, keda=True)
+    status, (condition,) = autoscaling_status(autoscaled(mode), children, keda=True)
     assert status is not None
     assert status["mode"] == mode
+    assert status.get("targetRef") == (
+        {"apiVersion": "v", "kind": children[0].kind, "name": "chat"} if children else None
+    )
     assert (condition.status, condition.reason) == expected
 
 
+@pytest.mark.parametrize(
+    ("children", "desired"),
+    [([], 2), ([scaler(HPA)], 3), ([scaler(HPA, desired=0)], 2), ([scaler(HPA, owner="somebody")], 2)],
+    ids=["no HPA", "an HPA", "an HPA that could not compute it yet", "another's HPA"],
+)
+def test_replicas_that_nobody_has_computed_are_those_of_the_spec(children: list[Child], desired: int) -> None:
+    status, _ = autoscaling_status(autoscaled("HPA", replicas=2), children, keda=True)
+    assert status is not None
+    assert status["desiredReplicas"] == desired
+
+
+def test_an_autoscaler_of_somebody_else_is_none() -> None:
+    foreign = scaler(HPA, ("AbleToScale", "True"), ("ScalingActive", "True"), owner="somebody")
+    status, (condition,) = autoscaling_status(autoscaled("HPA"), [foreign], keda=True)
+    assert (condition.status, condition.reason) == ("False", "Starting")
+    assert status == {"mode": "HPA", "desiredReplicas": 1}
+
+
 def test_without_keda_the_condition_says_what_to_do() -> None:
-    _, (condition,) = autoscaling_status({"autoscaling": {"mode": "KEDA"}}, [], keda=False)
+    _, (condition,) = autoscaling_status(autoscaled("KEDA"), [], keda=False)
     assert (condition.status, condition.reason) == ("False", "NoKEDA")
 
 
 def test_autoscaling_that_is_off_has_no_status() -> None:
-    assert autoscaling_status({}, [], keda=True) == (None, [])
+    assert autoscaling_status(autoscaled("Disabled"), [], keda=True) == (None, [])

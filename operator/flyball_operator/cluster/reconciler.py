@@ -202,7 +202,7 @@ class Reconciler:
         key, spec = resource.key, resource.spec
         child = self._store.child(key, "Deployment", key.name)
         is_ours = child is not None and child.owner == resource.uid
-        autoscaling, conditions = autoscaling_status(spec, self._store.children(key), keda=self._platform().keda)
+        autoscaling, conditions = autoscaling_status(resource, self._store.children(key), keda=self._platform().keda)
         return Observation(
             resource=resource,
             replicas=spec.get("replicas", 1),
