@@ -44,8 +44,9 @@ class Api:
         answer = self.client.get(kind.path(namespace, name))
         return None if answer.status_code == 404 else _checked(answer)
 
-    def list(self, kind: Kind, namespace: str) -> list[Object]:
-        items: list[Object] = _checked(self.client.get(kind.path(namespace)))["items"]
+    def list(self, kind: Kind, namespace: str, labels: str = "") -> list[Object]:
+        answer = self.client.get(kind.path(namespace), params={"labelSelector": labels})
+        items: list[Object] = _checked(answer)["items"]
         return items
 
     def watch(self, path: str, accept: str = "application/json") -> Iterator[Object]:
@@ -71,8 +72,9 @@ class Api:
         path = kind.path(namespace, name, subresource)
         return _checked(self.client.patch(path, content=json.dumps(change), headers={"Content-Type": how}))
 
-    def delete(self, kind: Kind, namespace: str, name: str) -> None:
-        _checked(self.client.delete(kind.path(namespace, name)))
+    def delete(self, kind: Kind, namespace: str, name: str, grace_s: int | None = None) -> None:
+        params = {} if grace_s is None else {"gracePeriodSeconds": grace_s}
+        _checked(self.client.delete(kind.path(namespace, name), params=params))
 
 
 def _checked(answer: httpx.Response) -> Object:
