@@ -38,20 +38,19 @@ RUN $PIP install --no-cache-dir --no-compile --no-deps . \
     && rm -r /opt/flyball/lib/python3*/site-packages/flyball_operator \
     && python3 -m compileall -q -x torch/testing/_internal /opt/flyball/lib
 
-FROM base AS cpu
-
-FROM base AS cuda
+FROM base
+ARG DEVICE
 # Triton compiles what launches a kernel when the kernel is first used.
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev \
-    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*
-ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
-
-FROM ${DEVICE}
+RUN if [ ${DEVICE} = cuda ]; then \
+        apt-get update \
+        && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev \
+        && rm -rf /var/lib/apt/lists/* /var/cache/apt/*; \
+    fi
 COPY --from=build /opt/flyball /opt/flyball
 # kopf and torch ask for the user's name
 RUN groupadd --gid 65532 flyball && useradd --uid 65532 --gid flyball --home-dir /nonexistent --no-create-home flyball
-ENV PATH=/opt/flyball/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 FLYBALL_CPU_LIBRARY=/opt/flyball/lib/libflyball_kernels.so
+ENV PATH=/opt/flyball/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 \
+    FLYBALL_CPU_LIBRARY=/opt/flyball/lib/libflyball_kernels.so NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 65532:65532
 EXPOSE 8000 8001
 ENTRYPOINT ["flyball"]
