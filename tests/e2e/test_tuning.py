@@ -11,6 +11,7 @@ from e2e_kit.admin import admin_ports
 from e2e_kit.models import SERVED_NAME, Model, NeverBecame
 from e2e_kit.node import Node
 from e2e_kit.traffic import Traffic
+from flyball_protocol import Limits
 
 TIMEOUT_S = 180.0
 TUNING = {
@@ -36,30 +37,35 @@ def tuning(model: Model) -> dict[str, Any]:
     return found
 
 
-def actions(model: Model) -> list[str]:
-    return [one["action"] for one in tuning(model).get("history", [])]
+def last_action(model: Model) -> str:
+    history = tuning(model).get("history", [])
+    return str(history[0]["action"]) if history else ""
 
 
-def test_limits_follow_the_objective_and_outlive_the_operator(
+def in_force(model: Model) -> set[tuple[int, Limits]]:
+    """Return the limits of all pods; one, if they agree."""
+    reports = [port.limits() for port in admin_ports(model)]
+    return {(report.revision, report.effective) for report in reports}
+
+
+def test_limits_are_tried_then_judged_though_the_operator_was_killed_in_between(
     operator: Node, namespace: str, figures: dict[str, Any]
 ) -> None:
-    model = Model(operator, namespace, tuning=TUNING)
+    model = Model(operator, namespace, replicas=2, tuning=TUNING)
     model.apply()
     model.wait_ready()
     with Traffic(model.url, SERVED_NAME, period_s=0.1) as traffic:
         began_s = time.monotonic()
-        wait_until(lambda: "try" in actions(model), "a change on trial", model)
+        wait_until(lambda: last_action(model) == "try", "a change on trial", model)
         figures["first_change_s"] = time.monotonic() - began_s
-        wait_until(lambda: "promote" in actions(model), "a change for good", model)
+        assert len(in_force(model)) == 2, "one replica tries what the other does not have"
         (pid, *_) = processes.running("flyball-operator", "run")
-        before = tuning(model)["revision"]
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: tuning(model)["revision"] > before, "the next change, by the next process", model)
-    model.scale(2)
-    assert all(port.limits().revision >= before for port in admin_ports(model)), (
-        "a new pod starts with what served well"
-    )
+        wait_until(lambda: last_action(model) in ("promote", "roll back"), "a verdict by the next process", model)
+        figures["verdict_s"] = time.monotonic() - began_s
+        wait_until(lambda: len(in_force(model)) == 1, "the same limits in all pods", model)
+        model.scale(3)
+        wait_until(lambda: len(in_force(model)) == 1, "the same limits in the new pod too", model)
     figures |= traffic.verdict.figures
-    print(model.kubectl("get", "llmdep", model.name, "-o", "yaml"))
     assert not traffic.verdict.failed, traffic.verdict.failed[:5]
     assert not traffic.verdict.changed, traffic.verdict.changed[:5]
