@@ -114,7 +114,7 @@ class _Rollout(NamedTuple):
 
 
 def _conditions(seen: Observation, rollout: _Rollout) -> Iterator[Condition]:
-    found = diagnosis.diagnose(seen.pods, seen.accelerator)
+    found = diagnosis.diagnose(diagnosis.telling(seen.pods, complete=rollout.complete), seen.accelerator)
     yield _ready(seen, rollout, found)
     yield _accepted(seen.problem)
     yield _model_ready(seen, rollout, found)

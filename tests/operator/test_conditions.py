@@ -20,10 +20,24 @@ LOADING = {
         "containerStatuses": [{"name": "runtime", "state": {"running": {}}, "started": False}],
     },
 }
+EVICTED = {
+    "metadata": {"namespace": "team", "name": "old", "uid": "old", "resourceVersion": "1", "creationTimestamp": "t1"},
+    "status": {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory."},
+}
 CRASHED = {
     "metadata": {"namespace": "team", "name": "p", "uid": "p", "resourceVersion": "1"},
     "status": {"containerStatuses": [{"name": "runtime", "state": {"terminated": {"exitCode": 2, "message": "no"}}}]},
 }
+
+
+SERVING = {
+    "metadata": {"namespace": "team", "name": "p", "uid": "p", "resourceVersion": "1"},
+    "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
+}
+
+
+def created(at: str, pod: dict[str, Any]) -> dict[str, Any]:
+    return {**pod, "metadata": {**pod["metadata"], "creationTimestamp": at}}
 
 
 def observation(
@@ -75,6 +89,11 @@ def conditions(seen: Observation) -> dict[str, tuple[str, str]]:
         (observation(counts(3, 1, 2), pods=[LOADING]), ("False", "Updating")),
         (observation(counts(3, 1, 2), pods=[CRASHED]), ("False", "CrashLoop")),
         (observation(counts(2, 2, 0), pods=[LOADING]), ("False", "ModelDownload")),
+        (observation(DONE, pods=[EVICTED]), ("True", "Serving")),
+        (observation(counts(2, 2, 1), pods=[EVICTED, created("t2", LOADING)]), ("False", "ModelDownload")),
+        (observation(counts(3, 2, 2), pods=[EVICTED, created("t2", SERVING), LEAVING]), ("False", "Draining")),
+        (observation(counts(2, 2, 1), pods=[EVICTED, created("t0", SERVING)]), ("False", "Evicted")),
+        (observation({"replicas": 0}, replicas=0, pods=[EVICTED]), ("True", "ScaledToZero")),
         (observation({**DONE, "observedGeneration": 3}), ("False", "Updating")),
         (observation({"replicas": 0}, replicas=0), ("True", "ScaledToZero")),
         (observation(None), ("False", "Updating")),
@@ -97,6 +116,11 @@ def test_a_deployment_that_serves_stays_available_while_it_is_updated() -> None:
 def test_one_crashing_replica_of_several_degrades() -> None:
     found = conditions(observation(counts(3, 1, 2), pods=[CRASHED]))
     assert (found["Degraded"], found["Available"][0]) == (("True", "CrashLoop"), "True")
+
+
+def test_a_pod_that_has_been_replaced_degrades_nothing() -> None:
+    """Kubernetes keeps evicted pods for weeks."""
+    assert conditions(observation(DONE, pods=[EVICTED]))["Degraded"] == ("False", "AsExpected")
 
 
 def test_only_what_the_spec_says_makes_it_not_accepted() -> None:
