@@ -181,6 +181,20 @@ def test_a_missing_secret_is_named_until_it_appears(operator: OperatorProcess, w
     world.ready_is("ModelDownload")
 
 
+def test_a_quota_that_leaves_no_room_for_the_admin_token_is_named(
+    cluster: Cluster, operator: OperatorProcess, world: World
+) -> None:
+    metadata = {"name": "small", "namespace": world.namespace}
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": metadata, "spec": {"hard": {"secrets": "1"}}}
+    cluster.apply(quota)  # the one is the operator's key
+    cluster.kubectl("-n", world.namespace, "wait", "resourcequota/small", "--for=jsonpath={.status.used.secrets}=1")
+    world.create()
+    assert "exceeded quota: small" in world.ready_is("Refused")["message"]
+    assert world.get(DEPLOYMENT) is None, "its pods could not start"
+    cluster.kubectl("-n", world.namespace, "delete", "resourcequota", "small")
+    world.appears(DEPLOYMENT)
+
+
 @pytest.fixture
 def node(cluster: Cluster) -> Iterator[str]:
     """A node that takes only pods that tolerate everything. Nothing runs on it."""

@@ -97,9 +97,10 @@ class Reconciler:
         except SpecError as error:
             return [Problem("InvalidSpec", str(error), accepted=False)]
         steps = plan(wanted, self._store.children(resource.key), resource, memory.settled)
-        if self._wants_token(resource, steps):
-            await self._create_token(llm, resource)
-        problems = [problem for step in steps if (problem := await self._try(step, resource, memory)) is not None]
+        no_token = await self._create_token(llm, resource) if self._wants_token(resource, steps) else None
+        # Pods without their token cannot start, so the Deployment waits for it; on the next try it is wanted again.
+        tried = [no_token] if no_token else [await self._try(step, resource, memory) for step in steps]
+        problems = [problem for problem in tried if problem is not None]
         problems += [Problem("MissingKind", line) for line in lacking(llm, self._platform())]
         self._tell(resource, steps, problems)
         return problems
@@ -165,12 +166,16 @@ class Reconciler:
         missed = (one.waiting for pod in self._store.pods(resource.key) for one in pod.containers if one.waiting)
         return (is_new and "Deployment" in writes) or any(secret in waiting.message for waiting in missed)
 
-    async def _create_token(self, llm: LLMDeployment, resource: Resource) -> None:
+    async def _create_token(self, llm: LLMDeployment, resource: Resource) -> Problem | None:
         secret = admin_token_secret(llm, self._tokens.secret_name(resource), self._tokens.token(resource))
         try:
             await self._client.create(SECRET, owned(secret, resource))
         except Conflict:
             log.debug("%s: the admin token's Secret exists", resource.key)
+        except (Invalid, Forbidden) as error:
+            log.warning("%s: %s", resource.key, error)
+            return problem_of(Create(secret, "the pods need a token"), error)
+        return None
 
     def _tell(self, resource: Resource, steps: Sequence[Step], problems: Sequence[Problem]) -> None:
         for problem in problems:
