@@ -7,7 +7,7 @@ from flyball_operator.cluster.store import Child, Container, Key, Pod, Resource,
 KEY = Key("team", "chat")
 
 
-def pod(**status: Any) -> Pod:
+def pod(node: str | None = "node1", **status: Any) -> Pod:
     labels = {"app.kubernetes.io/instance": "chat", "pod-template-hash": "5d9"}
     metadata = {
         "namespace": "team",
@@ -17,7 +17,7 @@ def pod(**status: Any) -> Pod:
         "labels": labels,
         "creationTimestamp": "t0",
     }
-    return Pod.of({"metadata": metadata, "spec": {"nodeName": "node1"}, "status": status})
+    return Pod.of({"metadata": metadata, "spec": {"nodeName": node}, "status": status})
 
 
 def child(kind: str, name: str = "chat") -> Child:
@@ -58,8 +58,9 @@ def test_a_pod_keeps_the_states_of_its_containers() -> None:
 
 def test_only_the_schedulers_refusal_is_unschedulable() -> None:
     refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}
-    assert pod(conditions=[refused]).unschedulable == "0/1 nodes"
-    assert pod(conditions=[{**refused, "reason": "SchedulingGated"}]).unschedulable is None
+    assert pod(node=None, conditions=[refused]).unschedulable == "0/1 nodes"
+    assert pod(node=None, conditions=[{**refused, "reason": "SchedulingGated"}]).unschedulable is None
+    assert pod(conditions=[refused]).unschedulable is None, "it has a node: the refusal came late"
     assert pod(conditions=[{"type": "Ready", "status": "True"}]).ready
 
 

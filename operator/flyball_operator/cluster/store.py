@@ -137,19 +137,20 @@ class Pod(Struct, frozen=True, kw_only=True):
         metadata, status = obj["metadata"], obj.get("status", {})
         conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
         containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+        node = obj.get("spec", {}).get("nodeName")
         return cls(
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
             resource_version=metadata["resourceVersion"],
             ip=status.get("podIP"),
-            node=obj.get("spec", {}).get("nodeName"),
+            node=node,
             phase=status.get("phase", "Pending"),
             ready=conditions.get("Ready", {}).get("status") == "True",
             deleting="deletionTimestamp" in metadata,
             created=metadata.get("creationTimestamp", ""),
             template_hash=metadata.get("labels", {}).get(TEMPLATE_HASH_LABEL, ""),
-            unschedulable=_unschedulable(conditions.get("PodScheduled", {})),
+            unschedulable=None if node else _unschedulable(conditions.get("PodScheduled", {})),
             reason=status.get("reason", ""),
             message=status.get("message", ""),
             containers=tuple(_container(container) for container in containers),
