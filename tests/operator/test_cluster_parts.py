@@ -1,13 +1,14 @@
 """Small parts of the operator that need no cluster: errors, Events, health, tokens, switches."""
 
 import asyncio
+import base64
 from typing import Any
 
 import pytest
 
 from flyball_operator import cli
 from flyball_operator.cluster import errors, handlers
-from flyball_operator.cluster.admin_token import AdminTokens
+from flyball_operator.cluster.admin_token import AdminTokens, load_key
 from flyball_operator.cluster.errors import ApiError, Call, Conflict, Expired, Forbidden, Invalid, NotFound, from_answer
 from flyball_operator.cluster.events import Recorder, event_of
 from flyball_operator.cluster.health import Health
@@ -138,6 +139,24 @@ def test_tokens_differ_by_resource_and_key_and_so_do_their_secrets() -> None:
     assert len({tokens.token(one) for tokens, one in pairs}) == 4
     assert len({tokens.secret_name(one) for tokens, one in pairs}) == 4
     assert AdminTokens(b"a").token(RESOURCE) == AdminTokens(b"a").token(RESOURCE)
+
+
+class Holds:
+    """The part of a Client that reads a key."""
+
+    def __init__(self, data: Any) -> None:
+        self.secret = {"data": data}
+
+    async def find(self, *_: Any) -> Object:
+        return self.secret
+
+
+def test_a_key_that_anybody_could_guess_is_refused() -> None:
+    key = bytes(range(32))
+    assert asyncio.run(load_key(Holds({"key": base64.b64encode(key).decode()}), "ns")) == key  # type: ignore[arg-type]
+    for data in (None, {}, {"key": None}, {"key": ""}, {"key": base64.b64encode(b"short").decode()}):
+        with pytest.raises(errors.ClusterError, match="32 are needed; delete it"):
+            asyncio.run(load_key(Holds(data), "ns"))  # type: ignore[arg-type]
 
 
 def test_kopf_writes_nothing_and_watches_our_objects_only() -> None:
