@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another replica takes over this long after the acting one was last heard of (default: %(default)s)",
     )
     parser.add_argument(
-        "--identity", default=socket.gethostname(), help="this process's name in the lease (default: %(default)s)"
+        "--identity",
+        default=own_name(),
+        help="this process's name in the lease, no other's (default: the pod's or the host's, here %(default)s)",
     )
     parser.add_argument(
         "--resync-seconds",
@@ -85,6 +87,14 @@ def own_namespace() -> str:
     if given := os.environ.get("POD_NAMESPACE"):
         return given
     return file.read_text(encoding="utf-8").strip() if file.is_file() else names.OPERATOR_NAMESPACE
+
+
+def own_name() -> str:
+    """Return the name of the pod that this runs in, or the host's.
+
+    A pod's host name is its name cut to 63 characters, which two replicas with long names have in common.
+    """
+    return os.environ.get("POD_NAME") or socket.gethostname()
 
 
 def _seconds(text: str) -> float:
