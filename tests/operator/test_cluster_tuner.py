@@ -110,7 +110,7 @@ class Scene:
             )
         )
         for pod in self.store.pods(KEY):
-            self.store.remove_pod(KEY, pod.name, pod.uid)
+            self.store.remove_pod(KEY, pod.name, pod.uid, pod.resource_version)
         for replica in self.replicas:
             self.store.put_pod(KEY, replica.pod)
 
@@ -414,7 +414,7 @@ def test_turning_tuning_off_takes_back_what_is_on_trial(mode: str) -> None:
 async def test_a_new_deployment_of_the_same_name_starts_afresh() -> None:
     async with scene(sees=good_below(400)) as now:
         await now.until(lambda: now.tuning.get("state") == "Converged")
-        now.store.remove_resource(KEY, now.uid)
+        now.store.remove_resource(KEY, now.uid, "2")
         now.uid, now.status, now.token = "uid-2", {}, "another"
         await now.rounds(2)
         assert now.condition("TuningHealthy") == ("False", "NoEvidence")  # it asks with the new token

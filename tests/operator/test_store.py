@@ -79,9 +79,9 @@ def test_children_and_pods_are_found_under_their_deployment_and_leave_nothing_be
     assert {one.kind for one in store.children(KEY)} == {"Service", "Deployment"}
     assert [one.name for one in store.pods(KEY)] == ["chat-5d9-x"]
     assert store.children(Key("other", "chat")) == ()
-    store.remove_child(KEY, "Service", "chat", "u-Service")
-    store.remove_child(KEY, "Service", "chat", "u-Service")
-    store.remove_pod(KEY, "chat-5d9-x", "u1")
+    store.remove_child(KEY, "Service", "chat", "u-Service", "8")
+    store.remove_child(KEY, "Service", "chat", "u-Service", "8")
+    store.remove_pod(KEY, "chat-5d9-x", "u1", "2")
     assert [one.kind for one in store.children(KEY)] == ["Deployment"]
     assert store.pods(KEY) == ()
 

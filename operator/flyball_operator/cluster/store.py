@@ -1,5 +1,6 @@
 """What the watches have seen so far: LLMDeployments, their child objects and their pods, as small frozen values."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -12,6 +13,9 @@ Object = dict[str, Any]
 """A Kubernetes object as JSON: apiVersion, kind, metadata, spec, status."""
 
 TEMPLATE_HASH_LABEL = "pod-template-hash"
+
+MAX_ENDED = 4096
+"""Far more objects than end while one answer or list is under way."""
 
 
 class Key(NamedTuple):
@@ -263,6 +267,22 @@ class _ByOwner(Generic[Name, Value]):
         return ((key, value) for key, values in self._values.items() for value in values.values())
 
 
+class _Ended:
+    """The objects that ended last, and as of which resource version: what is told late must not bring them back."""
+
+    def __init__(self) -> None:
+        self._versions: OrderedDict[str, int] = OrderedDict()
+
+    def add(self, uid: str, resource_version: str) -> None:
+        self._versions[uid] = int(resource_version)
+        if len(self._versions) > MAX_ENDED:
+            self._versions.popitem(last=False)
+
+    def has(self, told: Resource | Pod | Child) -> bool:
+        """Return whether the object had ended by then; one that got our labels back is younger."""
+        return int(told.resource_version) <= self._versions.get(told.uid, -1)
+
+
 class Store:
     """The operator's picture of the cluster, written by the watches, by the periodic lists and by what writes return.
 
@@ -270,6 +290,7 @@ class Store:
     """
 
     def __init__(self) -> None:
+        self._ended = _Ended()
         self._resources: dict[Key, Resource] = {}
         self._pods: _ByOwner[str, Pod] = _ByOwner()
         self._children: _ByOwner[tuple[str, str], Child] = _ByOwner()
@@ -292,37 +313,40 @@ class Store:
 
     def put_resource(self, resource: Resource) -> bool:
         """Keep it; returns whether it is news."""
-        if not is_newer(resource, self._resources.get(resource.key)):
+        if not self._is_news(resource, self._resources.get(resource.key)):
             return False
         self._resources[resource.key] = resource
         return True
 
-    def remove_resource(self, key: Key, uid: str) -> None:
-        """Forget it, unless the name stands for a newer object by now."""
+    def remove_resource(self, key: Key, uid: str, resource_version: str) -> None:
+        """Forget it as of a resource version, unless the name stands for a newer object by now."""
+        self._ended.add(uid, resource_version)
         if (known := self._resources.get(key)) is not None and known.uid == uid:
             del self._resources[key]
 
     def put_pod(self, key: Key, pod: Pod) -> bool:
         """Keep it; returns whether it is news."""
-        if not is_newer(pod, self._pods.get(key, pod.name)):
+        if not self._is_news(pod, self._pods.get(key, pod.name)):
             return False
         self._pods.put(key, pod.name, pod)
         return True
 
-    def remove_pod(self, key: Key, name: str, uid: str) -> None:
-        """Forget it, unless the name stands for a newer object by now."""
+    def remove_pod(self, key: Key, name: str, uid: str, resource_version: str) -> None:
+        """Forget it as of a resource version, unless the name stands for a newer object by now."""
+        self._ended.add(uid, resource_version)
         if (known := self._pods.get(key, name)) is not None and known.uid == uid:
             self._pods.remove(key, name)
 
     def put_child(self, key: Key, child: Child) -> bool:
         """Keep it; returns whether it is news."""
-        if not is_newer(child, self._children.get(key, (child.kind, child.name))):
+        if not self._is_news(child, self._children.get(key, (child.kind, child.name))):
             return False
         self._children.put(key, (child.kind, child.name), child)
         return True
 
-    def remove_child(self, key: Key, kind: str, name: str, uid: str) -> None:
-        """Forget it, unless the name stands for a newer object by now."""
+    def remove_child(self, key: Key, kind: str, name: str, uid: str, resource_version: str) -> None:
+        """Forget it as of a resource version, unless the name stands for a newer object by now."""
+        self._ended.add(uid, resource_version)
         if (known := self.child(key, kind, name)) is not None and known.uid == uid:
             self._children.remove(key, (kind, name))
 
@@ -336,6 +360,9 @@ class Store:
             for key, one in objects
             if kind == ("Pod" if isinstance(one, Pod) else one.kind)
         ]
+
+    def _is_news(self, told: Resource | Pod | Child, known: Resource | Pod | Child | None) -> bool:
+        return is_newer(told, known) and not self._ended.has(told)
 
 
 def is_newer(new: Resource | Pod | Child, known: Resource | Pod | Child | None) -> bool:
