@@ -169,6 +169,21 @@ def test_watches_that_expire_lose_nothing(cluster: Cluster, namespace: str, worl
         world.appears(SERVICE, where=lambda obj: obj["metadata"]["uid"] != before)
 
 
+def test_a_resource_whose_end_no_watch_told_of_is_forgotten(cluster: Cluster, namespace: str, world: World) -> None:
+    """At the first news of a child, and long before the next list."""
+    grant(cluster, namespace, child_rules())
+    with FaultProxy(cluster.kubeconfig) as proxy, OperatorProcess(cluster, namespace, server=proxy.url) as operator:
+        world.create()
+        world.appears(LLM_DEPLOYMENT, where=lambda obj: condition(obj, "Accepted"))
+        until(lambda: proxy.num_watches == 9, "a watch for each kind")
+        proxy.faults = lambda method, path: Fault(500) if "/llmdeployments?" in path else None
+        proxy.expire_watches()
+        cluster.kubectl("-n", namespace, "delete", "llmdep", NAME, "--cascade=orphan")
+        proxy.faults = lambda method, path: None
+        until(lambda: operator.metric("flyball_operator_llmdeployments") == 0, "an operator that forgot it")
+        assert operator.settled() == operator.settled()
+
+
 def test_a_missing_secret_is_named_until_it_appears(operator: OperatorProcess, world: World) -> None:
     """There is no kubelet here, so the test writes what one would."""
     world.create(model={"uri": "hf://org/name", "secretRef": {"name": "hub"}})

@@ -11,7 +11,7 @@ from flyball_operator.children import Manifest, Platform, lacking
 from flyball_operator.children.admin_token import admin_token_secret
 from flyball_operator.cluster.admin_token import AdminTokens
 from flyball_operator.cluster.client import Client
-from flyball_operator.cluster.errors import ApiError, Conflict, Forbidden, Invalid
+from flyball_operator.cluster.errors import ApiError, Conflict, Forbidden, Invalid, NotFound
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.kinds import CHILD_KINDS, LLM_DEPLOYMENT, SECRET
 from flyball_operator.cluster.store import Child, Key, Object, Resource, Store
@@ -197,7 +197,13 @@ class Reconciler:
             return
         metadata = {"namespace": resource.key.namespace, "name": resource.key.name, "uid": resource.uid}
         body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "status": status}
-        applied = Resource.of(await self._client.apply(LLM_DEPLOYMENT, body, force=True, subresource="status"))
+        try:
+            applied = Resource.of(await self._client.apply(LLM_DEPLOYMENT, body, force=True, subresource="status"))
+        except NotFound:
+            log.info("%s: it is gone, and no watch told", resource.key)
+            self._memory.pop(resource.key, None)
+            self._store.remove_resource(resource.key, resource.uid, "0")  # the next list may know it after all
+            return
         self._store.put_resource(applied)
         # A status that the API server changes on its way in must not be written again and again.
         memory.status = None if applied.status == status else status
