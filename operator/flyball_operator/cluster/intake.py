@@ -24,17 +24,16 @@ class Intake:
 
     def seen(self, kind: Kind, obj: Object) -> None:
         """Take an object as it is now; what is known already is no news."""
-        if kind == LLM_DEPLOYMENT:
-            key: Key | None = Key.of(obj)
-            is_news = self._store.put_resource(Resource.of(obj))
-        elif (key := Key.of_owner(obj)) is None:
-            return
-        elif kind == POD:
-            is_news = self._store.put_pod(key, Pod.of(obj))
-        else:
-            is_news = self._store.put_child(key, Child.of(obj))
-        if key is not None and is_news:
+        for key in self._take(kind, obj):
             self._changed(key)
+
+    def _take(self, kind: Kind, obj: Object) -> Collection[Key]:
+        """Return for which deployments it is news."""
+        if kind == LLM_DEPLOYMENT:
+            resource = Resource.of(obj)
+            return (resource.key,) if self._store.put_resource(resource) else ()
+        key = Key.of_owner(obj)
+        return self._store.put_pod(key, Pod.of(obj)) if kind == POD else self._store.put_child(key, Child.of(obj))
 
     def gone(self, kind: Kind, obj: Object) -> None:
         """Take note that an object is no longer there, or no longer carries the labels."""

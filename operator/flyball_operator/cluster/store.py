@@ -1,7 +1,7 @@
 """What the watches have seen so far: LLMDeployments, their child objects and their pods, as small frozen values."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -239,7 +239,7 @@ def controller_of(obj: Object) -> Object | None:
 
 
 Name = TypeVar("Name")
-Value = TypeVar("Value")
+Value = TypeVar("Value", Pod, Child)
 
 
 class _ByOwner(Generic[Name, Value]):
@@ -247,15 +247,24 @@ class _ByOwner(Generic[Name, Value]):
 
     def __init__(self) -> None:
         self._values: dict[Key, dict[Name, Value]] = {}
+        self._owners: dict[str, Key] = {}
 
     def put(self, key: Key, name: Name, value: Value) -> None:
+        if (replaced := self.get(key, name)) is not None:
+            del self._owners[replaced.uid]
         self._values.setdefault(key, {})[name] = value
+        self._owners[value.uid] = key
 
     def remove(self, key: Key, name: Name) -> None:
         values = self._values.get(key, {})
-        values.pop(name, None)
+        if (value := values.pop(name, None)) is not None:
+            del self._owners[value.uid]
         if not values:
             self._values.pop(key, None)
+
+    def owner(self, uid: str) -> Key | None:
+        """Return where the object with this uid is kept."""
+        return self._owners.get(uid)
 
     def get(self, key: Key, name: Name) -> Value | None:
         return self._values.get(key, {}).get(name)
@@ -324,12 +333,9 @@ class Store:
         if (known := self._resources.get(key)) is not None and known.uid == uid:
             del self._resources[key]
 
-    def put_pod(self, key: Key, pod: Pod) -> bool:
-        """Keep it; returns whether it is news."""
-        if not self._is_news(pod, self._pods.get(key, pod.name)):
-            return False
-        self._pods.put(key, pod.name, pod)
-        return True
+    def put_pod(self, key: Key | None, pod: Pod) -> Collection[Key]:
+        """Keep it under its deployment, None where it has none (any more); returns for which deployments it is news."""
+        return self._put(self._pods, key, pod.name, pod)
 
     def remove_pod(self, key: Key, name: str, uid: str, resource_version: str) -> None:
         """Forget it as of a resource version, unless the name stands for a newer object by now."""
@@ -337,12 +343,9 @@ class Store:
         if (known := self._pods.get(key, name)) is not None and known.uid == uid:
             self._pods.remove(key, name)
 
-    def put_child(self, key: Key, child: Child) -> bool:
-        """Keep it; returns whether it is news."""
-        if not self._is_news(child, self._children.get(key, (child.kind, child.name))):
-            return False
-        self._children.put(key, (child.kind, child.name), child)
-        return True
+    def put_child(self, key: Key | None, child: Child) -> Collection[Key]:
+        """Like ``put_pod``."""
+        return self._put(self._children, key, (child.kind, child.name), child)
 
     def remove_child(self, key: Key, kind: str, name: str, uid: str, resource_version: str) -> None:
         """Forget it as of a resource version, unless the name stands for a newer object by now."""
@@ -360,6 +363,19 @@ class Store:
             for key, one in objects
             if kind == ("Pod" if isinstance(one, Pod) else one.kind)
         ]
+
+    def _put(self, values: _ByOwner[Name, Value], key: Key | None, name: Name, value: Value) -> Collection[Key]:
+        former = values.owner(value.uid)  # another one than key when somebody changed the label
+        concerned = {one for one in (former, key) if one is not None}
+        if not all(self._is_news(value, values.get(one, name)) for one in concerned):
+            return ()
+        if former is not None and former != key:
+            values.remove(former, name)
+        if key is not None:
+            values.put(key, name, value)
+        elif former is not None:
+            self._ended.add(value.uid, value.resource_version)
+        return concerned
 
     def _is_news(self, told: Resource | Pod | Child, known: Resource | Pod | Child | None) -> bool:
         return is_newer(told, known) and not self._ended.has(told)
