@@ -15,15 +15,15 @@ def autoscaling_status(
     """Return status.autoscaling and its condition; neither where the spec leaves autoscaling off.
 
     Args:
-        spec: that of the LLMDeployment.
+        spec: that of the LLMDeployment, with its defaults.
         keda: whether the cluster has KEDA.
     """
-    mode = spec.get("autoscaling", {}).get("mode", "Disabled")
+    mode = spec["autoscaling"]["mode"]
     if mode == "Disabled":
         return None, []
     by_kind = {child.kind: child.object for child in children}
     scaler = by_kind.get({"HPA": "HorizontalPodAutoscaler", "KEDA": "ScaledObject"}.get(mode, ""))
-    desired = (scaler or {}).get("status", {}).get("desiredReplicas", spec.get("replicas", 1))
+    desired = (scaler or {}).get("status", {}).get("desiredReplicas", spec["replicas"])
     return {"mode": mode, "desiredReplicas": desired}, [_condition(mode, scaler, keda=keda)]
 
 

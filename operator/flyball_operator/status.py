@@ -34,7 +34,7 @@ class Observation:
     """All that the status is made of.
 
     Attributes:
-        replicas, accelerator, port: of the spec; of the last good one while the present one is refused.
+        replicas, accelerator, port: of the spec.
         deployment: the child Deployment, None while there is none.
         problem: what keeps the operator from bringing the children to the spec.
         autoscaling: status.autoscaling, None where the spec leaves it off.

@@ -204,9 +204,9 @@ def test_autoscaling_passes_on_what_its_controller_says(
 
 
 def test_without_keda_the_condition_says_what_to_do() -> None:
-    _, (condition,) = autoscaling_status({"autoscaling": {"mode": "KEDA"}}, [], keda=False)
+    _, (condition,) = autoscaling_status({"autoscaling": {"mode": "KEDA"}, "replicas": 1}, [], keda=False)
     assert (condition.status, condition.reason) == ("False", "NoKEDA")
 
 
 def test_autoscaling_that_is_off_has_no_status() -> None:
-    assert autoscaling_status({}, [], keda=True) == (None, [])
+    assert autoscaling_status({"autoscaling": {"mode": "Disabled"}}, [], keda=True) == (None, [])

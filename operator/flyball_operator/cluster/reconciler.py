@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from flyball_operator import manifest, names
+from flyball_operator import manifest, names, schema
 from flyball_operator.autoscaling_status import autoscaling_status
 from flyball_operator.children import Manifest, Platform, lacking
 from flyball_operator.children.admin_token import admin_token_secret
@@ -210,15 +210,15 @@ class Reconciler:
         self._tell_ready(resource, status)
 
     def _observe(self, resource: Resource, problems: Sequence[Problem]) -> Observation:
-        key, spec = resource.key, resource.spec
+        key, spec = resource.key, schema.with_defaults(resource.spec)
         child = self._store.child(key, "Deployment", key.name)
         is_ours = child is not None and child.owner == resource.uid
         autoscaling, conditions = autoscaling_status(spec, self._store.children(key), keda=self._platform().keda)
         return Observation(
             resource=resource,
-            replicas=spec.get("replicas", 1),
-            accelerator=spec.get("accelerator", {}).get("resourceName", "nvidia.com/gpu"),
-            port=spec.get("service", {}).get("port", 8000),
+            replicas=spec["replicas"],
+            accelerator=spec["accelerator"]["resourceName"],
+            port=spec["service"]["port"],
             pods=self._store.pods(key),
             deployment=child.object if child is not None and is_ours else None,
             problem=_summary(problems),
