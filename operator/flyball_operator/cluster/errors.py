@@ -31,6 +31,13 @@ class Unreachable(ClusterError):
         self.call = call
 
 
+class NoObject(ClusterError):
+    """Success was answered, and no object: something between here and the API server spoke in its place."""
+
+    def __init__(self, call: Call, text: str) -> None:
+        super().__init__(f"{call}: the answer is no JSON object; is a proxy in between? It begins: {text}")
+
+
 class ApiError(ClusterError):
     """The API server answered with an error.
 
