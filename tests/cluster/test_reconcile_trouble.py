@@ -210,6 +210,44 @@ def test_a_quota_that_leaves_no_room_for_the_admin_token_is_named(
     world.appears(DEPLOYMENT)
 
 
+def test_a_webhook_of_the_cluster_that_gives_no_answer_is_named(
+    cluster: Cluster, operator: OperatorProcess, world: World
+) -> None:
+    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["services"]}
+    webhook = {
+        "name": "policy.example.com",
+        "clientConfig": {"url": "https://127.0.0.1:1/"},
+        "rules": [rule],
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": world.namespace}},
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+    }
+    kind = {"apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration"}
+    cluster.apply({**kind, "metadata": {"name": world.namespace}, "webhooks": [webhook]})
+    try:
+        until(lambda: is_stopped(world), "a webhook in force")
+        world.create()
+        assert '"policy.example.com"' in world.ready_is("WebhookFailed")["message"]
+        assert condition(world.get(LLM_DEPLOYMENT), "Accepted")["status"] == "True"
+        assert world.get(DEPLOYMENT) is not None
+    finally:
+        cluster.kubectl("delete", "validatingwebhookconfiguration", world.namespace)
+    world.appears(SERVICE)
+
+
+def is_stopped(world: World) -> bool:
+    """Whether a Service cannot be made."""
+    metadata = {"name": "probe", "namespace": world.namespace}
+    try:
+        world.api.create(
+            SERVICE, {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": [{"port": 1}]}}
+        )
+    except AssertionError as refused:
+        return "failed calling webhook" in str(refused)
+    world.api.delete(SERVICE, world.namespace, "probe")
+    return False
+
+
 @pytest.fixture
 def node(cluster: Cluster) -> Iterator[str]:
     """A node that takes only pods that tolerate everything. Nothing runs on it."""

@@ -42,6 +42,7 @@ QUOTA = (
         (429, "", errors.TooManyRequests),
         (500, "etcdserver: request timed out", errors.Unavailable),
         (500, "failed to create typed patch object (team/chat; apps/v1): .spec.x: field not declared", Invalid),
+        (500, 'Internal error occurred: failed calling webhook "policy.example.com": ...', errors.WebhookFailed),
         (504, "", errors.Unavailable),
         (418, "", ApiError),
     ],

@@ -11,7 +11,7 @@ from flyball_operator.children import Manifest, Platform, lacking
 from flyball_operator.children.admin_token import admin_token_secret
 from flyball_operator.cluster.admin_token import AdminTokens
 from flyball_operator.cluster.client import Client
-from flyball_operator.cluster.errors import ApiError, Conflict, Forbidden, Invalid, NotFound
+from flyball_operator.cluster.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, WebhookFailed
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.kinds import CHILD_KINDS, LLM_DEPLOYMENT, SECRET
 from flyball_operator.cluster.store import Child, Key, Object, Resource, Store
@@ -22,6 +22,9 @@ from flyball_operator.spec import LLMDeployment
 from flyball_operator.status import Condition, Observation, Problem, status_of
 
 log = logging.getLogger(__name__)
+
+REFUSALS = (Invalid, Forbidden, WebhookFailed)
+"""What does not pass by trying again at once; the status tells it."""
 
 
 class Build(Protocol):
@@ -115,10 +118,10 @@ class Reconciler:
         return [owned(one, resource) for one in built]
 
     async def _try(self, step: Step, resource: Resource, memory: "_Memory") -> Problem | None:
-        """Do a step; what the API server refuses for good is returned, so that the other steps follow all the same."""
+        """Do a step; what the API server refuses for long is returned, so that the other steps follow all the same."""
         try:
             return await self._do(step, resource, memory)
-        except (Invalid, Forbidden) as error:
+        except REFUSALS as error:
             log.warning("%s: %s", resource.key, error)
             return problem_of(step, error)
 
@@ -172,7 +175,7 @@ class Reconciler:
             await self._client.create(SECRET, owned(secret, resource))
         except Conflict:
             log.debug("%s: the admin token's Secret exists", resource.key)
-        except (Invalid, Forbidden) as error:
+        except REFUSALS as error:
             log.warning("%s: %s", resource.key, error)
             return problem_of(Create(secret, "the pods need a token"), error)
         return None
@@ -271,6 +274,8 @@ def problem_of(step: Step, error: ApiError) -> Problem:
     if isinstance(error, Forbidden) and error.is_missing_rule:
         message = f"the operator's role lacks a rule: {error.message}. Grant {error.call.verb} on {error.call.resource}"
         return Problem("MissingPermission", message)
+    if isinstance(error, WebhookFailed):
+        return Problem("WebhookFailed", f"an admission webhook of the cluster gives no answer: {error.message}")
     is_template = isinstance(step, Create | Apply) and step.manifest["kind"] == "Deployment"
     reason = "InvalidPodTemplate" if is_template and isinstance(error, Invalid) else "Refused"
     return Problem(reason, f"the API server refuses it: {error.message}", accepted=False)
