@@ -15,6 +15,8 @@ from flyball_protocol import endpoints
 
 log = logging.getLogger(__name__)
 
+MAX_SECONDS = 86400
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``flyball-operator run``."""
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", default="0.0.0.0", help="address of the port below (default: %(default)s)")
     parser.add_argument(
-        "--metrics-port", type=int, default=8080, help="port of /metrics, /livez and /readyz (default: %(default)s)"
+        "--metrics-port", type=_port, default=8080, help="port of /metrics, /livez and /readyz (default: %(default)s)"
     )
     parser.add_argument(
         "--no-leader-election", action="store_true", help="act without the lease; for one process only, never for two"
@@ -99,6 +101,13 @@ def own_name() -> str:
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if seconds < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than a second; give 1 or more")
+    if not 1 <= seconds <= MAX_SECONDS:  # neither is nan
+        raise argparse.ArgumentTypeError(f"{text} is not within 1 and {MAX_SECONDS} seconds")
     return seconds
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; give 1 to 65535, or 0 for any that is free")
+    return port
