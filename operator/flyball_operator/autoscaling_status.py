@@ -7,27 +7,40 @@ from flyball_operator.cluster.store import Child, Object
 from flyball_operator.status import Condition
 
 READY = "AutoscalingReady"
+_HPA = "HorizontalPodAutoscaler"
+_SCALERS = {"HPA": _HPA, "KEDA": "ScaledObject"}
 
 
 def autoscaling_status(
-    spec: Mapping[str, Any], children: Sequence[Child], *, keda: bool
+    spec: Mapping[str, Any], children: Sequence[Child], *, owner: str, keda: bool
 ) -> tuple[Object | None, list[Condition]]:
     """Return status.autoscaling and its condition; neither where the spec leaves autoscaling off.
 
     Args:
         spec: that of the LLMDeployment, with its defaults.
+        children: objects with its labels. KEDA gives those to the HorizontalPodAutoscaler that it makes, too.
+        owner: uid of the LLMDeployment.
         keda: whether the cluster has KEDA.
     """
     mode = spec["autoscaling"]["mode"]
     if mode == "Disabled":
         return None, []
-    by_kind = {child.kind: child.object for child in children}
-    scaler = by_kind.get({"HPA": "HorizontalPodAutoscaler", "KEDA": "ScaledObject"}.get(mode, ""))
-    desired = (scaler or {}).get("status", {}).get("desiredReplicas", spec["replicas"])
+    scaler = _controlled(children, owner, _SCALERS.get(mode))
+    hpa = _controlled(children, scaler.uid, _HPA) if mode == "KEDA" and scaler is not None else scaler
+    desired = _status(hpa).get("desiredReplicas", spec["replicas"])
     return {"mode": mode, "desiredReplicas": desired}, [_condition(mode, scaler, keda=keda)]
 
 
-def _condition(mode: str, scaler: Object | None, *, keda: bool) -> Condition:
+def _controlled(children: Sequence[Child], owner: str, kind: str | None) -> Child | None:
+    return next((child for child in children if (child.owner, child.kind) == (owner, kind)), None)
+
+
+def _status(child: Child | None) -> Object:
+    status: Object = {} if child is None else child.object.get("status", {})
+    return status
+
+
+def _condition(mode: str, scaler: Child | None, *, keda: bool) -> Condition:
     if mode == "External":
         return Condition(READY, "True", "External", "spec.replicas follows whoever writes to /scale")
     if mode == "KEDA" and not keda:
@@ -36,7 +49,7 @@ def _condition(mode: str, scaler: Object | None, *, keda: bool) -> Condition:
         )
     if scaler is None:
         return Condition(READY, "False", "Starting", "the autoscaler has not been made yet")
-    return _of_scaler(mode, {one["type"]: one for one in scaler.get("status", {}).get("conditions", [])})
+    return _of_scaler(mode, {one["type"]: one for one in _status(scaler).get("conditions", [])})
 
 
 def _of_scaler(mode: str, conditions: Mapping[str, Object]) -> Condition:

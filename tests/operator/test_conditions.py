@@ -173,10 +173,11 @@ def test_scale_clients_find_their_fields() -> None:
     assert "app.kubernetes.io/instance=chat" in status["selector"]
 
 
-def scaler(kind: str, *told: tuple[str, str]) -> Child:
-    metadata = {"namespace": "team", "name": "chat", "uid": "h", "resourceVersion": "1"}
+def scaler(kind: str, *told: tuple[str, str], owner: str = "u", **status: Any) -> Child:
+    reference = {"uid": owner, "controller": True}
+    metadata = {"namespace": "team", "name": "chat", "uid": "h", "resourceVersion": "1", "ownerReferences": [reference]}
     conditions = [{"type": name, "status": status, "reason": f"{name}Why", "message": "m"} for name, status in told]
-    return Child.of({"kind": kind, "metadata": metadata, "status": {"desiredReplicas": 3, "conditions": conditions}})
+    return Child.of({"kind": kind, "metadata": metadata, "status": {"conditions": conditions, **status}})
 
 
 HPA, SCALED_OBJECT = "HorizontalPodAutoscaler", "ScaledObject"
@@ -197,16 +198,35 @@ HPA, SCALED_OBJECT = "HorizontalPodAutoscaler", "ScaledObject"
 def test_autoscaling_passes_on_what_its_controller_says(
     mode: str, children: list[Child], expected: tuple[str, str]
 ) -> None:
-    status, (condition,) = autoscaling_status({"autoscaling": {"mode": mode}, "replicas": 1}, children, keda=True)
+    status, (condition,) = autoscaling_status(
+        {"autoscaling": {"mode": mode}, "replicas": 1}, children, owner="u", keda=True
+    )
     assert status is not None
     assert status["mode"] == mode
     assert (condition.status, condition.reason) == expected
 
 
+@pytest.mark.parametrize(
+    ("mode", "children", "desired"),
+    [
+        ("External", [], 1),
+        ("HPA", [scaler(HPA, desiredReplicas=3)], 3),
+        ("HPA", [scaler(HPA, desiredReplicas=3), scaler(HPA, desiredReplicas=5, owner="another")], 3),
+        ("KEDA", [scaler(SCALED_OBJECT)], 1),
+        ("KEDA", [scaler(SCALED_OBJECT), scaler(HPA, desiredReplicas=4, owner="h")], 4),
+    ],
+)
+def test_what_is_desired_is_what_the_hpa_in_charge_says(mode: str, children: list[Child], desired: int) -> None:
+    """In mode KEDA it is the one that KEDA makes."""
+    spec = {"autoscaling": {"mode": mode}, "replicas": 1}
+    status, _ = autoscaling_status(spec, children, owner="u", keda=True)
+    assert status == {"mode": mode, "desiredReplicas": desired}
+
+
 def test_without_keda_the_condition_says_what_to_do() -> None:
-    _, (condition,) = autoscaling_status({"autoscaling": {"mode": "KEDA"}, "replicas": 1}, [], keda=False)
+    _, (condition,) = autoscaling_status({"autoscaling": {"mode": "KEDA"}, "replicas": 1}, [], owner="u", keda=False)
     assert (condition.status, condition.reason) == ("False", "NoKEDA")
 
 
 def test_autoscaling_that_is_off_has_no_status() -> None:
-    assert autoscaling_status({"autoscaling": {"mode": "Disabled"}}, [], keda=True) == (None, [])
+    assert autoscaling_status({"autoscaling": {"mode": "Disabled"}}, [], owner="u", keda=True) == (None, [])

@@ -216,7 +216,9 @@ class Reconciler:
         key, spec = resource.key, schema.with_defaults(resource.spec)
         child = self._store.child(key, "Deployment", key.name)
         is_ours = child is not None and child.owner == resource.uid
-        autoscaling, conditions = autoscaling_status(spec, self._store.children(key), keda=self._platform().keda)
+        autoscaling, conditions = autoscaling_status(
+            spec, self._store.children(key), owner=resource.uid, keda=self._platform().keda
+        )
         return Observation(
             resource=resource,
             replicas=spec["replicas"],
