@@ -1,42 +1,56 @@
 """What the status says about autoscaling. Pure."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from flyball_operator.cluster.store import Child, Object, Resource
+from flyball_operator.cluster.store import Child, Object
 from flyball_operator.status import Condition
 
 READY = "AutoscalingReady"
+_HPA = "HorizontalPodAutoscaler"
+_SCALERS = {"HPA": _HPA, "KEDA": "ScaledObject"}
 
 
 def autoscaling_status(
-    resource: Resource, children: Sequence[Child], *, keda: bool
+    spec: Mapping[str, Any], children: Sequence[Child], *, owner: str, keda: bool
 ) -> tuple[Object | None, list[Condition]]:
     """Return status.autoscaling and its condition; neither where the spec leaves autoscaling off.
 
     Args:
+        spec: that of the LLMDeployment, with its defaults.
+        children: objects with its labels. KEDA gives those to the HorizontalPodAutoscaler that it makes, too.
+        owner: uid of the LLMDeployment.
         keda: whether the cluster has KEDA.
     """
-    mode = resource.spec.get("autoscaling", {}).get("mode", "Disabled")
+    mode = spec["autoscaling"]["mode"]
     if mode == "Disabled":
         return None, []
-    scaler = _scaler(mode, resource, children)
+    scaler = _controlled(children, owner, _SCALERS.get(mode))
+    hpa = _controlled(children, scaler.uid, _HPA) if mode == "KEDA" and scaler is not None else scaler
     # An HPA says 0 until it has been able to compute a number; what it wants then is what there is.
-    desired = (scaler or {}).get("status", {}).get("desiredReplicas") or resource.spec.get("replicas", 1)
-    status: Object = {"mode": mode, "desiredReplicas": desired}
-    if scaler is not None:
-        reference = {"apiVersion": scaler["apiVersion"], "kind": scaler["kind"], "name": scaler["metadata"]["name"]}
-        status["targetRef"] = reference
+    desired = _status(hpa).get("desiredReplicas") or spec["replicas"]
+    status = {"mode": mode, "desiredReplicas": desired, **_target_reference(scaler)}
     return status, [_condition(mode, scaler, keda=keda)]
 
 
-def _scaler(mode: str, resource: Resource, children: Sequence[Child]) -> Object | None:
-    """Return the HorizontalPodAutoscaler or ScaledObject, if it is ours: another's says nothing about this resource."""
-    kind = {"HPA": "HorizontalPodAutoscaler", "KEDA": "ScaledObject"}.get(mode)
-    ours = (child.object for child in children if child.kind == kind and child.owner == resource.uid)
-    return next(ours, None)
+def _target_reference(scaler: Child | None) -> Object:
+    if scaler is None:
+        return {}
+    obj = scaler.object
+    reference = {"apiVersion": obj["apiVersion"], "kind": scaler.kind, "name": scaler.name}
+    return {"targetRef": reference}
 
 
-def _condition(mode: str, scaler: Object | None, *, keda: bool) -> Condition:
+def _controlled(children: Sequence[Child], owner: str, kind: str | None) -> Child | None:
+    return next((child for child in children if (child.owner, child.kind) == (owner, kind)), None)
+
+
+def _status(child: Child | None) -> Object:
+    status: Object = {} if child is None else child.object.get("status", {})
+    return status
+
+
+def _condition(mode: str, scaler: Child | None, *, keda: bool) -> Condition:
     if mode == "External":
         return Condition(READY, "True", "External", "spec.replicas follows whoever writes to /scale")
     if mode == "KEDA" and not keda:
@@ -45,7 +59,7 @@ def _condition(mode: str, scaler: Object | None, *, keda: bool) -> Condition:
         )
     if scaler is None:
         return Condition(READY, "False", "Starting", "the autoscaler has not been made yet")
-    return _of_scaler(mode, {one["type"]: one for one in scaler.get("status", {}).get("conditions", [])})
+    return _of_scaler(mode, {one["type"]: one for one in _status(scaler).get("conditions", [])})
 
 
 def _of_scaler(mode: str, conditions: Mapping[str, Object]) -> Condition:

@@ -54,6 +54,19 @@ def diagnose(pods: Sequence[Pod], accelerator: str) -> Diagnosis | None:
     return worst._replace(message=f"pod {pod.name}{others}: {worst.message}")
 
 
+def telling(pods: Sequence[Pod], *, complete: bool) -> list[Pod]:
+    """Return the pods without those that failed and were replaced: Kubernetes keeps an evicted pod for weeks.
+
+    Args:
+        complete: as many replicas as wanted serve, so whatever failed was replaced or is not needed.
+    """
+    alive = [pod for pod in pods if pod.phase != "Failed"]
+    if complete:
+        return alive
+    youngest = max((pod.created for pod in alive if not pod.deleting), default="")
+    return [*alive, *(pod for pod in pods if pod.phase == "Failed" and pod.created > youngest)]
+
+
 def of_pod(pod: Pod, accelerator: str) -> Diagnosis | None:
     """Return why a pod is not ready; None for one that is, or that is being deleted or has ended."""
     if pod.deleting or pod.ready or pod.phase == "Succeeded":

@@ -1,6 +1,7 @@
 """What to do so that the children are as wanted: desired and observed in, steps with their reasons out. Pure."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from flyball_operator.differences import differences
 
 HASH_ANNOTATION = f"{names.GROUP}/spec-hash"
 """Hash of what was applied. It tells what drift alone does not: that a field is no longer wanted."""
+
+_PRIVATE = re.compile(r"[.](env|args|command)\b")
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,14 @@ def _leave(child: Child, resource: Resource) -> Leave:
 
 def _first(found: Sequence[str]) -> str:
     changed = [line for line in found if HASH_ANNOTATION not in line] or ["what is wanted has changed"]
-    return changed[0] if len(changed) == 1 else f"{changed[0]} (and {len(changed) - 1} more)"
+    first = _without_secrets(changed[0])
+    return first if len(changed) == 1 else f"{first} (and {len(changed) - 1} more)"
+
+
+def _without_secrets(line: str) -> str:
+    """Return the difference as everybody may read it: variables and arguments may hold keys, so only where they are."""
+    path = line.partition(" ")[0]
+    return f"{path} is not as wanted" if _PRIVATE.search(path) else line
 
 
 def owned(manifest: Object, resource: Resource) -> Object:

@@ -206,7 +206,7 @@ def _rollout_problems(spec: DeploymentSpec) -> Iterator[str]:
 
 def _pod_template_problems(spec: DeploymentSpec) -> Iterator[str]:
     labels = spec.pod_template.get("metadata", {}).get("labels", {})
-    for key in labels.keys() & names.selector_labels("").keys():
+    for key in labels.keys() & names.labels("").keys():
         yield f"spec.podTemplate.metadata.labels.{key} is how the operator finds its pods; remove it"
 
 

@@ -34,7 +34,7 @@ class Observation:
     """All that the status is made of.
 
     Attributes:
-        replicas, accelerator, port: of the spec; of the last good one while the present one is refused.
+        replicas, accelerator, port: of the spec.
         deployment: the child Deployment, None while there is none.
         problem: what keeps the operator from bringing the children to the spec.
         autoscaling: status.autoscaling, None where the spec leaves it off.
@@ -114,7 +114,7 @@ class _Rollout(NamedTuple):
 
 
 def _conditions(seen: Observation, rollout: _Rollout) -> Iterator[Condition]:
-    found = diagnosis.diagnose(seen.pods, seen.accelerator)
+    found = diagnosis.diagnose(diagnosis.telling(seen.pods, complete=rollout.complete), seen.accelerator)
     yield _ready(seen, rollout, found)
     yield _accepted(seen.problem)
     yield _model_ready(seen, rollout, found)

@@ -96,6 +96,17 @@ def test_the_longest_release_name_makes_valid_names(helm: Helm) -> None:
     assert max(len(of_kind(kind, rendered)["metadata"]["name"]) for kind in ("Service", "Deployment")) <= 63
 
 
+@pytest.mark.parametrize("values", goldens.VALUES, ids=lambda path: path.stem)
+def test_each_replica_has_its_own_name_in_the_lease(values: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host name would not do: it is the pod's name cut to 63 characters."""
+    (container,) = of_kind("Deployment", goldens.render(values))["spec"]["template"]["spec"]["containers"]
+    fields = {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"]}
+    for variable, path in fields.items():
+        monkeypatch.setenv(variable, path)
+    arguments = cli.build_parser().parse_args(container["args"])
+    assert (arguments.identity, arguments.own_namespace) == ("metadata.name", "metadata.namespace")
+
+
 def leaves(path: str, node: dict[str, Any]) -> Iterator[str]:
     for name, child in node.get("properties", {}).items():
         inner = f"{path}.{name}" if path else name

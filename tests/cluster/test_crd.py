@@ -272,7 +272,7 @@ RULES = [
     Rule(
         "the operator finds its pods by",
         [labels(**{"app.kubernetes.io/part-of": "chat"})],
-        [labels(**{"app.kubernetes.io/name": "x"}), labels(**{"app.kubernetes.io/component": "x"})],
+        [labels(**{f"app.kubernetes.io/{key}": "x"}) for key in ("name", "instance", "component", "managed-by")],
     ),
     Rule(
         "ingressFrom needs mode Managed",

@@ -1,13 +1,19 @@
 """The operator against a real API server: children come, follow the spec, heal and go; nothing else is touched."""
 
+import asyncio
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import pytest
 
 from cluster_kit import Cluster
 from cluster_kit.api import until
+from cluster_kit.control_plane import free_port
 from cluster_kit.fault_proxy import FaultProxy
 from cluster_kit.llm import condition
-from cluster_kit.operator_process import WRITES, OperatorProcess, child_rules, grant
+from cluster_kit.operator_process import ACCOUNT, WRITES, OperatorProcess, child_rules, grant
 from cluster_kit.world import NAME, World
+from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.kinds import (
     AUTOSCALER,
     CONFIG_MAP,
@@ -19,6 +25,8 @@ from flyball_operator.cluster.kinds import (
     SECRET,
     SERVICE,
 )
+from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.operator import Operator, OperatorOptions
 
 Object = dict[str, Any]
 
@@ -226,33 +234,79 @@ def test_a_leader_that_loses_the_lease_ends_with_an_error(
     assert "was taken by somebody else" in operator.log
 
 
-def test_kinds_that_not_every_cluster_has_are_used_where_they_are(
-    cluster: Cluster, namespace: str, world: World
-) -> None:
+@pytest.fixture
+def install_pod_monitor(cluster: Cluster) -> Iterator[Callable[[], None]]:
+    """Installs the kind PodMonitor, which goes with the test."""
     metadata = {"name": "podmonitors.monitoring.coreos.com"}
     schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
     version = {"name": "v1", "served": True, "storage": True, "schema": schema}
     names = {"kind": "PodMonitor", "plural": "podmonitors"}
     spec = {"group": "monitoring.coreos.com", "scope": "Namespaced", "names": names, "versions": [version]}
-    definition = {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": metadata,
-        "spec": spec,
-    }
+    kind = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
+
+    def install() -> None:
+        cluster.apply({**kind, "metadata": metadata, "spec": spec})
+        cluster.kubectl("wait", "--for=condition=Established", f"crd/{metadata['name']}", "--timeout=30s")
+
+    yield install
+    cluster.kubectl("delete", "crd", metadata["name"], "--ignore-not-found")
+
+
+def test_kinds_that_not_every_cluster_has_are_used_where_they_are(
+    cluster: Cluster, namespace: str, world: World, install_pod_monitor: Callable[[], None]
+) -> None:
     grant(cluster, namespace, child_rules())
     with OperatorProcess(cluster, namespace):
         world.create("without", monitoring={"podMonitor": "Enabled"})
         assert "install the Prometheus operator" in world.ready_is("MissingKind", "without")["message"]
         assert world.appears(SERVICE, "without")
-    cluster.apply(definition)
-    try:
-        cluster.kubectl("wait", "--for=condition=Established", f"crd/{metadata['name']}", "--timeout=30s")
-        with OperatorProcess(cluster, namespace):
-            world.create("with")
-            world.appears(POD_MONITOR, "with")
-            world.change("with", monitoring={"podMonitor": "Disabled"})
-            world.goes(POD_MONITOR, "with")
-            world.appears(POD_MONITOR, "without")
-    finally:
-        cluster.kubectl("delete", "crd", metadata["name"])
+    install_pod_monitor()
+    with OperatorProcess(cluster, namespace):
+        world.create("with")
+        world.appears(POD_MONITOR, "with")
+        world.change("with", monitoring={"podMonitor": "Disabled"})
+        world.goes(POD_MONITOR, "with")
+        world.appears(POD_MONITOR, "without")
+
+
+def test_a_kind_that_comes_later_is_watched_from_then_on(
+    cluster: Cluster,
+    namespace: str,
+    world: World,
+    install_pod_monitor: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In this process, because a look at what the cluster offers each minute is too seldom for a test."""
+    grant(cluster, namespace, child_rules())
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_of(namespace, ACCOUNT)))
+    options = OperatorOptions(
+        namespaces=(namespace,),
+        own_namespace=namespace,
+        identity="one",
+        runtime_image="runtime:1",
+        host="127.0.0.1",
+        metrics_port=free_port(),
+        lease=None,
+        platform_s=0.2,
+    )
+
+    def user() -> None:
+        world.create()
+        world.appears(SERVICE)
+        install_pod_monitor()
+        before = world.appears(POD_MONITOR)["metadata"]["uid"]
+        world.api.delete(POD_MONITOR, namespace, NAME)
+        world.appears(POD_MONITOR, where=lambda obj: obj["metadata"]["uid"] != before)
+        world.change(monitoring={"podMonitor": "Disabled"})
+        world.goes(POD_MONITOR)
+
+    async def scenario() -> None:
+        metrics = Metrics()
+        running = asyncio.create_task(Operator(Connection.find(metrics), metrics, options).run())
+        try:
+            await asyncio.to_thread(user)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())

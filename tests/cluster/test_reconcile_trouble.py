@@ -169,6 +169,21 @@ def test_watches_that_expire_lose_nothing(cluster: Cluster, namespace: str, worl
         world.appears(SERVICE, where=lambda obj: obj["metadata"]["uid"] != before)
 
 
+def test_a_resource_whose_end_no_watch_told_of_is_forgotten(cluster: Cluster, namespace: str, world: World) -> None:
+    """At the first news of a child, and long before the next list."""
+    grant(cluster, namespace, child_rules())
+    with FaultProxy(cluster.kubeconfig) as proxy, OperatorProcess(cluster, namespace, server=proxy.url) as operator:
+        world.create()
+        world.appears(LLM_DEPLOYMENT, where=lambda obj: condition(obj, "Accepted"))
+        until(lambda: proxy.num_watches == 9, "a watch for each kind")
+        proxy.faults = lambda method, path: Fault(500) if "/llmdeployments?" in path else None
+        proxy.expire_watches()
+        cluster.kubectl("-n", namespace, "delete", "llmdep", NAME, "--cascade=orphan")
+        proxy.faults = lambda method, path: None
+        until(lambda: operator.metric("flyball_operator_llmdeployments") == 0, "an operator that forgot it")
+        assert operator.settled() == operator.settled()
+
+
 def test_a_missing_secret_is_named_until_it_appears(operator: OperatorProcess, world: World) -> None:
     """There is no kubelet here, so the test writes what one would."""
     world.create(model={"uri": "hf://org/name", "secretRef": {"name": "hub"}})
@@ -179,6 +194,58 @@ def test_a_missing_secret_is_named_until_it_appears(operator: OperatorProcess, w
     assert 'secret "hub" not found' in world.ready_is("MissingReference")["message"]
     write_state(world, pod, {"running": {"startedAt": "2026-11-21T10:00:00Z"}})
     world.ready_is("ModelDownload")
+
+
+def test_a_quota_that_leaves_no_room_for_the_admin_token_is_named(
+    cluster: Cluster, operator: OperatorProcess, world: World
+) -> None:
+    metadata = {"name": "small", "namespace": world.namespace}
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": metadata, "spec": {"hard": {"secrets": "1"}}}
+    cluster.apply(quota)  # the one is the operator's key
+    cluster.kubectl("-n", world.namespace, "wait", "resourcequota/small", "--for=jsonpath={.status.used.secrets}=1")
+    world.create()
+    assert "exceeded quota: small" in world.ready_is("Refused")["message"]
+    assert world.get(DEPLOYMENT) is None, "its pods could not start"
+    cluster.kubectl("-n", world.namespace, "delete", "resourcequota", "small")
+    world.appears(DEPLOYMENT)
+
+
+def test_a_webhook_of_the_cluster_that_gives_no_answer_is_named(
+    cluster: Cluster, operator: OperatorProcess, world: World
+) -> None:
+    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["services"]}
+    webhook = {
+        "name": "policy.example.com",
+        "clientConfig": {"url": "https://127.0.0.1:1/"},
+        "rules": [rule],
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": world.namespace}},
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+    }
+    kind = {"apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration"}
+    cluster.apply({**kind, "metadata": {"name": world.namespace}, "webhooks": [webhook]})
+    try:
+        until(lambda: is_stopped(world), "a webhook in force")
+        world.create()
+        assert '"policy.example.com"' in world.ready_is("WebhookFailed")["message"]
+        assert condition(world.get(LLM_DEPLOYMENT), "Accepted")["status"] == "True"
+        assert world.get(DEPLOYMENT) is not None
+    finally:
+        cluster.kubectl("delete", "validatingwebhookconfiguration", world.namespace)
+    world.appears(SERVICE)
+
+
+def is_stopped(world: World) -> bool:
+    """Whether a Service cannot be made."""
+    metadata = {"name": "probe", "namespace": world.namespace}
+    try:
+        world.api.create(
+            SERVICE, {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": [{"port": 1}]}}
+        )
+    except AssertionError as refused:
+        return "failed calling webhook" in str(refused)
+    world.api.delete(SERVICE, world.namespace, "probe")
+    return False
 
 
 @pytest.fixture

@@ -89,6 +89,10 @@ class FaultProxy:
     async def _stop(self) -> None:
         await self._session.close()
         await self._runner.cleanup()
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # watches of an operator that was killed
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         fault = self.faults(request.method, request.path_qs) or Fault()

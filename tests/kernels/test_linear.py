@@ -50,6 +50,11 @@ def test_dot_is_refused_where_there_is_none():
         PackedLinear(torch.ones(4, 8), dot=True)
 
 
+def test_dot_is_refused_where_torch_multiplies():
+    with pytest.raises(ValueError, match="dot=True is for the cpp backend; meta runs torch"):
+        PackedLinear(torch.ones(4, 8, dtype=torch.bfloat16, device="meta"), dot=True)
+
+
 def test_leading_dimensions_and_strides():
     weight, _ = layer(16, 24, torch.float32, bias=False)
     x = torch.randn(2, 3, 32)[..., ::2]

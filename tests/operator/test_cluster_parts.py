@@ -1,13 +1,14 @@
 """Small parts of the operator that need no cluster: errors, Events, health, tokens, switches."""
 
 import asyncio
+import base64
 from typing import Any
 
 import pytest
 
 from flyball_operator import cli
 from flyball_operator.cluster import errors, handlers
-from flyball_operator.cluster.admin_token import AdminTokens
+from flyball_operator.cluster.admin_token import AdminTokens, load_key
 from flyball_operator.cluster.errors import ApiError, Call, Conflict, Expired, Forbidden, Invalid, NotFound, from_answer
 from flyball_operator.cluster.events import Recorder, event_of
 from flyball_operator.cluster.health import Health
@@ -41,6 +42,7 @@ QUOTA = (
         (429, "", errors.TooManyRequests),
         (500, "etcdserver: request timed out", errors.Unavailable),
         (500, "failed to create typed patch object (team/chat; apps/v1): .spec.x: field not declared", Invalid),
+        (500, 'Internal error occurred: failed calling webhook "policy.example.com": ...', errors.WebhookFailed),
         (504, "", errors.Unavailable),
         (418, "", ApiError),
     ],
@@ -140,6 +142,24 @@ def test_tokens_differ_by_resource_and_key_and_so_do_their_secrets() -> None:
     assert AdminTokens(b"a").token(RESOURCE) == AdminTokens(b"a").token(RESOURCE)
 
 
+class Holds:
+    """The part of a Client that reads a key."""
+
+    def __init__(self, data: Any) -> None:
+        self.secret = {"data": data}
+
+    async def find(self, *_: Any) -> Object:
+        return self.secret
+
+
+def test_a_key_that_anybody_could_guess_is_refused() -> None:
+    key = bytes(range(32))
+    assert asyncio.run(load_key(Holds({"key": base64.b64encode(key).decode()}), "ns")) == key  # type: ignore[arg-type]
+    for data in (None, {}, {"key": None}, {"key": ""}, {"key": base64.b64encode(b"short").decode()}):
+        with pytest.raises(errors.ClusterError, match="32 are needed; delete it"):
+            asyncio.run(load_key(Holds(data), "ns"))  # type: ignore[arg-type]
+
+
 def test_kopf_writes_nothing_and_watches_our_objects_only() -> None:
     made = handlers.settings([LLM_DEPLOYMENT, POD])
     assert (made.posting.enabled, made.scanning.disabled, made.peering.standalone) == (False, True, True)
@@ -157,7 +177,10 @@ def test_the_delays_between_tries_never_run_out() -> None:
     [
         ([], "one of the arguments --namespace --all-namespaces is required"),
         (["--all-namespaces", "--namespace=a"], "not allowed with argument"),
-        (["--all-namespaces", "--lease-seconds=0"], "give 1 or more"),
+        (["--all-namespaces", "--lease-seconds=0"], "0 is not within 1 and 86400 seconds"),
+        (["--all-namespaces", "--lease-seconds=nan"], "nan is not within 1 and 86400 seconds"),
+        (["--all-namespaces", "--resync-seconds=inf"], "inf is not within 1 and 86400 seconds"),
+        (["--all-namespaces", "--metrics-port=65536"], "65536 is no port"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

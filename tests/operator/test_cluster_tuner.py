@@ -110,7 +110,7 @@ class Scene:
             )
         )
         for pod in self.store.pods(KEY):
-            self.store.remove_pod(KEY, pod.name, pod.uid)
+            self.store.remove_pod(KEY, pod.name, pod.uid, pod.resource_version)
         for replica in self.replicas:
             self.store.put_pod(KEY, replica.pod)
 
@@ -226,7 +226,7 @@ async def test_steady_state_says_nothing_new() -> None:
         assert (now.tuning, now.num_changed, len(now.events)) == (status, num_changed, num_events)
 
 
-@pytest.mark.parametrize("fault", ["garbage", 500, 401])
+@pytest.mark.parametrize("fault", ["garbage", "endless", 500, 401])
 def test_replicas_that_do_not_answer_freeze_tuning(fault: str | int) -> None:
     async def test() -> None:
         async with scene(sees=good_below(400)) as now:
@@ -255,6 +255,15 @@ async def test_a_wrong_token_is_told() -> None:
         await now.rounds(2)
         assert now.condition("TuningHealthy") == ("False", "NoEvidence")
         assert "answered 401: who are you?" in now.tuning["lastDecision"]["message"]
+
+
+@run
+async def test_an_answer_without_end_is_not_read_to_its_end() -> None:
+    async with scene() as now:
+        for replica in now.replicas:
+            replica.fault = "endless"
+        await now.rounds(2)
+        assert "the answer is longer than 1048576 bytes" in now.tuning["lastDecision"]["message"]
 
 
 @run
@@ -414,7 +423,7 @@ def test_turning_tuning_off_takes_back_what_is_on_trial(mode: str) -> None:
 async def test_a_new_deployment_of_the_same_name_starts_afresh() -> None:
     async with scene(sees=good_below(400)) as now:
         await now.until(lambda: now.tuning.get("state") == "Converged")
-        now.store.remove_resource(KEY, now.uid)
+        now.store.remove_resource(KEY, now.uid, "2")
         now.uid, now.status, now.token = "uid-2", {}, "another"
         await now.rounds(2)
         assert now.condition("TuningHealthy") == ("False", "NoEvidence")  # it asks with the new token

@@ -20,10 +20,24 @@ LOADING = {
         "containerStatuses": [{"name": "runtime", "state": {"running": {}}, "started": False}],
     },
 }
+EVICTED = {
+    "metadata": {"namespace": "team", "name": "old", "uid": "old", "resourceVersion": "1", "creationTimestamp": "t1"},
+    "status": {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory."},
+}
 CRASHED = {
     "metadata": {"namespace": "team", "name": "p", "uid": "p", "resourceVersion": "1"},
     "status": {"containerStatuses": [{"name": "runtime", "state": {"terminated": {"exitCode": 2, "message": "no"}}}]},
 }
+
+
+SERVING = {
+    "metadata": {"namespace": "team", "name": "p", "uid": "p", "resourceVersion": "1"},
+    "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
+}
+
+
+def created(at: str, pod: dict[str, Any]) -> dict[str, Any]:
+    return {**pod, "metadata": {**pod["metadata"], "creationTimestamp": at}}
 
 
 def observation(
@@ -75,6 +89,11 @@ def conditions(seen: Observation) -> dict[str, tuple[str, str]]:
         (observation(counts(3, 1, 2), pods=[LOADING]), ("False", "Updating")),
         (observation(counts(3, 1, 2), pods=[CRASHED]), ("False", "CrashLoop")),
         (observation(counts(2, 2, 0), pods=[LOADING]), ("False", "ModelDownload")),
+        (observation(DONE, pods=[EVICTED]), ("True", "Serving")),
+        (observation(counts(2, 2, 1), pods=[EVICTED, created("t2", LOADING)]), ("False", "ModelDownload")),
+        (observation(counts(3, 2, 2), pods=[EVICTED, created("t2", SERVING), LEAVING]), ("False", "Draining")),
+        (observation(counts(2, 2, 1), pods=[EVICTED, created("t0", SERVING)]), ("False", "Evicted")),
+        (observation({"replicas": 0}, replicas=0, pods=[EVICTED]), ("True", "ScaledToZero")),
         (observation({**DONE, "observedGeneration": 3}), ("False", "Updating")),
         (observation({"replicas": 0}, replicas=0), ("True", "ScaledToZero")),
         (observation(None), ("False", "Updating")),
@@ -97,6 +116,11 @@ def test_a_deployment_that_serves_stays_available_while_it_is_updated() -> None:
 def test_one_crashing_replica_of_several_degrades() -> None:
     found = conditions(observation(counts(3, 1, 2), pods=[CRASHED]))
     assert (found["Degraded"], found["Available"][0]) == (("True", "CrashLoop"), "True")
+
+
+def test_a_pod_that_has_been_replaced_degrades_nothing() -> None:
+    """Kubernetes keeps evicted pods for weeks."""
+    assert conditions(observation(DONE, pods=[EVICTED]))["Degraded"] == ("False", "AsExpected")
 
 
 def test_only_what_the_spec_says_makes_it_not_accepted() -> None:
@@ -149,24 +173,13 @@ def test_scale_clients_find_their_fields() -> None:
     assert "app.kubernetes.io/instance=chat" in status["selector"]
 
 
-def autoscaled(mode: str = "Disabled", replicas: int = 1) -> Resource:
-    return Resource(
-        key=Key("team", "chat"),
-        uid="u",
-        generation=3,
-        resource_version="9",
-        spec={"autoscaling": {"mode": mode}, "replicas": replicas},
-        status={},
-        deleting=False,
-    )
-
-
-def scaler(kind: str, *told: tuple[str, str], desired: int = 3, owner: str = "u") -> Child:
-    owners = [{"kind": "LLMDeployment", "name": "chat", "uid": owner, "controller": True}]
-    metadata = {"namespace": "team", "name": "chat", "uid": "h", "resourceVersion": "1", "ownerReferences": owners}
+def scaler(kind: str, *told: tuple[str, str], owner: str = "u", **status: Any) -> Child:
+    reference = {"uid": owner, "controller": True}
+    metadata = {"namespace": "team", "name": "chat", "uid": "h", "resourceVersion": "1", "ownerReferences": [reference]}
     conditions = [{"type": name, "status": status, "reason": f"{name}Why", "message": "m"} for name, status in told]
-    status = {"desiredReplicas": desired, "conditions": conditions}
-    return Child.of({"apiVersion": "v", "kind": kind, "metadata": metadata, "status": status})
+    return Child.of(
+        {"apiVersion": "v", "kind": kind, "metadata": metadata, "status": {"conditions": conditions, **status}}
+    )
 
 
 HPA, SCALED_OBJECT = "HorizontalPodAutoscaler", "ScaledObject"
@@ -187,7 +200,9 @@ HPA, SCALED_OBJECT = "HorizontalPodAutoscaler", "ScaledObject"
 def test_autoscaling_passes_on_what_its_controller_says(
     mode: str, children: list[Child], expected: tuple[str, str]
 ) -> None:
-    status, (condition,) = autoscaling_status(autoscaled(mode), children, keda=True)
+    status, (condition,) = autoscaling_status(
+        {"autoscaling": {"mode": mode}, "replicas": 1}, children, owner="u", keda=True
+    )
     assert status is not None
     assert status["mode"] == mode
     assert status.get("targetRef") == (
@@ -197,27 +212,38 @@ def test_autoscaling_passes_on_what_its_controller_says(
 
 
 @pytest.mark.parametrize(
-    ("children", "desired"),
-    [([], 2), ([scaler(HPA)], 3), ([scaler(HPA, desired=0)], 2), ([scaler(HPA, owner="somebody")], 2)],
-    ids=["no HPA", "an HPA", "an HPA that could not compute it yet", "another's HPA"],
+    ("mode", "children", "desired"),
+    [
+        ("External", [], 1),
+        ("HPA", [], 1),
+        ("HPA", [scaler(HPA, desiredReplicas=3)], 3),
+        ("HPA", [scaler(HPA, desiredReplicas=0)], 1),  # it could not compute it yet
+        ("HPA", [scaler(HPA, desiredReplicas=5, owner="another")], 1),
+        ("HPA", [scaler(HPA, desiredReplicas=3), scaler(HPA, desiredReplicas=5, owner="another")], 3),
+        ("KEDA", [scaler(SCALED_OBJECT)], 1),
+        ("KEDA", [scaler(SCALED_OBJECT), scaler(HPA, desiredReplicas=4, owner="h")], 4),
+    ],
 )
-def test_replicas_that_nobody_has_computed_are_those_of_the_spec(children: list[Child], desired: int) -> None:
-    status, _ = autoscaling_status(autoscaled("HPA", replicas=2), children, keda=True)
+def test_what_is_desired_is_what_the_hpa_in_charge_says(mode: str, children: list[Child], desired: int) -> None:
+    """In mode KEDA it is the one that KEDA makes."""
+    spec = {"autoscaling": {"mode": mode}, "replicas": 1}
+    status, _ = autoscaling_status(spec, children, owner="u", keda=True)
     assert status is not None
-    assert status["desiredReplicas"] == desired
+    assert (status["mode"], status["desiredReplicas"]) == (mode, desired)
 
 
 def test_an_autoscaler_of_somebody_else_is_none() -> None:
     foreign = scaler(HPA, ("AbleToScale", "True"), ("ScalingActive", "True"), owner="somebody")
-    status, (condition,) = autoscaling_status(autoscaled("HPA"), [foreign], keda=True)
+    spec = {"autoscaling": {"mode": "HPA"}, "replicas": 1}
+    status, (condition,) = autoscaling_status(spec, [foreign], owner="u", keda=True)
     assert (condition.status, condition.reason) == ("False", "Starting")
     assert status == {"mode": "HPA", "desiredReplicas": 1}
 
 
 def test_without_keda_the_condition_says_what_to_do() -> None:
-    _, (condition,) = autoscaling_status(autoscaled("KEDA"), [], keda=False)
+    _, (condition,) = autoscaling_status({"autoscaling": {"mode": "KEDA"}, "replicas": 1}, [], owner="u", keda=False)
     assert (condition.status, condition.reason) == ("False", "NoKEDA")
 
 
 def test_autoscaling_that_is_off_has_no_status() -> None:
-    assert autoscaling_status(autoscaled("Disabled"), [], keda=True) == (None, [])
+    assert autoscaling_status({"autoscaling": {"mode": "Disabled"}}, [], owner="u", keda=True) == (None, [])

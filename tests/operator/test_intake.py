@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flyball_operator.cluster.intake import Intake
-from flyball_operator.cluster.kinds import LLM_DEPLOYMENT, POD, SERVICE
+from flyball_operator.cluster.kinds import LLM_DEPLOYMENT, POD, SERVICE, Kind
 from flyball_operator.cluster.metrics import Target, target_of
 from flyball_operator.cluster.store import Key, Store
 
@@ -52,6 +52,33 @@ def test_the_end_of_an_earlier_object_does_not_take_its_successor_away() -> None
         taken.intake.gone(kind, obj(uid="new", version=4))
     assert not taken.store.resources
     assert taken.store.pods(KEY) == taken.store.children(KEY) == ()
+
+
+@pytest.mark.parametrize("label", ["quarantine", None])
+def test_a_pod_that_is_given_another_label_leaves_its_deployment(label: str | None) -> None:
+    """As people do to look into a pod while another takes its place."""
+    taken = Taken()
+    other = {"labels": {"app.kubernetes.io/instance": label} if label else {}}
+    taken.intake.seen(POD, obj("chat-1"))
+    taken.intake.seen(POD, obj("chat-1", version=3, **other))
+    taken.intake.seen(POD, obj("chat-1", version=2))
+    assert taken.store.pods(KEY) == ()
+    assert set(taken.changed) == {KEY} | ({Key("team", label)} if label else set())
+    taken.intake.seen(POD, obj("chat-1", version=4))
+    assert [pod.name for pod in taken.store.pods(KEY)] == ["chat-1"]
+    assert len(taken.store.known("Pod")) == 1
+
+
+@pytest.mark.parametrize("kind", [LLM_DEPLOYMENT, POD, SERVICE])
+def test_what_is_told_late_does_not_bring_back_what_has_ended(kind: Kind) -> None:
+    """A page of a list or the answer to a write may be on its way while the watch tells of the end."""
+    taken = Taken()
+    taken.intake.seen(kind, obj(version=3))
+    taken.intake.gone(kind, obj(version=5))
+    taken.intake.seen(kind, obj(version=4))
+    assert taken.store.known(kind.kind) == []
+    taken.intake.seen(kind, obj(version=6))
+    assert len(taken.store.known(kind.kind)) == 1, "it carries our label again"
 
 
 def test_a_complete_list_removes_what_it_does_not_hold_but_nothing_younger_or_elsewhere() -> None:

@@ -148,6 +148,7 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ("rollout: {maxSurge: 0%}", ["maxSurge and maxUnavailable are both 0", "raise one"]),
         ("rollout: {maxSurge: 101%}", ["spec.rollout.maxSurge is '101%'"]),
         ("podTemplate: {metadata: {labels: {app.kubernetes.io/name: x}}}", ["app.kubernetes.io/name", "remove it"]),
+        ("podTemplate: {metadata: {labels: {app.kubernetes.io/managed-by: x}}}", ["managed-by", "remove it"]),
         ("podTemplate: {metadata: {annotations: {a b: x}}}", ["annotations.a b", "DOMAIN/NAME"]),
         ("podTemplate: {spec: {containers: [{image: x}]}}", ["spec.podTemplate.spec.containers[0].name is missing"]),
         ("podTemplate: {metadata: {name: x}}", ["spec.podTemplate.metadata.name is not a field"]),

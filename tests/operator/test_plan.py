@@ -56,6 +56,17 @@ def test_drift_is_applied_to_that_very_object_with_the_difference_as_reason() ->
     assert (step.uid, step.reason) == ("c1", "Service chat: spec.ports[0].port is 9, wanted 8000")
 
 
+@pytest.mark.parametrize("field", ["env", "args", "command"])
+@pytest.mark.parametrize(("before", "at"), [(["old"], "[0]"), (None, "")])
+def test_what_may_be_a_key_is_not_told(field: str, before: Any, at: str) -> None:
+    """Reasons go into the log and into Events."""
+    wanted, edited = (owned(service() | {"spec": {"ports": [], field: key}}, RESOURCE) for key in (["new"], before))
+    (step,) = steps([as_observed(edited | {"metadata": wanted["metadata"]})], wanted)
+    assert isinstance(step, Apply)
+    assert step.reason == f"Service chat: spec.{field}{at} is not as wanted"
+    assert "'new'" in step.seen, "by which it is known again"
+
+
 def test_a_field_that_is_no_longer_wanted_is_noticed_by_the_hash() -> None:
     before = service() | {"spec": {**service()["spec"], "externalName": "x"}}
     (step,) = steps([as_observed(owned(before, RESOURCE))])

@@ -7,7 +7,7 @@ from flyball_operator.cluster.store import Child, Container, Key, Pod, Resource,
 KEY = Key("team", "chat")
 
 
-def pod(**status: Any) -> Pod:
+def pod(node: str | None = "node1", **status: Any) -> Pod:
     labels = {"app.kubernetes.io/instance": "chat", "pod-template-hash": "5d9"}
     metadata = {
         "namespace": "team",
@@ -17,7 +17,7 @@ def pod(**status: Any) -> Pod:
         "labels": labels,
         "creationTimestamp": "t0",
     }
-    return Pod.of({"metadata": metadata, "spec": {"nodeName": "node1"}, "status": status})
+    return Pod.of({"metadata": metadata, "spec": {"nodeName": node}, "status": status})
 
 
 def child(kind: str, name: str = "chat") -> Child:
@@ -58,8 +58,9 @@ def test_a_pod_keeps_the_states_of_its_containers() -> None:
 
 def test_only_the_schedulers_refusal_is_unschedulable() -> None:
     refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}
-    assert pod(conditions=[refused]).unschedulable == "0/1 nodes"
-    assert pod(conditions=[{**refused, "reason": "SchedulingGated"}]).unschedulable is None
+    assert pod(node=None, conditions=[refused]).unschedulable == "0/1 nodes"
+    assert pod(node=None, conditions=[{**refused, "reason": "SchedulingGated"}]).unschedulable is None
+    assert pod(conditions=[refused]).unschedulable is None, "it has a node: the refusal came late"
     assert pod(conditions=[{"type": "Ready", "status": "True"}]).ready
 
 
@@ -78,9 +79,9 @@ def test_children_and_pods_are_found_under_their_deployment_and_leave_nothing_be
     assert {one.kind for one in store.children(KEY)} == {"Service", "Deployment"}
     assert [one.name for one in store.pods(KEY)] == ["chat-5d9-x"]
     assert store.children(Key("other", "chat")) == ()
-    store.remove_child(KEY, "Service", "chat", "u-Service")
-    store.remove_child(KEY, "Service", "chat", "u-Service")
-    store.remove_pod(KEY, "chat-5d9-x", "u1")
+    store.remove_child(KEY, "Service", "chat", "u-Service", "8")
+    store.remove_child(KEY, "Service", "chat", "u-Service", "8")
+    store.remove_pod(KEY, "chat-5d9-x", "u1", "2")
     assert [one.kind for one in store.children(KEY)] == ["Deployment"]
     assert store.pods(KEY) == ()
 

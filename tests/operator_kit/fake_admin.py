@@ -28,7 +28,7 @@ class FakeReplica:
 
     Attributes:
         sees: fields of the evidence, made from the limits in force.
-        fault: None, "hang", "garbage" or an HTTP status to answer with.
+        fault: None, "hang", "garbage", "endless" or an HTTP status to answer with.
         deaf: takes no limits.
         updates: every update that was posted.
     """
@@ -104,6 +104,8 @@ class FakeReplica:
             await asyncio.sleep(60)
         if self.fault == "garbage":
             return web.Response(text='{"model": "demo", "uptime_s": ')
+        if self.fault == "endless":
+            return web.Response(text="x" * 2_000_000)
         return web.Response(status=self.fault, text="no") if isinstance(self.fault, int) else None
 
 

@@ -21,7 +21,7 @@ class PackedLinear:
         bias: ``[out_features]`` or None, dtype of ``weight``.
         dot: whether bf16 weights use the CPU's bf16 dot product instruction; None: where it is the faster way.
     Raises:
-        ValueError: the shapes or dtypes do not fit, or the C++ kernel has no dot product for this dtype or CPU.
+        ValueError: the shapes or dtypes do not fit, or there is no dot product for this backend, dtype or CPU.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, dot: bool | None = None) -> None:
@@ -32,6 +32,11 @@ class PackedLinear:
             check_dtype("bias", bias, weight.dtype)
         self.out_features, self.in_features = weight.shape
         self._packed = backend_for(weight) == "cpp"
+        if dot and not self._packed:
+            raise ValueError(
+                f"dot=True is for the cpp backend; {weight.device.type} runs {backend_for(weight)}. "
+                "Leave dot out, or choose cpp on a CPU."
+            )
         self._dot = self._packed and self._uses_dot(weight.dtype) if dot is None else dot
         self._weight = torch.ops.flyball.linear_pack(weight.detach(), self._dot) if self._packed else weight.detach()
         self._bias = None if bias is None else bias.detach().contiguous()

@@ -38,12 +38,19 @@ async def load_key(client: Client, namespace: str) -> bytes:
         ClusterError: the Secret cannot be read or made, or holds no key.
     """
     found = await client.find(SECRET, namespace, KEY_SECRET) or await _make_key(client, namespace)
-    try:
-        return base64.b64decode(found["data"][_ENTRY], validate=True)
-    except (KeyError, ValueError) as error:
+    key = _key_in(found)
+    if len(key) < _KEY_BYTES:
         raise ClusterError(
-            f"Secret {namespace}/{KEY_SECRET} has no entry {_ENTRY!r} in base64; delete it, and the next start makes another"
-        ) from error
+            f"Secret {namespace}/{KEY_SECRET} holds a key of {len(key)} bytes under {_ENTRY!r}, and {_KEY_BYTES} are needed; "
+            "delete it, and another is made"
+        )
+    return key
+
+
+def _key_in(secret: Object) -> bytes:
+    """Return the key, empty where there is none."""
+    entry = (secret.get("data") or {}).get(_ENTRY) or ""
+    return base64.b64decode(entry)
 
 
 async def _make_key(client: Client, namespace: str) -> Object:

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.errors import Call, NotFound, Unreachable, from_answer
+from flyball_operator.cluster.errors import Call, NoObject, NotFound, Unreachable, from_answer
 from flyball_operator.cluster.kinds import Kind
 from flyball_operator.cluster.store import Object
 
@@ -136,7 +136,7 @@ class Client:
             async with self._connection.session.request(
                 method, url, params=params, data=data, headers=headers, timeout=self._timeout
             ) as response:
-                answer = await _read(response)
+                answer = await _read(call, response)
                 if response.status >= 400:
                     raise from_answer(call, response.status, answer, response.headers)
                 return answer
@@ -144,11 +144,16 @@ class Client:
             raise Unreachable(call, error) from error
 
 
-async def _read(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    """Return the body as JSON. A proxy's error page becomes a message."""
-    text = await response.text()
+async def _read(call: Call, response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """Return the body as JSON. A proxy's error page becomes a message; a proxy's page in the place of an object, an error."""
+    content = await response.read()
     try:
-        body = json.loads(text)
+        body = json.loads(content)
     except ValueError:
         body = None
-    return body if isinstance(body, dict) else {"message": text.strip()[:500] or response.reason or "no message"}
+    if isinstance(body, dict):
+        return body
+    text = content[:500].decode("utf-8", "replace").strip() or response.reason or "no message"
+    if response.status < 400:
+        raise NoObject(call, text)
+    return {"message": text}

@@ -15,6 +15,8 @@ from flyball_protocol import endpoints
 
 log = logging.getLogger(__name__)
 
+MAX_SECONDS = 86400
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``flyball-operator run``."""
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", default="0.0.0.0", help="address of the port below (default: %(default)s)")
     parser.add_argument(
-        "--metrics-port", type=int, default=8080, help="port of /metrics, /livez and /readyz (default: %(default)s)"
+        "--metrics-port", type=_port, default=8080, help="port of /metrics, /livez and /readyz (default: %(default)s)"
     )
     parser.add_argument(
         "--no-leader-election", action="store_true", help="act without the lease; for one process only, never for two"
@@ -44,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another replica takes over this long after the acting one was last heard of (default: %(default)s)",
     )
     parser.add_argument(
-        "--identity", default=socket.gethostname(), help="this process's name in the lease (default: %(default)s)"
+        "--identity",
+        default=own_name(),
+        help="this process's name in the lease, no other's (default: the pod's or the host's, here %(default)s)",
     )
     parser.add_argument(
         "--resync-seconds",
@@ -87,8 +91,23 @@ def own_namespace() -> str:
     return file.read_text(encoding="utf-8").strip() if file.is_file() else names.OPERATOR_NAMESPACE
 
 
+def own_name() -> str:
+    """Return the name of the pod that this runs in, or the host's.
+
+    A pod's host name is its name cut to 63 characters, which two replicas with long names have in common.
+    """
+    return os.environ.get("POD_NAME") or socket.gethostname()
+
+
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if seconds < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than a second; give 1 or more")
+    if not 1 <= seconds <= MAX_SECONDS:  # neither is nan
+        raise argparse.ArgumentTypeError(f"{text} is not within 1 and {MAX_SECONDS} seconds")
     return seconds
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; give 1 to 65535, or 0 for any that is free")
+    return port

@@ -31,6 +31,13 @@ class Unreachable(ClusterError):
         self.call = call
 
 
+class NoObject(ClusterError):
+    """Success was answered, and no object: something between here and the API server spoke in its place."""
+
+    def __init__(self, call: Call, text: str) -> None:
+        super().__init__(f"{call}: the answer is no JSON object; is a proxy in between? It begins: {text}")
+
+
 class ApiError(ClusterError):
     """The API server answered with an error.
 
@@ -89,6 +96,10 @@ class Unavailable(ApiError):
     """5xx: the API server, its etcd or a webhook has a problem of its own."""
 
 
+class WebhookFailed(ApiError):
+    """500: an admission webhook of the cluster gives no answer, and nothing passes without it."""
+
+
 _CLASSES: dict[int, type[ApiError]] = {
     400: Invalid,
     403: Forbidden,
@@ -109,9 +120,12 @@ def from_answer(call: Call, status: int, body: Mapping[str, Any], headers: Mappi
 
 
 def _class_of(status: int, body: Mapping[str, Any]) -> type[ApiError]:
-    # Server-side apply of a field that the kind does not have is the client's mistake, and answered with a 500.
-    if status == 500 and "failed to create typed patch object" in str(body.get("message")):
-        return Invalid
+    if status == 500:
+        # Server-side apply of a field that the kind does not have is the client's mistake, and answered so.
+        if "failed to create typed patch object" in str(body.get("message")):
+            return Invalid
+        if "failed calling webhook" in str(body.get("message")):
+            return WebhookFailed
     return _CLASSES.get(status, Unavailable if status >= 500 else ApiError)
 
 

@@ -24,38 +24,38 @@ class Intake:
 
     def seen(self, kind: Kind, obj: Object) -> None:
         """Take an object as it is now; what is known already is no news."""
-        if kind == LLM_DEPLOYMENT:
-            key: Key | None = Key.of(obj)
-            is_news = self._store.put_resource(Resource.of(obj))
-        elif (key := Key.of_owner(obj)) is None:
-            return
-        elif kind == POD:
-            is_news = self._store.put_pod(key, Pod.of(obj))
-        else:
-            is_news = self._store.put_child(key, Child.of(obj))
-        if key is not None and is_news:
+        for key in self._take(kind, obj):
             self._changed(key)
+
+    def _take(self, kind: Kind, obj: Object) -> Collection[Key]:
+        """Return for which deployments it is news."""
+        if kind == LLM_DEPLOYMENT:
+            resource = Resource.of(obj)
+            return (resource.key,) if self._store.put_resource(resource) else ()
+        key = Key.of_owner(obj)
+        return self._store.put_pod(key, Pod.of(obj)) if kind == POD else self._store.put_child(key, Child.of(obj))
 
     def gone(self, kind: Kind, obj: Object) -> None:
         """Take note that an object is no longer there, or no longer carries the labels."""
         key = Key.of(obj) if kind == LLM_DEPLOYMENT else Key.of_owner(obj)
         if key is not None:
-            self._forget(kind, key, obj["metadata"]["name"], obj["metadata"]["uid"])
+            metadata = obj["metadata"]
+            self._forget(kind, key, metadata["name"], metadata["uid"], metadata["resourceVersion"])
 
     def only(self, kind: Kind, namespace: str | None, uids: Collection[str], resource_version: str) -> None:
         """Forget what a complete list of the kind, as of ``resource_version``, did not hold."""
         for key, name, uid, version in self._store.known(kind.kind):
             is_listed = namespace in (None, key.namespace) and int(version) <= int(resource_version)
             if is_listed and uid not in uids:
-                self._forget(kind, key, name, uid)
+                self._forget(kind, key, name, uid, resource_version)
 
-    def _forget(self, kind: Kind, key: Key, name: str, uid: str) -> None:
+    def _forget(self, kind: Kind, key: Key, name: str, uid: str, resource_version: str) -> None:
         if kind == LLM_DEPLOYMENT:
-            self._store.remove_resource(key, uid)
+            self._store.remove_resource(key, uid, resource_version)
         elif kind == POD:
-            self._store.remove_pod(key, name, uid)
+            self._store.remove_pod(key, name, uid, resource_version)
         else:
-            self._store.remove_child(key, kind.kind, name, uid)
+            self._store.remove_child(key, kind.kind, name, uid, resource_version)
         self._changed(key)
 
 

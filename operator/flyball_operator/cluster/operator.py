@@ -97,6 +97,7 @@ class Operator:
         self._events = Recorder(self._client, options.identity)
         self._health = Health()
         self._platform = self._platform_with(keda=False, pod_monitor=False)
+        self._platform_changed = asyncio.Event()
         metrics.queue_depth.set_function(lambda: self._queue.num_due)
         metrics.queue_retries.set_function(lambda: self._queue.num_failing)
         metrics.resources.set_function(lambda: len(self._store.resources))
@@ -158,7 +159,17 @@ class Operator:
         others = (self._events.run(), tuner.run(), self._resync(), self._watch_platform(), self._watch(kinds))
         await _first_of(*workers, *others)
 
-    async def _watch(self, kinds: Sequence[Kind]) -> None:
+    async def _watch(self, kinds: Sequence[Kind], watched: Sequence[Kind] = ()) -> None:
+        """Watch these kinds, and those that the cluster gets later from then on. Ends when Kopf does."""
+        await _first_of(self._watch_now(kinds), self._watch_later([*watched, *kinds]))
+
+    async def _watch_later(self, watched: Sequence[Kind]) -> None:
+        while not (new := [kind for kind in self._kinds() if kind not in watched]):
+            self._platform_changed.clear()
+            await self._platform_changed.wait()
+        await self._watch(new, watched)
+
+    async def _watch_now(self, kinds: Sequence[Kind]) -> None:
         await kopf.operator(
             registry=handlers.registry(self._connection, self._intake, kinds),
             settings=handlers.settings(kinds),
@@ -213,12 +224,13 @@ class Operator:
                 log.warning("what the cluster offers cannot be looked up: %s", error)
 
     async def _look_at_platform(self) -> None:
-        """Find out which optional kinds there are. Those that come later are seen by the periodic lists only."""
+        """Find out which optional kinds there are."""
         keda, pod_monitor = await self._client.serves(SCALED_OBJECT), await self._client.serves(POD_MONITOR)
         found = self._platform_with(keda=keda, pod_monitor=pod_monitor)
         if found != self._platform:
             log.info("KEDA: %s, PodMonitor: %s", *("yes" if one else "no" for one in (found.keda, found.pod_monitor)))
             self._platform = found
+            self._platform_changed.set()
             for key in self._store.resources:
                 self._queue.add(key)
 

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from flyball_operator import manifest, names
+from flyball_operator import manifest, names, schema
 from flyball_operator.autoscaling_status import autoscaling_status
 from flyball_operator.children import Manifest, Platform, lacking
 from flyball_operator.children.admin_token import admin_token_secret
 from flyball_operator.cluster.admin_token import AdminTokens
 from flyball_operator.cluster.client import Client
-from flyball_operator.cluster.errors import ApiError, Conflict, Forbidden, Invalid
+from flyball_operator.cluster.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, WebhookFailed
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.kinds import CHILD_KINDS, LLM_DEPLOYMENT, SECRET
 from flyball_operator.cluster.store import Child, Key, Object, Resource, Store
@@ -22,6 +22,9 @@ from flyball_operator.spec import LLMDeployment
 from flyball_operator.status import Condition, Observation, Problem, status_of
 
 log = logging.getLogger(__name__)
+
+REFUSALS = (Invalid, Forbidden, WebhookFailed)
+"""What does not pass by trying again at once; the status tells it."""
 
 
 class Build(Protocol):
@@ -97,9 +100,10 @@ class Reconciler:
         except SpecError as error:
             return [Problem("InvalidSpec", str(error), accepted=False)]
         steps = plan(wanted, self._store.children(resource.key), resource, memory.settled)
-        if self._wants_token(resource, steps):
-            await self._create_token(llm, resource)
-        problems = [problem for step in steps if (problem := await self._try(step, resource, memory)) is not None]
+        no_token = await self._create_token(llm, resource) if self._wants_token(resource, steps) else None
+        # Pods without their token cannot start, so the Deployment waits for it; on the next try it is wanted again.
+        tried = [no_token] if no_token else [await self._try(step, resource, memory) for step in steps]
+        problems = [problem for problem in tried if problem is not None]
         problems += [Problem("MissingKind", line) for line in lacking(llm, self._platform())]
         self._tell(resource, steps, problems)
         return problems
@@ -114,10 +118,10 @@ class Reconciler:
         return [owned(one, resource) for one in built]
 
     async def _try(self, step: Step, resource: Resource, memory: "_Memory") -> Problem | None:
-        """Do a step; what the API server refuses for good is returned, so that the other steps follow all the same."""
+        """Do a step; what the API server refuses for long is returned, so that the other steps follow all the same."""
         try:
             return await self._do(step, resource, memory)
-        except (Invalid, Forbidden) as error:
+        except REFUSALS as error:
             log.warning("%s: %s", resource.key, error)
             return problem_of(step, error)
 
@@ -165,12 +169,16 @@ class Reconciler:
         missed = (one.waiting for pod in self._store.pods(resource.key) for one in pod.containers if one.waiting)
         return (is_new and "Deployment" in writes) or any(secret in waiting.message for waiting in missed)
 
-    async def _create_token(self, llm: LLMDeployment, resource: Resource) -> None:
+    async def _create_token(self, llm: LLMDeployment, resource: Resource) -> Problem | None:
         secret = admin_token_secret(llm, self._tokens.secret_name(resource), self._tokens.token(resource))
         try:
             await self._client.create(SECRET, owned(secret, resource))
         except Conflict:
             log.debug("%s: the admin token's Secret exists", resource.key)
+        except REFUSALS as error:
+            log.warning("%s: %s", resource.key, error)
+            return problem_of(Create(secret, "the pods need a token"), error)
+        return None
 
     def _tell(self, resource: Resource, steps: Sequence[Step], problems: Sequence[Problem]) -> None:
         for problem in problems:
@@ -192,22 +200,30 @@ class Reconciler:
             return
         metadata = {"namespace": resource.key.namespace, "name": resource.key.name, "uid": resource.uid}
         body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "status": status}
-        applied = Resource.of(await self._client.apply(LLM_DEPLOYMENT, body, force=True, subresource="status"))
+        try:
+            applied = Resource.of(await self._client.apply(LLM_DEPLOYMENT, body, force=True, subresource="status"))
+        except NotFound:
+            log.info("%s: it is gone, and no watch told", resource.key)
+            self._memory.pop(resource.key, None)
+            self._store.remove_resource(resource.key, resource.uid, "0")  # the next list may know it after all
+            return
         self._store.put_resource(applied)
         # A status that the API server changes on its way in must not be written again and again.
         memory.status = None if applied.status == status else status
         self._tell_ready(resource, status)
 
     def _observe(self, resource: Resource, problems: Sequence[Problem]) -> Observation:
-        key, spec = resource.key, resource.spec
+        key, spec = resource.key, schema.with_defaults(resource.spec)
         child = self._store.child(key, "Deployment", key.name)
         is_ours = child is not None and child.owner == resource.uid
-        autoscaling, conditions = autoscaling_status(resource, self._store.children(key), keda=self._platform().keda)
+        autoscaling, conditions = autoscaling_status(
+            spec, self._store.children(key), owner=resource.uid, keda=self._platform().keda
+        )
         return Observation(
             resource=resource,
-            replicas=spec.get("replicas", 1),
-            accelerator=spec.get("accelerator", {}).get("resourceName", "nvidia.com/gpu"),
-            port=spec.get("service", {}).get("port", 8000),
+            replicas=spec["replicas"],
+            accelerator=spec["accelerator"]["resourceName"],
+            port=spec["service"]["port"],
             pods=self._store.pods(key),
             deployment=child.object if child is not None and is_ours else None,
             problem=_summary(problems),
@@ -260,6 +276,8 @@ def problem_of(step: Step, error: ApiError) -> Problem:
     if isinstance(error, Forbidden) and error.is_missing_rule:
         message = f"the operator's role lacks a rule: {error.message}. Grant {error.call.verb} on {error.call.resource}"
         return Problem("MissingPermission", message)
+    if isinstance(error, WebhookFailed):
+        return Problem("WebhookFailed", f"an admission webhook of the cluster gives no answer: {error.message}")
     is_template = isinstance(step, Create | Apply) and step.manifest["kind"] == "Deployment"
     reason = "InvalidPodTemplate" if is_template and isinstance(error, Invalid) else "Refused"
     return Problem(reason, f"the API server refuses it: {error.message}", accepted=False)

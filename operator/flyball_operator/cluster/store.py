@@ -1,6 +1,7 @@
 """What the watches have seen so far: LLMDeployments, their child objects and their pods, as small frozen values."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -12,6 +13,9 @@ Object = dict[str, Any]
 """A Kubernetes object as JSON: apiVersion, kind, metadata, spec, status."""
 
 TEMPLATE_HASH_LABEL = "pod-template-hash"
+
+MAX_ENDED = 4096
+"""Far more objects than end while one answer or list is under way."""
 
 
 class Key(NamedTuple):
@@ -137,19 +141,20 @@ class Pod(Struct, frozen=True, kw_only=True):
         metadata, status = obj["metadata"], obj.get("status", {})
         conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
         containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+        node = obj.get("spec", {}).get("nodeName")
         return cls(
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
             resource_version=metadata["resourceVersion"],
             ip=status.get("podIP"),
-            node=obj.get("spec", {}).get("nodeName"),
+            node=node,
             phase=status.get("phase", "Pending"),
             ready=conditions.get("Ready", {}).get("status") == "True",
             deleting="deletionTimestamp" in metadata,
             created=metadata.get("creationTimestamp", ""),
             template_hash=metadata.get("labels", {}).get(TEMPLATE_HASH_LABEL, ""),
-            unschedulable=_unschedulable(conditions.get("PodScheduled", {})),
+            unschedulable=None if node else _unschedulable(conditions.get("PodScheduled", {})),
             reason=status.get("reason", ""),
             message=status.get("message", ""),
             containers=tuple(_container(container) for container in containers),
@@ -234,7 +239,7 @@ def controller_of(obj: Object) -> Object | None:
 
 
 Name = TypeVar("Name")
-Value = TypeVar("Value")
+Value = TypeVar("Value", Pod, Child)
 
 
 class _ByOwner(Generic[Name, Value]):
@@ -242,15 +247,24 @@ class _ByOwner(Generic[Name, Value]):
 
     def __init__(self) -> None:
         self._values: dict[Key, dict[Name, Value]] = {}
+        self._owners: dict[str, Key] = {}
 
     def put(self, key: Key, name: Name, value: Value) -> None:
+        if (replaced := self.get(key, name)) is not None:
+            del self._owners[replaced.uid]
         self._values.setdefault(key, {})[name] = value
+        self._owners[value.uid] = key
 
     def remove(self, key: Key, name: Name) -> None:
         values = self._values.get(key, {})
-        values.pop(name, None)
+        if (value := values.pop(name, None)) is not None:
+            del self._owners[value.uid]
         if not values:
             self._values.pop(key, None)
+
+    def owner(self, uid: str) -> Key | None:
+        """Return where the object with this uid is kept."""
+        return self._owners.get(uid)
 
     def get(self, key: Key, name: Name) -> Value | None:
         return self._values.get(key, {}).get(name)
@@ -262,6 +276,22 @@ class _ByOwner(Generic[Name, Value]):
         return ((key, value) for key, values in self._values.items() for value in values.values())
 
 
+class _Ended:
+    """The objects that ended last, and as of which resource version: what is told late must not bring them back."""
+
+    def __init__(self) -> None:
+        self._versions: OrderedDict[str, int] = OrderedDict()
+
+    def add(self, uid: str, resource_version: str) -> None:
+        self._versions[uid] = int(resource_version)
+        if len(self._versions) > MAX_ENDED:
+            self._versions.popitem(last=False)
+
+    def has(self, told: Resource | Pod | Child) -> bool:
+        """Return whether the object had ended by then; one that got our labels back is younger."""
+        return int(told.resource_version) <= self._versions.get(told.uid, -1)
+
+
 class Store:
     """The operator's picture of the cluster, written by the watches, by the periodic lists and by what writes return.
 
@@ -269,6 +299,7 @@ class Store:
     """
 
     def __init__(self) -> None:
+        self._ended = _Ended()
         self._resources: dict[Key, Resource] = {}
         self._pods: _ByOwner[str, Pod] = _ByOwner()
         self._children: _ByOwner[tuple[str, str], Child] = _ByOwner()
@@ -291,37 +322,34 @@ class Store:
 
     def put_resource(self, resource: Resource) -> bool:
         """Keep it; returns whether it is news."""
-        if not is_newer(resource, self._resources.get(resource.key)):
+        if not self._is_news(resource, self._resources.get(resource.key)):
             return False
         self._resources[resource.key] = resource
         return True
 
-    def remove_resource(self, key: Key, uid: str) -> None:
-        """Forget it, unless the name stands for a newer object by now."""
+    def remove_resource(self, key: Key, uid: str, resource_version: str) -> None:
+        """Forget it as of a resource version, unless the name stands for a newer object by now."""
+        self._ended.add(uid, resource_version)
         if (known := self._resources.get(key)) is not None and known.uid == uid:
             del self._resources[key]
 
-    def put_pod(self, key: Key, pod: Pod) -> bool:
-        """Keep it; returns whether it is news."""
-        if not is_newer(pod, self._pods.get(key, pod.name)):
-            return False
-        self._pods.put(key, pod.name, pod)
-        return True
+    def put_pod(self, key: Key | None, pod: Pod) -> Collection[Key]:
+        """Keep it under its deployment, None where it has none (any more); returns for which deployments it is news."""
+        return self._put(self._pods, key, pod.name, pod)
 
-    def remove_pod(self, key: Key, name: str, uid: str) -> None:
-        """Forget it, unless the name stands for a newer object by now."""
+    def remove_pod(self, key: Key, name: str, uid: str, resource_version: str) -> None:
+        """Forget it as of a resource version, unless the name stands for a newer object by now."""
+        self._ended.add(uid, resource_version)
         if (known := self._pods.get(key, name)) is not None and known.uid == uid:
             self._pods.remove(key, name)
 
-    def put_child(self, key: Key, child: Child) -> bool:
-        """Keep it; returns whether it is news."""
-        if not is_newer(child, self._children.get(key, (child.kind, child.name))):
-            return False
-        self._children.put(key, (child.kind, child.name), child)
-        return True
+    def put_child(self, key: Key | None, child: Child) -> Collection[Key]:
+        """Like ``put_pod``."""
+        return self._put(self._children, key, (child.kind, child.name), child)
 
-    def remove_child(self, key: Key, kind: str, name: str, uid: str) -> None:
-        """Forget it, unless the name stands for a newer object by now."""
+    def remove_child(self, key: Key, kind: str, name: str, uid: str, resource_version: str) -> None:
+        """Forget it as of a resource version, unless the name stands for a newer object by now."""
+        self._ended.add(uid, resource_version)
         if (known := self.child(key, kind, name)) is not None and known.uid == uid:
             self._children.remove(key, (kind, name))
 
@@ -335,6 +363,22 @@ class Store:
             for key, one in objects
             if kind == ("Pod" if isinstance(one, Pod) else one.kind)
         ]
+
+    def _put(self, values: _ByOwner[Name, Value], key: Key | None, name: Name, value: Value) -> Collection[Key]:
+        former = values.owner(value.uid)  # another one than key when somebody changed the label
+        concerned = {one for one in (former, key) if one is not None}
+        if not all(self._is_news(value, values.get(one, name)) for one in concerned):
+            return ()
+        if former is not None and former != key:
+            values.remove(former, name)
+        if key is not None:
+            values.put(key, name, value)
+        elif former is not None:
+            self._ended.add(value.uid, value.resource_version)
+        return concerned
+
+    def _is_news(self, told: Resource | Pod | Child, known: Resource | Pod | Child | None) -> bool:
+        return is_newer(told, known) and not self._ended.has(told)
 
 
 def is_newer(new: Resource | Pod | Child, known: Resource | Pod | Child | None) -> bool:

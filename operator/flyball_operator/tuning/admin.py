@@ -15,7 +15,8 @@ from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_LIMITS_PATH
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
 
 MAX_CONCURRENT = 32
-
+MAX_ANSWER_BYTES = 1 << 20
+"""Evidence is some kilobytes. What answers on a replica's address may be anything, and many are asked at once."""
 
 T = TypeVar("T")
 
@@ -93,7 +94,23 @@ class AdminClient:
                 method, url, data=body, headers=headers, timeout=self._timeout, allow_redirects=False
             ) as response,
         ):
-            return response.status, await response.read()
+            return response.status, await _read(response)
+
+
+class TooLong(Exception):
+    """An answer that goes on beyond ``MAX_ANSWER_BYTES``."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the answer is longer than {MAX_ANSWER_BYTES} bytes: this is no admin port of a runtime")
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            raise TooLong
+    return bytes(body)
 
 
 async def _or_problem(ask: Callable[[], Awaitable[T]], problem: Callable[[str], T]) -> T:
@@ -106,6 +123,8 @@ async def _or_problem(ask: Callable[[], Awaitable[T]], problem: Callable[[str], 
         return problem(f"{type(error).__name__}: {error}")
     except msgspec.MsgspecError as error:
         return problem(f"an answer that cannot be read: {error}")
+    except TooLong as error:
+        return problem(str(error))
 
 
 def _head(body: bytes) -> str:
