@@ -79,14 +79,19 @@ def namespace(node: Node) -> Iterator[str]:
     node.kubectl("delete", "namespace", name, "--timeout=110s")
 
 
+def uninstall(node: Node) -> None:
+    """Remove the operator and its namespace: the lease that is left there would hold the next one up."""
+    helm.helm(node, "uninstall", helm.RELEASE, f"--namespace={helm.NAMESPACE}", "--ignore-not-found", "--wait")
+    node.kubectl("delete", "namespace", helm.NAMESPACE, "--ignore-not-found", "--timeout=110s")
+
+
 @pytest.fixture
 def node_without_operator(node: Node) -> Iterator[Node]:
     """The node as a new user finds it. An operator that was there is there again afterwards."""
-    release = (helm.RELEASE, f"--namespace={helm.NAMESPACE}")
     was_there = helm.RELEASE in helm.helm(node, "list", "--short", f"--namespace={helm.NAMESPACE}").split()
-    helm.helm(node, "uninstall", *release, "--ignore-not-found", "--wait")
+    uninstall(node)
     yield node
-    helm.helm(node, "uninstall", *release, "--ignore-not-found", "--wait")
+    uninstall(node)
     if was_there:
         helm.install(node)
 

@@ -48,11 +48,16 @@ def model(operator: Node, namespace: str) -> Model:
     return model
 
 
-def roll(model: Model, mark: str) -> None:
-    """Change the pods' template, and wait until new pods have taken over."""
+def mark_template(model: Model, mark: str) -> None:
+    """Change the pods' template, and wait until the operator has changed the Deployment."""
     model.patch(podTemplate={"metadata": {"annotations": {"test/mark": mark}}})
     path = "{.spec.template.metadata.annotations.test/mark}"
     model.kubectl("wait", f"--for=jsonpath={path}={mark}", f"deployment/{model.name}", ROLLOUT_TIMEOUT)
+
+
+def roll(model: Model, mark: str) -> None:
+    """Change the pods' template, and wait until new pods have taken over."""
+    mark_template(model, mark)
     model.kubectl("rollout", "status", f"deployment/{model.name}", ROLLOUT_TIMEOUT)
 
 
@@ -129,6 +134,8 @@ def test_an_api_server_that_is_gone_for_a_minute(model: Model, figures: dict[str
         time.sleep(OUTAGE_S)
         model.node.start_apiserver()
         back_s = time.monotonic()
+        mark_template(model, "afterwards")
+        figures["deployment_changed_after_s"] = time.monotonic() - back_s
         roll(model, "afterwards")
         figures["rolled_after_s"] = time.monotonic() - back_s
 
@@ -147,6 +154,17 @@ def test_killing_a_runtime_loses_its_own_requests_only(model: Model, figures: di
         back_s = time.monotonic() - killed_s
         time.sleep(2)
     verdict = traffic.verdict
-    late = [one for one in verdict.failed if one.sent_s > killed_s + 2]
-    figures |= {**verdict.figures, "ready_again_s": back_s, "problems": [one.problem for one in verdict.failed]}
-    assert not verdict.changed and not late, late
+    figures |= {
+        **verdict.figures,
+        "ready_again_s": back_s,
+        "failed_in_flight": sum(one.sent_s < killed_s for one in verdict.failed),
+        "last_failed_after_s": max((one.sent_s - killed_s for one in verdict.failed), default=0.0),
+        "problems": sorted({type_of(one.problem) for one in verdict.failed}),
+    }
+    # Until Kubernetes has seen it, the Service sends a share of the requests to a port that nobody listens on.
+    assert figures["last_failed_after_s"] < 2
+    assert not verdict.changed
+
+
+def type_of(problem: str) -> str:
+    return problem.partition(":")[0]
