@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def prepare() -> None:
     """Build binaries and images."""
+    print("e2e: preparing programs and images, most of an hour the first time, a minute later", flush=True)
     for what, build in {
         "Kubernetes": find_assets,
         **{program.name: program.build for program in (CONTAINERD, COREDNS, HELM, KEDA)},
