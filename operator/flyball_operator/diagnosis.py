@@ -11,7 +11,15 @@ from flyball_protocol import endpoints
 MAX_MESSAGE = 700
 """Characters of a container's own last words that a condition repeats."""
 
-_PULL = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+_PULL = {
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "ImageInspectError",
+    "RegistryUnavailable",
+    "SignatureValidationFailed",
+}
 _BACK_OFF = re.compile(r"back-off \S+ restarting failed.*")
 
 

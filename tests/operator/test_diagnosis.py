@@ -52,6 +52,8 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> dict[str,
         (pod(unschedulable=NO_CLAIM), "MissingClaim", "weights", True),
         (pod(**runtime(waiting("ErrImagePull", "not found: registry/x:1"))), "ImagePull", "registry/x:1", True),
         (pod(**runtime(waiting("InvalidImageName"))), "ImagePull", "InvalidImageName", True),
+        (pod(**runtime(waiting("ImageInspectError", "no space left"))), "ImagePull", "no space left", True),
+        (pod(**runtime(waiting("SignatureValidationFailed"))), "ImagePull", "SignatureValidationFailed", True),
         (
             pod(**runtime(waiting("CreateContainerConfigError", 'secret "hub" not found'))),
             "MissingReference",
