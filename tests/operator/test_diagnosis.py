@@ -96,6 +96,8 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> dict[str,
         (pod(**runtime(waiting("ContainerCreating"))), "Starting", "being created", False),
         (pod(phase="Running", **runtime(RUNNING, started=False)), "ModelDownload", "downloaded and loaded", False),
         (pod(phase="Running", **runtime(RUNNING, started=True)), "NotReady", "not ready to serve", False),
+        (pod(phase="Running", **runtime(RUNNING, ended(3), started=True)), "NotReady", "not ready to serve", False),
+        (pod(phase="Running", **runtime(RUNNING, ended(3), started=False)), "CrashLoop", "lost its engine", True),
     ],
 )
 def test_a_pods_state_names_its_reason(seen: Pod, reason: str, message: str, failing: bool) -> None:
