@@ -33,8 +33,8 @@ def differences(wanted: Any, observed: Any, path: str = "", *, is_quantity: bool
 def _list_differences(wanted: list[Any], observed: list[Any], path: str, is_quantity: bool) -> Iterator[str]:
     if len(wanted) != len(observed):
         yield f"{path} has {len(observed)} items, wanted {len(wanted)}"
-        return
-    for index, (one, other) in enumerate(zip(wanted, observed, strict=True)):
+    # Also then: what somebody added may stay, and must not hide what changes beside it.
+    for index, (one, other) in enumerate(zip(wanted, observed, strict=False)):
         yield from differences(one, other, f"{path}[{index}]", is_quantity=is_quantity)
 
 

@@ -92,13 +92,26 @@ def test_what_others_add_stays_and_is_not_fought_over(operator: OperatorProcess,
     world.appears(DEPLOYMENT)
     restarted = {"kubectl.kubernetes.io/restartedAt": "2026-11-21T10:00:00Z"}
     world.api.merge(DEPLOYMENT, world.namespace, NAME, {"spec": {"template": {"metadata": {"annotations": restarted}}}})
-    toleration = [
-        {"op": "add", "path": "/spec/template/spec/containers/0/env/-", "value": {"name": "ADDED", "value": "1"}}
-    ]
-    world.api.patch(DEPLOYMENT, world.namespace, NAME, toleration, "application/json-patch+json")
+    added = {"name": "ADDED", "value": "1"}
+    edit(world, {"op": "add", "path": "/spec/template/spec/containers/0/env/-", "value": added})
+    edit(world, {"op": "add", "path": "/spec/template/spec/containers/-", "value": {"name": "beside", "image": "x"}})
     assert operator.settled() == operator.settled()
-    deployment = world.appears(DEPLOYMENT)
+    edit(world, {"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": "another"})
+    deployment = world.appears(
+        DEPLOYMENT, where=lambda obj: containers(obj)["runtime"]["image"] == "localhost/runtime:1"
+    )
     assert deployment["spec"]["template"]["metadata"]["annotations"].items() >= restarted.items()
+    assert added in containers(deployment)["runtime"]["env"]
+    assert "beside" in containers(deployment)
+
+
+def edit(world: World, change: Object) -> None:
+    """Change the Deployment by hand."""
+    world.api.patch(DEPLOYMENT, world.namespace, NAME, [change], "application/json-patch+json")
+
+
+def containers(deployment: Object) -> dict[str, Object]:
+    return {one["name"]: one for one in deployment["spec"]["template"]["spec"]["containers"]}
 
 
 def test_a_foreign_object_with_a_childs_name_is_left_alone_until_it_goes(
