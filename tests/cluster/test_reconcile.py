@@ -85,6 +85,9 @@ def test_drift_is_repaired(operator: OperatorProcess, world: World) -> None:
     world.appears(DEPLOYMENT, where=lambda obj: "flyball-operator" in obj["metadata"].get("labels", {}).values())
     world.api.delete(SERVICE, world.namespace, NAME)
     world.appears(SERVICE, where=lambda obj: obj["metadata"]["uid"] != before)
+    edit(world, {"op": "remove", "path": "/spec/template/spec/automountServiceAccountToken"})
+    pod = "automountServiceAccountToken"
+    world.appears(DEPLOYMENT, where=lambda obj: obj["spec"]["template"]["spec"].get(pod) is False)
 
 
 def test_what_others_add_stays_and_is_not_fought_over(operator: OperatorProcess, world: World) -> None:
@@ -303,18 +306,21 @@ def test_a_kind_that_comes_later_is_watched_from_then_on(
         platform_s=0.2,
     )
 
+    metrics = Metrics()
+    watches = {"verb": "watch", "resource": "podmonitors.monitoring.coreos.com", "code": "200"}
+
     def user() -> None:
         world.create()
         world.appears(SERVICE)
         install_pod_monitor()
         before = world.appears(POD_MONITOR)["metadata"]["uid"]
+        until(lambda: metrics.registry.get_sample_value("flyball_operator_api_calls_total", watches), "a watch")
         world.api.delete(POD_MONITOR, namespace, NAME)
         world.appears(POD_MONITOR, where=lambda obj: obj["metadata"]["uid"] != before)
         world.change(monitoring={"podMonitor": "Disabled"})
         world.goes(POD_MONITOR)
 
     async def scenario() -> None:
-        metrics = Metrics()
         running = asyncio.create_task(Operator(Connection.find(metrics), metrics, options).run())
         try:
             await asyncio.to_thread(user)
