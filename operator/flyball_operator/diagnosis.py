@@ -11,7 +11,15 @@ from flyball_protocol import endpoints
 MAX_MESSAGE = 700
 """Characters of a container's own last words that a condition repeats."""
 
-_PULL = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+_PULL = {
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "ImageInspectError",
+    "RegistryUnavailable",
+    "SignatureValidationFailed",
+}
 _BACK_OFF = re.compile(r"back-off \S+ restarting failed.*")
 
 
@@ -97,7 +105,9 @@ def _unschedulable(message: str, accelerator: str) -> Diagnosis:
 
 
 def _of_container(container: Container) -> Diagnosis | None:
-    waiting, ended = container.waiting, container.terminated or container.last
+    # Once its startup probe has succeeded, the runtime's last end is history.
+    is_up = container.started and container.name == names.RUNTIME_CONTAINER
+    waiting, ended = container.waiting, container.terminated or (None if is_up else container.last)
     if waiting is not None and waiting.reason in _PULL:
         return Diagnosis("ImagePull", waiting.message or waiting.reason, failing=True)
     if waiting is not None and waiting.reason.startswith("CreateContainer"):

@@ -10,6 +10,7 @@ import yaml
 
 from chart_kit import CHART, Helm, goldens
 from chart_kit.helm import Manifest, objects
+from cluster_kit import CommandFailed
 from flyball_operator import cli, names, schema
 
 ROOT = CHART.parents[1]
@@ -105,6 +106,13 @@ def test_each_replica_has_its_own_name_in_the_lease(values: Path, monkeypatch: p
         monkeypatch.setenv(variable, path)
     arguments = cli.build_parser().parse_args(container["args"])
     assert (arguments.identity, arguments.own_namespace) == ("metadata.name", "metadata.namespace")
+
+
+def test_a_kubernetes_that_does_not_know_the_crds_rules_is_refused(helm: Helm) -> None:
+    """isCIDR came with 1.31: before it, the CRD is not accepted."""
+    assert helm.render("--kube-version=1.31.0")
+    with pytest.raises(CommandFailed, match=r"requires kubeVersion: >=1\.31\.0-0"):
+        helm.render("--kube-version=1.30.14")
 
 
 def leaves(path: str, node: dict[str, Any]) -> Iterator[str]:

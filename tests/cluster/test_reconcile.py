@@ -85,6 +85,9 @@ def test_drift_is_repaired(operator: OperatorProcess, world: World) -> None:
     world.appears(DEPLOYMENT, where=lambda obj: "flyball-operator" in obj["metadata"].get("labels", {}).values())
     world.api.delete(SERVICE, world.namespace, NAME)
     world.appears(SERVICE, where=lambda obj: obj["metadata"]["uid"] != before)
+    edit(world, {"op": "remove", "path": "/spec/template/spec/automountServiceAccountToken"})
+    pod = "automountServiceAccountToken"
+    world.appears(DEPLOYMENT, where=lambda obj: obj["spec"]["template"]["spec"].get(pod) is False)
 
 
 def test_what_others_add_stays_and_is_not_fought_over(operator: OperatorProcess, world: World) -> None:
@@ -92,13 +95,26 @@ def test_what_others_add_stays_and_is_not_fought_over(operator: OperatorProcess,
     world.appears(DEPLOYMENT)
     restarted = {"kubectl.kubernetes.io/restartedAt": "2026-11-21T10:00:00Z"}
     world.api.merge(DEPLOYMENT, world.namespace, NAME, {"spec": {"template": {"metadata": {"annotations": restarted}}}})
-    toleration = [
-        {"op": "add", "path": "/spec/template/spec/containers/0/env/-", "value": {"name": "ADDED", "value": "1"}}
-    ]
-    world.api.patch(DEPLOYMENT, world.namespace, NAME, toleration, "application/json-patch+json")
+    added = {"name": "ADDED", "value": "1"}
+    edit(world, {"op": "add", "path": "/spec/template/spec/containers/0/env/-", "value": added})
+    edit(world, {"op": "add", "path": "/spec/template/spec/containers/-", "value": {"name": "beside", "image": "x"}})
     assert operator.settled() == operator.settled()
-    deployment = world.appears(DEPLOYMENT)
+    edit(world, {"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": "another"})
+    deployment = world.appears(
+        DEPLOYMENT, where=lambda obj: containers(obj)["runtime"]["image"] == "localhost/runtime:1"
+    )
     assert deployment["spec"]["template"]["metadata"]["annotations"].items() >= restarted.items()
+    assert added in containers(deployment)["runtime"]["env"]
+    assert "beside" in containers(deployment)
+
+
+def edit(world: World, change: Object) -> None:
+    """Change the Deployment by hand."""
+    world.api.patch(DEPLOYMENT, world.namespace, NAME, [change], "application/json-patch+json")
+
+
+def containers(deployment: Object) -> dict[str, Object]:
+    return {one["name"]: one for one in deployment["spec"]["template"]["spec"]["containers"]}
 
 
 def test_a_foreign_object_with_a_childs_name_is_left_alone_until_it_goes(
@@ -290,18 +306,21 @@ def test_a_kind_that_comes_later_is_watched_from_then_on(
         platform_s=0.2,
     )
 
+    metrics = Metrics()
+    watches = {"verb": "watch", "resource": "podmonitors.monitoring.coreos.com", "code": "200"}
+
     def user() -> None:
         world.create()
         world.appears(SERVICE)
         install_pod_monitor()
         before = world.appears(POD_MONITOR)["metadata"]["uid"]
+        until(lambda: metrics.registry.get_sample_value("flyball_operator_api_calls_total", watches), "a watch")
         world.api.delete(POD_MONITOR, namespace, NAME)
         world.appears(POD_MONITOR, where=lambda obj: obj["metadata"]["uid"] != before)
         world.change(monitoring={"podMonitor": "Disabled"})
         world.goes(POD_MONITOR)
 
     async def scenario() -> None:
-        metrics = Metrics()
         running = asyncio.create_task(Operator(Connection.find(metrics), metrics, options).run())
         try:
             await asyncio.to_thread(user)

@@ -184,6 +184,23 @@ def test_a_resource_whose_end_no_watch_told_of_is_forgotten(cluster: Cluster, na
         assert operator.settled() == operator.settled()
 
 
+def test_a_child_whose_end_no_watch_told_of_is_missed_at_the_next_change(
+    cluster: Cluster, namespace: str, world: World
+) -> None:
+    """Long before the next list."""
+    grant(cluster, namespace, child_rules())
+    with FaultProxy(cluster.kubeconfig) as proxy, OperatorProcess(cluster, namespace, server=proxy.url):
+        world.create()
+        world.appears(SERVICE)
+        until(lambda: proxy.num_watches == 9, "a watch for each kind")
+        proxy.faults = lambda method, path: Fault(500) if "/services?" in path else None
+        proxy.expire_watches()
+        world.api.delete(SERVICE, world.namespace, NAME)
+        proxy.faults = lambda method, path: None
+        world.change(service={"port": 9000})
+        world.appears(SERVICE, where=lambda obj: obj["spec"]["ports"][0]["port"] == 9000)
+
+
 def test_a_missing_secret_is_named_until_it_appears(operator: OperatorProcess, world: World) -> None:
     """There is no kubelet here, so the test writes what one would."""
     world.create(model={"uri": "hf://org/name", "secretRef": {"name": "hub"}})

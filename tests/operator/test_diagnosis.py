@@ -52,6 +52,8 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> dict[str,
         (pod(unschedulable=NO_CLAIM), "MissingClaim", "weights", True),
         (pod(**runtime(waiting("ErrImagePull", "not found: registry/x:1"))), "ImagePull", "registry/x:1", True),
         (pod(**runtime(waiting("InvalidImageName"))), "ImagePull", "InvalidImageName", True),
+        (pod(**runtime(waiting("ImageInspectError", "no space left"))), "ImagePull", "no space left", True),
+        (pod(**runtime(waiting("SignatureValidationFailed"))), "ImagePull", "SignatureValidationFailed", True),
         (
             pod(**runtime(waiting("CreateContainerConfigError", 'secret "hub" not found'))),
             "MissingReference",
@@ -94,6 +96,8 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> dict[str,
         (pod(**runtime(waiting("ContainerCreating"))), "Starting", "being created", False),
         (pod(phase="Running", **runtime(RUNNING, started=False)), "ModelDownload", "downloaded and loaded", False),
         (pod(phase="Running", **runtime(RUNNING, started=True)), "NotReady", "not ready to serve", False),
+        (pod(phase="Running", **runtime(RUNNING, ended(3), started=True)), "NotReady", "not ready to serve", False),
+        (pod(phase="Running", **runtime(RUNNING, ended(3), started=False)), "CrashLoop", "lost its engine", True),
     ],
 )
 def test_a_pods_state_names_its_reason(seen: Pod, reason: str, message: str, failing: bool) -> None:

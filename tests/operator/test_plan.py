@@ -118,7 +118,16 @@ def test_what_is_on_its_way_out_is_waited_for() -> None:
         ({"a": 0}, {"a": 3}, ["a is 3, wanted 0"]),
         ({"a": 3}, {}, ["a is absent, wanted 3"]),
         ({"a": False}, {"a": None}, []),
+        *(
+            ({field: False}, {}, [f"{field} is True, wanted False"])
+            for field in ("automountServiceAccountToken", "allowPrivilegeEscalation")
+        ),
         ({"a": [1, 2]}, {"a": [1]}, ["a has 1 items, wanted 2"]),
+        (
+            {"a": [{"b": 1}]},
+            {"a": [{"b": 2}, {"b": 3}]},
+            ["a has 2 items, wanted 1", "a[0].b is 2, wanted 1"],
+        ),
         ({"a": [{"b": 1}]}, {"a": [{"b": 2, "c": 3}]}, ["a[0].b is 2, wanted 1"]),
         ({"limits": {"memory": "1024Mi"}}, {"limits": {"memory": "1Gi"}}, []),
         ({"limits": {"cpu": 0.5}}, {"limits": {"cpu": "500m"}}, []),

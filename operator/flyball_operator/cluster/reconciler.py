@@ -124,6 +124,22 @@ class Reconciler:
         except REFUSALS as error:
             log.warning("%s: %s", resource.key, error)
             return problem_of(step, error)
+        except Conflict:
+            await self._look_again(step, resource.key)
+            raise
+
+    async def _look_again(self, step: Step, key: Key) -> None:
+        """Forget a child that is another by now, or none: its end came while a watch was interrupted."""
+        match step:
+            case Apply(manifest=wanted, uid=uid):
+                kind, name = wanted["kind"], wanted["metadata"]["name"]
+            case Delete(child=child):
+                kind, name, uid = child.kind, child.name, child.uid
+            case _:
+                return
+        found = await self._client.find(CHILD_KINDS[kind], key.namespace, name)
+        if found is None or found["metadata"]["uid"] != uid:
+            self._store.remove_child(key, kind, name, uid, "0")
 
     async def _do(self, step: Step, resource: Resource, memory: "_Memory") -> Problem | None:
         match step:
