@@ -1,5 +1,6 @@
 """What the chart renders to."""
 
+import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,15 @@ def test_each_replica_has_its_own_name_in_the_lease(values: Path, monkeypatch: p
         monkeypatch.setenv(variable, path)
     arguments = cli.build_parser().parse_args(container["args"])
     assert (arguments.identity, arguments.own_namespace) == ("metadata.name", "metadata.namespace")
+
+
+def test_a_version_with_build_metadata_makes_valid_labels(helm: Helm, tmp_path: Path) -> None:
+    chart = shutil.copytree(CHART, tmp_path / "flyball")
+    version = yaml.safe_load((chart / "Chart.yaml").read_text())["version"]
+    (chart / "Chart.yaml").write_text((CHART / "Chart.yaml").read_text().replace(version, f"{version}+ci.7"))
+    labels = of_kind("Deployment", helm.render(chart=chart))["metadata"]["labels"]
+    assert labels["helm.sh/chart"] == f"flyball-{version}_ci.7"
+    assert labels["app.kubernetes.io/version"] == f"{version}_ci.7"
 
 
 def test_a_kubernetes_that_does_not_know_the_crds_rules_is_refused(helm: Helm) -> None:

@@ -53,8 +53,11 @@ def test_an_answer_becomes_the_error_that_says_what_to_do_about_it(status: int, 
     assert str(error).startswith("patch services team/chat: ")
 
 
-@pytest.mark.parametrize(("header", "seconds"), [("3", 3.0), (None, 1.0), ("Sat, 21 Nov 2026 10:00:00 GMT", 1.0)])
-def test_retry_after_is_seconds_or_a_second(header: str | None, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("3", 3.0), (None, 1.0), ("Sat, 21 Nov 2026 10:00:00 GMT", 1.0), ("86400", 60.0), ("inf", 60.0), ("nan", 0.0)],
+)
+def test_retry_after_is_some_seconds_or_a_second(header: str | None, seconds: float) -> None:
     error = from_answer(CALL, 429, {}, {"Retry-After": header} if header else {})
     assert isinstance(error, errors.TooManyRequests)
     assert error.retry_after_s == seconds

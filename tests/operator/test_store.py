@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from flyball_operator.cluster.store import Child, Container, Key, Pod, Resource, Store, Terminated, Waiting
+from msgspec import structs
+
+from flyball_operator.cluster.store import MAX_ENDED, Child, Container, Key, Pod, Resource, Store, Terminated, Waiting
 
 KEY = Key("team", "chat")
 
@@ -84,6 +86,21 @@ def test_children_and_pods_are_found_under_their_deployment_and_leave_nothing_be
     store.remove_pod(KEY, "chat-5d9-x", "u1", "2")
     assert [one.kind for one in store.children(KEY)] == ["Deployment"]
     assert store.pods(KEY) == ()
+
+
+def test_what_has_ended_stays_so_whatever_is_learnt_of_it_later() -> None:
+    store = Store()
+    for version in ("9", "0"):
+        store.remove_pod(KEY, "chat-5d9-x", "u1", version)
+    assert not store.put_pod(KEY, structs.replace(pod(), resource_version="9"))
+    assert store.put_pod(KEY, structs.replace(pod(), resource_version="10"))
+
+
+def test_the_ended_that_are_remembered_are_some_thousand() -> None:
+    store = Store()
+    for number in range(MAX_ENDED + 1):
+        store.remove_pod(KEY, "x", f"u{number}", "9")
+    assert [bool(store.put_pod(KEY, structs.replace(pod(), uid=uid))) for uid in ("u1", "u0")] == [False, True]
 
 
 def test_a_resource_is_the_object_again() -> None:

@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 
 from flyball_operator.errors import OperatorError
 
+MAX_RETRY_AFTER_S = 60.0
+"""The API server asks for a second or so; a proxy in maintenance may ask for a day."""
+
 
 class Call(NamedTuple):
     """An API call: ``patch``, ``deployments.apps``, ``team/chat``. RBAC speaks of verb and resource in these words."""
@@ -131,6 +134,6 @@ def _class_of(status: int, body: Mapping[str, Any]) -> type[ApiError]:
 
 def _retry_after_s(header: str | None, default_s: float) -> float:
     try:
-        return max(0.0, float(header)) if header else default_s
+        return min(MAX_RETRY_AFTER_S, max(0.0, float(header))) if header else default_s
     except ValueError:  # an HTTP date: the API server sends seconds only, a proxy before it may not
         return default_s

@@ -283,7 +283,7 @@ class _Ended:
         self._versions: OrderedDict[str, int] = OrderedDict()
 
     def add(self, uid: str, resource_version: str) -> None:
-        self._versions[uid] = int(resource_version)
+        self._versions[uid] = max(int(resource_version), self._versions.pop(uid, 0))
         if len(self._versions) > MAX_ENDED:
             self._versions.popitem(last=False)
 
