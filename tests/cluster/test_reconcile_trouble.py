@@ -201,6 +201,24 @@ def test_a_child_whose_end_no_watch_told_of_is_missed_at_the_next_change(
         world.appears(SERVICE, where=lambda obj: obj["spec"]["ports"][0]["port"] == 9000)
 
 
+def test_a_name_that_became_free_and_no_watch_told_is_taken(cluster: Cluster, namespace: str, world: World) -> None:
+    """The same goes for a child of an earlier LLMDeployment of the name."""
+    labels = {"app.kubernetes.io/managed-by": "flyball-operator", "app.kubernetes.io/instance": NAME}
+    metadata = {"name": NAME, "namespace": namespace, "labels": labels}
+    foreign = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": [{"port": 1}]}}
+    grant(cluster, namespace, child_rules())
+    world.api.create(SERVICE, foreign)
+    with FaultProxy(cluster.kubeconfig) as proxy, OperatorProcess(cluster, namespace, server=proxy.url):
+        world.create()
+        world.ready_is("NameConflict")
+        until(lambda: proxy.num_watches == 9, "a watch for each kind")
+        proxy.faults = lambda method, path: Fault(500) if "/services?" in path else None
+        proxy.expire_watches()
+        world.api.delete(SERVICE, namespace, NAME)
+        proxy.faults = lambda method, path: None
+        world.appears(SERVICE, where=lambda obj: "ownerReferences" in obj["metadata"])
+
+
 def test_a_missing_secret_is_named_until_it_appears(operator: OperatorProcess, world: World) -> None:
     """There is no kubelet here, so the test writes what one would."""
     world.create(model={"uri": "hf://org/name", "secretRef": {"name": "hub"}})

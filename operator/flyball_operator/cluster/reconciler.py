@@ -129,17 +129,14 @@ class Reconciler:
             raise
 
     async def _look_again(self, step: Step, key: Key) -> None:
-        """Forget a child that is another by now, or none: its end came while a watch was interrupted."""
-        match step:
-            case Apply(manifest=wanted, uid=uid):
-                kind, name = wanted["kind"], wanted["metadata"]["name"]
-            case Delete(child=child):
-                kind, name, uid = child.kind, child.name, child.uid
-            case _:
-                return
+        """Forget what the step is about if it is another object by now, or none: no watch told of its end."""
+        kind, name = _name_of(step)
+        known = self._store.child(key, kind, name)
+        if known is None:
+            return
         found = await self._client.find(CHILD_KINDS[kind], key.namespace, name)
-        if found is None or found["metadata"]["uid"] != uid:
-            self._store.remove_child(key, kind, name, uid, "0")
+        if found is None or found["metadata"]["uid"] != known.uid:
+            self._store.remove_child(key, kind, name, known.uid, "0")
 
     async def _do(self, step: Step, resource: Resource, memory: "_Memory") -> Problem | None:
         match step:
@@ -153,6 +150,7 @@ class Reconciler:
                 log.info("%s: deleting, %s", resource.key, reason)
                 await self._client.delete(CHILD_KINDS[child.kind], resource.key.namespace, child.name, uid=child.uid)
             case Leave(reason=reason, foreign=foreign):
+                await self._look_again(step, resource.key)
                 return Problem("NameConflict" if foreign else "Replacing", reason, accepted=not foreign)
         return None
 
@@ -297,6 +295,16 @@ def problem_of(step: Step, error: ApiError) -> Problem:
     is_template = isinstance(step, Create | Apply) and step.manifest["kind"] == "Deployment"
     reason = "InvalidPodTemplate" if is_template and isinstance(error, Invalid) else "Refused"
     return Problem(reason, f"the API server refuses it: {error.message}", accepted=False)
+
+
+def _name_of(step: Step) -> tuple[str, str]:
+    match step:
+        case Create(manifest=wanted) | Apply(manifest=wanted):
+            return wanted["kind"], wanted["metadata"]["name"]
+        case Delete(child=child):
+            return child.kind, child.name
+        case Leave(kind=kind, name=name):
+            return kind, name
 
 
 def _summary(problems: Sequence[Problem]) -> Problem | None:
