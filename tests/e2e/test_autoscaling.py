@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from e2e_kit import keda
+from e2e_kit import keda, prometheus
 from e2e_kit.models import SERVED_NAME, Model
 from e2e_kit.node import Node
 from e2e_kit.traffic import Traffic
@@ -14,9 +14,16 @@ AT_ONCE = {"scaleUp": {"stabilizationWindowSeconds": 0}, "scaleDown": {"stabiliz
 SCALE_TIMEOUT_S = 180.0
 
 
+TRIGGERS = {
+    "MetricsAPI": {"trigger": "MetricsAPI", "pollingSeconds": 2},
+    "Prometheus": {"trigger": "Prometheus", "pollingSeconds": 2, "prometheusAddress": prometheus.URL},
+}
+
+
 @pytest.fixture(scope="module")
 def scaled(operator: Node) -> Node:
     keda.install(operator)
+    prometheus.start(operator)
     return operator
 
 
@@ -29,21 +36,28 @@ def seconds_until_replicas(model: Model, count: int) -> float:
     return time.monotonic() - started_s
 
 
-def test_a_burst_takes_one_to_three_and_back(scaled: Node, namespace: str, figures: dict[str, Any]) -> None:
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_a_burst_takes_one_to_three_and_back(
+    scaled: Node, namespace: str, figures: dict[str, Any], trigger: str
+) -> None:
     autoscaling = {
         "mode": "KEDA",
         "maxReplicas": 3,
         "targetQueueDepth": 2,
         "behavior": AT_ONCE,
-        "keda": {"pollingSeconds": 2},
+        "keda": TRIGGERS[trigger],
     }
     model = Model(scaled, namespace, autoscaling=autoscaling, runtime={"maxNumSeqs": 1})
     model.apply()
     model.wait_ready()
     # More than one replica can do, and requests wait; they are patient.
-    with Traffic(model.url, SERVED_NAME, period_s=0.05, timeout_s=SCALE_TIMEOUT_S) as traffic:
+    with (
+        prometheus.scrapes(model),
+        Traffic(model.url, SERVED_NAME, period_s=0.05, timeout_s=SCALE_TIMEOUT_S) as traffic,
+    ):
         up_s = seconds_until_replicas(model, 3)
-    down_s = seconds_until_replicas(model, 1)
+        traffic.end()
+        down_s = seconds_until_replicas(model, 1)
     figures |= {**traffic.verdict.figures, "up_s": up_s, "down_s": down_s}
     assert not traffic.verdict.failed, traffic.verdict.failed[:5]
     assert not traffic.verdict.changed, traffic.verdict.changed[:5]

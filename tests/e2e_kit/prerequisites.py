@@ -17,6 +17,7 @@ DEBIAN_PACKAGES = {
     "mmdebstrap": "mmdebstrap",
     "mount": "mount",
     "nft": "nftables",
+    "prometheus": "prometheus",
     "runc": "runc",
     "setpriv": "util-linux",
     "unshare": "util-linux",

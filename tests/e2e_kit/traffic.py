@@ -84,6 +84,10 @@ class Traffic:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Send no more, and wait for the answers."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
