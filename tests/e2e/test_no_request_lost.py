@@ -1,9 +1,7 @@
 """Under steady traffic through the Service, nothing that happens to operator or pods loses a request or changes an answer."""
 
 import itertools
-import os
 import random
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -108,8 +106,7 @@ def test_killing_the_operator(model: Model, times: int, figures: dict[str, Any])
         for count in range(times):
             model.patch(podTemplate={"metadata": {"annotations": {"test/mark": f"kill-{count}"}}})
             time.sleep(chance.uniform(0, 4))
-            (pid, *_) = processes.running("flyball-operator", "run")
-            os.kill(pid, signal.SIGKILL)
+            processes.kill("flyball-operator", "run")
             model.node.kubectl(
                 "-n", helm.NAMESPACE, "rollout", "status", f"deployment/{helm.RELEASE}-operator", ROLLOUT_TIMEOUT
             )
@@ -145,9 +142,8 @@ def test_killing_a_runtime_loses_its_own_requests_only(model: Model, figures: di
     with Traffic(model.url, SERVED_NAME, period_s=0.02) as traffic:  # so that there is always one in flight
         time.sleep(3)
         container = model.pods()[0]["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
-        (pid, *_) = processes.running("flyball", "serve", cgroup=container)
         killed_s = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
+        processes.kill("flyball", "serve", cgroup=container)
         while all(map(is_ready, model.pods())):
             time.sleep(0.1)
         model.kubectl("wait", "--for=condition=Ready", "pod", "--all", ROLLOUT_TIMEOUT)

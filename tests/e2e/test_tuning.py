@@ -1,7 +1,5 @@
 """Limits follow what the pods measure, on real pods, and outlive operator and pods."""
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -59,8 +57,7 @@ def test_limits_are_tried_then_judged_though_the_operator_was_killed_in_between(
         wait_until(lambda: last_action(model) == "try", "a change on trial", model)
         figures["first_change_s"] = time.monotonic() - began_s
         assert len(in_force(model)) == 2, "one replica tries what the other does not have"
-        (pid, *_) = processes.running("flyball-operator", "run")
-        os.kill(pid, signal.SIGKILL)
+        processes.kill("flyball-operator", "run")
         wait_until(lambda: last_action(model) in ("promote", "roll back"), "a verdict by the next process", model)
         figures["verdict_s"] = time.monotonic() - began_s
         wait_until(lambda: len(in_force(model)) == 1, "the same limits in all pods", model)

@@ -1,14 +1,35 @@
-"""Finds processes inside the node's containers, which share its PID namespace."""
+"""Kills processes inside the node's containers, which share its PID namespace."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
+from cluster_kit.errors import ClusterError
 
-def running(*words: str, cgroup: str = "") -> list[int]:
-    """Return the processes with these words in their command lines, the oldest first.
+START_TIMEOUT_S = 60.0
+
+
+class NotRunning(ClusterError):
+    def __init__(self, words: tuple[str, ...]) -> None:
+        super().__init__(f"no process of {' '.join(words)!r} came within {START_TIMEOUT_S:g} s")
+
+
+def kill(*words: str, cgroup: str = "") -> None:
+    """Kill -9 the oldest process with these words in its command line; one that is just being restarted is waited for.
 
     Args:
         cgroup: part of the process's cgroup path, like a container's id.
     """
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not (found := _running(words, cgroup)):
+        if time.monotonic() > deadline_s:
+            raise NotRunning(words)
+        time.sleep(0.05)
+    os.kill(found[0], signal.SIGKILL)
+
+
+def _running(words: tuple[str, ...], cgroup: str) -> list[int]:
     return sorted(pid for pid in _pids() if _matches(pid, words, cgroup))
 
 
