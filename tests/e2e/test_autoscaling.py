@@ -12,8 +12,6 @@ from e2e_kit.traffic import Traffic
 
 AT_ONCE = {"scaleUp": {"stabilizationWindowSeconds": 0}, "scaleDown": {"stabilizationWindowSeconds": 5}}
 SCALE_TIMEOUT_S = 180.0
-
-
 TRIGGERS = {
     "MetricsAPI": {"trigger": "MetricsAPI", "pollingSeconds": 2},
     "Prometheus": {"trigger": "Prometheus", "pollingSeconds": 2, "prometheusAddress": prometheus.URL},

@@ -1,4 +1,4 @@
-"""Limits follow what the pods measure, on real pods, and outlive operator and pods."""
+"""Limits follow what real pods measure; a change on trial outlives the operator that began it."""
 
 import time
 from collections.abc import Callable
