@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from e2e_kit import FOLDER_VARIABLE, helm, images, network
-from e2e_kit.models import HUB_REPO, HUB_TOKEN
+from e2e_kit.models import HUB_REPO, HUB_TOKEN, Model
 from e2e_kit.node import Node
 from hub_look_alike import HubLookAlike
 
@@ -77,6 +77,15 @@ def namespace(node: Node) -> Iterator[str]:
     node.create_namespace(name)
     yield name
     node.kubectl("delete", "namespace", name, "--timeout=110s")
+
+
+@pytest.fixture
+def model(operator: Node, namespace: str) -> Model:
+    """A model that serves."""
+    model = Model(operator, namespace)
+    model.apply()
+    model.wait_ready()
+    return model
 
 
 def uninstall(node: Node) -> None:

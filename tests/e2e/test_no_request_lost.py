@@ -4,25 +4,19 @@ import itertools
 import random
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from e2e_kit import helm, processes
 from e2e_kit.admin import admin_ports
-from e2e_kit.models import SERVED_NAME, Model, is_ready
-from e2e_kit.node import NAME, Node
-from e2e_kit.traffic import Traffic
+from e2e_kit.models import ROLLOUT_TIMEOUT, SERVED_NAME, Model, is_ready
+from e2e_kit.node import NAME
+from e2e_kit.traffic import Traffic, undisturbed
 from flyball_protocol import LimitsStatus
 
-ROLLOUT_TIMEOUT = "--timeout=110s"
 FEW, FULL, FULL_DRAINS = 2, 20, 5
 TAKEN = {LimitsStatus.APPLIED, LimitsStatus.DEFERRED}
-OUTAGE_S = 60.0
-RECOVERY_TIMEOUT_S = 300.0
-"""After an outage each part of Kubernetes waits for up to a minute before it asks again, and they wait for each other."""
 
 
 @pytest.fixture
@@ -31,40 +25,9 @@ def times(request: pytest.FixtureRequest) -> int:
     return FULL if request.config.getoption("--full") else FEW
 
 
-@contextmanager
-def undisturbed(model: Model, figures: dict[str, Any]) -> Iterator[None]:
-    """Traffic that must not notice what happens inside."""
-    with Traffic(model.url, SERVED_NAME) as traffic:
-        yield
-    figures |= traffic.verdict.figures
-    assert not traffic.verdict.failed, traffic.verdict.failed[:5]
-    assert not traffic.verdict.changed, traffic.verdict.changed[:5]
-
-
-@pytest.fixture
-def model(operator: Node, namespace: str) -> Model:
-    model = Model(operator, namespace)
-    model.apply()
-    model.wait_ready()
-    return model
-
-
-def mark_template(model: Model, mark: str) -> None:
-    """Change the pods' template, and wait until the operator has changed the Deployment."""
-    model.patch(podTemplate={"metadata": {"annotations": {"test/mark": mark}}})
-    path = "{.spec.template.metadata.annotations.test/mark}"
-    model.kubectl("wait", f"--for=jsonpath={path}={mark}", f"deployment/{model.name}", ROLLOUT_TIMEOUT)
-
-
-def marks(model: Model) -> set[str]:
-    """Return the marks of the ready pods' templates."""
-    annotations = [pod["metadata"].get("annotations", {}) for pod in model.pods() if is_ready(pod)]
-    return {one.get("test/mark", "") for one in annotations}
-
-
 def roll(model: Model, mark: str) -> None:
     """Change the pods' template, and wait until new pods have taken over."""
-    mark_template(model, mark)
+    model.mark(mark)
     model.kubectl("rollout", "status", f"deployment/{model.name}", ROLLOUT_TIMEOUT)
 
 
@@ -113,7 +76,7 @@ def test_killing_the_operator(model: Model, times: int, figures: dict[str, Any])
     chance = random.Random(4)
     with undisturbed(model, figures):
         for count in range(times):
-            model.patch(podTemplate={"metadata": {"annotations": {"test/mark": f"kill-{count}"}}})
+            model.mark(f"kill-{count}", wait=False)
             time.sleep(chance.uniform(0, 4))
             processes.kill("flyball-operator", "run")
             model.node.kubectl(
@@ -129,20 +92,6 @@ def test_changing_the_limits_live(model: Model, times: int, figures: dict[str, A
             for port in admin_ports(model):
                 assert port.set_limits(revision, max_num_seqs=num_seqs).status in TAKEN
             time.sleep(3)
-
-
-def test_an_api_server_that_is_gone_for_a_minute(model: Model, figures: dict[str, Any]) -> None:
-    with undisturbed(model, figures):
-        model.node.stop_apiserver()
-        time.sleep(OUTAGE_S)
-        model.node.start_apiserver()
-        back_s = time.monotonic()
-        mark_template(model, "afterwards")
-        figures["deployment_changed_after_s"] = time.monotonic() - back_s
-        while marks(model) != {"afterwards"}:
-            assert time.monotonic() < back_s + RECOVERY_TIMEOUT_S, model.pods()
-            time.sleep(0.5)
-        figures["rolled_after_s"] = time.monotonic() - back_s
 
 
 def test_killing_a_runtime_loses_its_own_requests_only(model: Model, figures: dict[str, Any]) -> None:

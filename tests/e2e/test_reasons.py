@@ -84,7 +84,7 @@ def test_an_update_and_a_drain(operator: Node, namespace: str) -> None:
     model = Model(operator, namespace)
     model.apply()
     model.wait_ready()
-    model.patch(podTemplate={"metadata": {"annotations": {"test/mark": "new"}}})
+    model.mark("new", wait=False)
     model.wait_for("Ready", "reason", "Updating")
     model.wait_for("Ready", "reason", "Draining")  # the old pod, which sleeps before it ends
     model.wait_for("Ready", "reason", "Serving")

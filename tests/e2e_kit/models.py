@@ -10,6 +10,8 @@ from e2e_kit import images
 from e2e_kit.node import Node
 
 READY_TIMEOUT_S = 110
+ROLLOUT_TIMEOUT = f"--timeout={READY_TIMEOUT_S}s"
+MARK = "test/mark"
 SERVED_NAME = "demo"
 HUB_REPO, HUB_TOKEN = "acme/demo", "hf_of_the_test"
 SMALL: dict[str, Any] = {
@@ -51,6 +53,19 @@ class Model:
     def patch(self, **spec: Any) -> None:
         """Merge into the spec, as somebody with kubectl would."""
         self.kubectl("patch", "llmdep", self.name, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+    def mark(self, mark: str, *, wait: bool = True) -> None:
+        """Change the pods' template; wait until the operator has changed the Deployment."""
+        self.patch(podTemplate={"metadata": {"annotations": {MARK: mark}}})
+        if wait:
+            path = f"{{.spec.template.metadata.annotations.{MARK}}}"
+            self.kubectl("wait", f"--for=jsonpath={path}={mark}", f"deployment/{self.name}", ROLLOUT_TIMEOUT)
+
+    @property
+    def marks(self) -> set[str]:
+        """Those of the ready pods' templates."""
+        annotations = [pod["metadata"].get("annotations", {}) for pod in self.pods() if is_ready(pod)]
+        return {one.get(MARK, "") for one in annotations}
 
     def kubectl(self, *arguments: str) -> str:
         return self.node.kubectl("-n", self.namespace, *arguments)

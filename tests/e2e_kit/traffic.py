@@ -5,12 +5,15 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+
+from e2e_kit.models import SERVED_NAME, Model
 
 MAX_TOKENS = 24
 TIMEOUT_S = 60.0
@@ -129,6 +132,17 @@ class Traffic:
     def _session(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
+
+
+@contextmanager
+def undisturbed(model: Model, figures: dict[str, Any]) -> Iterator[None]:
+    """Send traffic that must not notice what happens inside, and note what came of it."""
+    with Traffic(model.url, SERVED_NAME) as traffic:
+        yield
+    verdict = traffic.verdict
+    figures |= verdict.figures
+    if verdict.failed or verdict.changed:
+        raise AssertionError(f"{verdict.figures}: {verdict.failed[:5]} {verdict.changed[:5]}")
 
 
 def _read(status: int, raw: str, streamed: bool) -> tuple[str, str]:
