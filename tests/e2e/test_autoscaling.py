@@ -51,7 +51,7 @@ def test_a_burst_takes_one_to_three_and_back(
     # More than one replica can do, and requests wait; they are patient.
     with (
         prometheus.scrapes(model),
-        Traffic(model.url, SERVED_NAME, period_s=0.05, timeout_s=SCALE_TIMEOUT_S) as traffic,
+        Traffic(model.url, SERVED_NAME, period_s=0.03, timeout_s=SCALE_TIMEOUT_S) as traffic,
     ):
         up_s = seconds_until_replicas(model, 3)
         traffic.end()

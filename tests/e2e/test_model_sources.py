@@ -11,7 +11,8 @@ from hub_look_alike import HubLookAlike
 
 def tokens_by_curl(model: Model) -> int:
     body = {"model": SERVED_NAME, "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 8}
-    command = ("curl", "--silent", "--show-error", "--fail-with-body", "--max-time", "30")
+    patient = ("--retry", "5", "--retry-connrefused")  # the Service may be a moment behind the first replica
+    command = ("curl", "--silent", "--show-error", "--fail-with-body", "--max-time", "30", *patient)
     answer = subprocess.run(
         (*command, f"{model.url}/v1/chat/completions", "--json", json.dumps(body)), check=True, capture_output=True
     )

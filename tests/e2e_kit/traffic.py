@@ -17,6 +17,7 @@ from e2e_kit.models import SERVED_NAME, Model
 
 MAX_TOKENS = 24
 TIMEOUT_S = 60.0
+BEGIN_TIMEOUT_S = 10.0
 PROMPTS = (
     "What is the capital of France?",
     "Once upon a time",
@@ -100,11 +101,16 @@ class Traffic:
         return Verdict(list(self.answers), self.expected)
 
     async def _learn(self) -> dict[str, str]:
+        """Return the answers; the Service may be a moment behind the first replica."""
+        deadline_s = time.monotonic() + BEGIN_TIMEOUT_S
         async with self._session() as session:
-            answers = [await self._ask(session, prompt, streamed=False) for prompt in PROMPTS]
-        if problems := [answer.problem for answer in answers if answer.problem]:
-            raise AssertionError(f"no answers to begin with: {problems}")
-        return {answer.prompt: answer.text for answer in answers}
+            while True:
+                answers = [await self._ask(session, prompt, streamed=False) for prompt in PROMPTS]
+                if not (problems := [answer.problem for answer in answers if answer.problem]):
+                    return {answer.prompt: answer.text for answer in answers}
+                if time.monotonic() > deadline_s:
+                    raise AssertionError(f"no answers to begin with: {problems}")
+                await asyncio.sleep(0.5)
 
     async def _run(self) -> None:
         async with self._session() as session, asyncio.TaskGroup() as requests:
