@@ -1,4 +1,4 @@
-"""What a Kubernetes node saw: every test of tests/e2e, each disturbance in full number, with its figures. About 40 minutes.
+"""What a Kubernetes node saw: every test of tests/e2e, each disturbance in full number, with its figures. About half an hour.
 
     python benchmarks/end_to_end.py
 

@@ -36,9 +36,7 @@ def autoscaling_status(
 def _target_reference(scaler: Child | None) -> Object:
     if scaler is None:
         return {}
-    obj = scaler.object
-    reference = {"apiVersion": obj["apiVersion"], "kind": scaler.kind, "name": scaler.name}
-    return {"targetRef": reference}
+    return {"targetRef": {"apiVersion": scaler.object["apiVersion"], "kind": scaler.kind, "name": scaler.name}}
 
 
 def _controlled(children: Sequence[Child], owner: str, kind: str | None) -> Child | None:
