@@ -28,9 +28,11 @@ def scaled(operator: Node) -> Node:
 def seconds_until_replicas(model: Model, count: int) -> float:
     """Wait until that many replicas are ready, and no others are left; return how long it took."""
     started_s = time.monotonic()
-    while (len(model.pods()), model.status.get("readyReplicas")) != (count, count):
-        assert time.monotonic() < started_s + SCALE_TIMEOUT_S, model.status
-        time.sleep(0.5)
+    model.until(
+        lambda: (len(model.pods()), model.status.get("readyReplicas")) == (count, count),
+        f"{count} replicas",
+        SCALE_TIMEOUT_S,
+    )
     return time.monotonic() - started_s
 
 

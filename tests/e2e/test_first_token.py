@@ -4,11 +4,11 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
+from cluster_kit.api import until
 from e2e_kit import helm
-from e2e_kit.models import READY_TIMEOUT_S, SERVED_NAME, Model, NeverBecame
+from e2e_kit.models import READY_TIMEOUT_S, SERVED_NAME, Model
 from e2e_kit.node import Node
 
 
@@ -24,14 +24,6 @@ class Stopwatch:
         self._figures[f"{name}_s"] = now_s - self._last_s
         self._figures["total_s"] = now_s - self._start_s
         self._last_s = now_s
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + READY_TIMEOUT_S
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise NeverBecame(what, READY_TIMEOUT_S, None)
-        time.sleep(0.05)
 
 
 def is_running(model: Model) -> bool:
@@ -60,11 +52,11 @@ def test_from_helm_install_to_the_first_token(
     helm.install(node_without_operator)
     watch.lap("operator_ready")
     model.apply()
-    wait_until(lambda: bool(model.pods()), "a pod")
+    until(model.pods, "a pod", READY_TIMEOUT_S)
     watch.lap("pod_made")
-    wait_until(lambda: is_running(model), "a running container")
+    until(lambda: is_running(model), "a running container", READY_TIMEOUT_S)
     watch.lap("container_started")
     model.wait_ready()
     watch.lap("model_ready")
-    wait_until(lambda: bool(first_token(model)), "a token")
+    until(lambda: first_token(model), "a token", READY_TIMEOUT_S)
     watch.lap("first_token")

@@ -1,12 +1,11 @@
 """Limits follow what real pods measure; a change on trial outlives the operator that began it."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from e2e_kit import processes
 from e2e_kit.admin import admin_ports
-from e2e_kit.models import SERVED_NAME, Model, NeverBecame
+from e2e_kit.models import SERVED_NAME, Model
 from e2e_kit.node import Node
 from e2e_kit.traffic import Traffic
 from flyball_protocol import Limits
@@ -20,14 +19,6 @@ TUNING = {
     "cooldownSeconds": 4,
     "minSamples": 20,
 }
-
-
-def wait_until(condition: Callable[[], bool], what: str, model: Model) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise NeverBecame(what, TIMEOUT_S, model.status)
-        time.sleep(0.5)
 
 
 def tuning(model: Model) -> dict[str, Any]:
@@ -54,15 +45,15 @@ def test_limits_are_tried_then_judged_though_the_operator_was_killed_in_between(
     model.wait_ready()
     with Traffic(model.url, SERVED_NAME, period_s=0.1) as traffic:
         began_s = time.monotonic()
-        wait_until(lambda: last_action(model) == "try", "a change on trial", model)
+        model.until(lambda: last_action(model) == "try", "a change on trial", TIMEOUT_S)
         figures["first_change_s"] = time.monotonic() - began_s
         assert len(in_force(model)) == 2, "one replica tries what the other does not have"
         processes.kill("flyball-operator", "run")
-        wait_until(lambda: last_action(model) in ("promote", "roll back"), "a verdict by the next process", model)
+        model.until(lambda: last_action(model) in ("promote", "roll back"), "a verdict by the next process", TIMEOUT_S)
         figures["verdict_s"] = time.monotonic() - began_s
-        wait_until(lambda: len(in_force(model)) == 1, "the same limits in all pods", model)
+        model.until(lambda: len(in_force(model)) == 1, "the same limits in all pods", TIMEOUT_S)
         model.scale(3)
-        wait_until(lambda: len(in_force(model)) == 1, "the same limits in the new pod too", model)
+        model.until(lambda: len(in_force(model)) == 1, "the same limits in the new pod too", TIMEOUT_S)
     figures |= traffic.verdict.figures
     assert not traffic.verdict.failed, traffic.verdict.failed[:5]
     assert not traffic.verdict.changed, traffic.verdict.changed[:5]

@@ -2,8 +2,9 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster_kit.errors import ClusterError
 from e2e_kit import images
@@ -28,9 +29,12 @@ SMALL: dict[str, Any] = {
 }
 
 
+T = TypeVar("T")
+
+
 class NeverBecame(ClusterError):
     def __init__(self, what: str, timeout_s: float, last: object) -> None:
-        super().__init__(f"{what} within {timeout_s:g} s; at last it was {last}")
+        super().__init__(f"did not come within {timeout_s:g} s: {what}; at last it was {last}")
 
 
 class Model:
@@ -94,31 +98,40 @@ class Model:
     def scale(self, replicas: int) -> None:
         """Scale with kubectl, and wait until these replicas are ready and no other pod is left."""
         self.kubectl("scale", f"llmdep/{self.name}", f"--replicas={replicas}")
-        deadline_s = time.monotonic() + READY_TIMEOUT_S
-        while [is_ready(pod) for pod in self.pods()] != [True] * replicas:
+        self.until(lambda: [is_ready(pod) for pod in self.pods()] == [True] * replicas, f"{replicas} replicas alone")
+
+    def until(self, found: Callable[[], T | None], what: str, timeout_s: float = READY_TIMEOUT_S) -> T:
+        """Return the first value of ``found`` that is true.
+
+        Raises:
+            NeverBecame: none was in time; the message has status, pods and log.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not (value := found()):
             if time.monotonic() > deadline_s:
-                raise NeverBecame(f"{replicas} replicas alone", READY_TIMEOUT_S, self.pods())
+                raise NeverBecame(what, timeout_s, self._summary())
             time.sleep(0.2)
+        return value
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         self.wait_for("Ready", "status", "True", timeout_s)
 
     def wait_for(self, kind: str, key: str, value: str, timeout_s: float = READY_TIMEOUT_S) -> dict[str, Any]:
         """Wait for a field of a condition of the present generation, and return the condition."""
-        deadline_s = time.monotonic() + timeout_s
-        while (found := self.condition(kind)).get(key) != value:
-            if time.monotonic() > deadline_s:
-                raise NeverBecame(f"{kind} never had {key} {value}", timeout_s, self._summary(found))
-            time.sleep(0.2)
-        return found
 
-    def _summary(self, condition: dict[str, Any]) -> str:
+        def found() -> dict[str, Any] | None:
+            condition = self.condition(kind)
+            return condition if condition.get(key) == value else None
+
+        return self.until(found, f"{kind} with {key} {value}", timeout_s)
+
+    def _summary(self) -> str:
         try:
             log = self.kubectl("logs", f"deployment/{self.name}", "--tail=15")
         except ClusterError as error:
             log = str(error)
         pods = [pod["status"] for pod in self.pods()]
-        return f"{condition}\n{json.dumps(pods, indent=1)[:3000]}\n{log}"
+        return f"{self.status}\n{json.dumps(pods, indent=1)[:3000]}\n{log}"
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
@@ -131,7 +144,7 @@ def is_ready(pod: dict[str, Any]) -> bool:
 def from_hub(node: Node, namespace: str, url: str) -> Model:
     """Return a model of the hub at that address, whose token a Secret has."""
     node.kubectl("-n", namespace, "create", "secret", "generic", "hub", f"--from-literal=HF_TOKEN={HUB_TOKEN}")
-    source = {"uri": f"hf://{HUB_REPO}", "secretRef": {"name": "hub"}}
+    source = {"uri": f"hf://{HUB_REPO}", "revision": "main", "secretRef": {"name": "hub"}}
     environment = [{"name": "HF_ENDPOINT", "value": url}, {"name": "HF_HUB_DISABLE_XET", "value": "1"}]
     return Model(node, namespace, model=source, runtime={"env": environment})
 

@@ -2,17 +2,11 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
-from cluster_kit.errors import ClusterError
+from cluster_kit.api import until
 
 START_TIMEOUT_S = 60.0
-
-
-class NotRunning(ClusterError):
-    def __init__(self, words: tuple[str, ...]) -> None:
-        super().__init__(f"no process of {' '.join(words)!r} came within {START_TIMEOUT_S:g} s")
 
 
 def kill(*words: str, cgroup: str = "") -> None:
@@ -21,11 +15,7 @@ def kill(*words: str, cgroup: str = "") -> None:
     Args:
         cgroup: part of the process's cgroup path, like a container's id.
     """
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not (found := _running(words, cgroup)):
-        if time.monotonic() > deadline_s:
-            raise NotRunning(words)
-        time.sleep(0.05)
+    found = until(lambda: _running(words, cgroup), f"a process of {' '.join(words)!r}", START_TIMEOUT_S)
     os.kill(found[0], signal.SIGKILL)
 
 
