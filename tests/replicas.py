@@ -17,6 +17,7 @@ from flyball_protocol import endpoints
 ROOT = Path(__file__).parent.parent
 ADMIN_TOKEN = "a-test-token"
 START_DEADLINE_S = 60.0
+COMPLETION = {"model": "test", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
 def free_port() -> int:
@@ -32,19 +33,23 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 class Replica:
-    """One running server. ``client`` talks to its API port, ``admin`` to its admin port."""
+    """One running server. ``client`` talks to its API port, ``admin`` to its admin port.
 
-    def __init__(self, model: Path, *flags: str, log: Path) -> None:
-        self.port, self.admin_port = free_port(), free_port()
+    ``listener`` is the socket of a `flyball listener` and the port that it holds for this server.
+    """
+
+    def __init__(self, model: Path, *flags: str, log: Path, listener: tuple[Path, int] | None = None) -> None:
+        self.port, self.admin_port = free_port() if listener is None else listener[1], free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [sys.executable, "-m", "flyball_runtime.cli", "serve", str(model), "--served-model-name", "test"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--admin-port", str(self.admin_port)]
         command += ["--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--num-threads", "1", *flags]
+        variables = {endpoints.ADMIN_TOKEN_ENV: ADMIN_TOKEN}
+        if listener is not None:
+            variables[endpoints.LISTENER_ENV] = str(listener[0])
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, env=environment(**{endpoints.ADMIN_TOKEN_ENV: ADMIN_TOKEN}), stdout=output, stderr=output
-            )
+            self.process = subprocess.Popen(command, env=environment(**variables), stdout=output, stderr=output)
         self.client = httpx.Client(base_url=self.url, timeout=60)
         self.admin = httpx.Client(
             base_url=f"http://127.0.0.1:{self.admin_port}", headers={"Authorization": f"Bearer {ADMIN_TOKEN}"}
@@ -62,8 +67,10 @@ class Replica:
         raise RuntimeError(f"the server did not become ready:\n{self.log.read_text()}")
 
     def complete(self, **fields: object) -> httpx.Response:
-        body = {"model": "test", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        return self.client.post("/v1/completions", json=body | fields)
+        return self.client.post("/v1/completions", json=COMPLETION | fields)
+
+    def complete_on_a_new_connection(self) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=COMPLETION, timeout=60)
 
     def kv_blocks_used(self) -> int:
         return int(self.admin.get(endpoints.ADMIN_EVIDENCE_PATH).json()["kv_blocks"]["used"])
@@ -108,9 +115,9 @@ class Replica:
 
 
 @contextlib.contextmanager
-def replica(model: Path, *flags: str, log: Path) -> Iterator[Replica]:
+def replica(model: Path, *flags: str, log: Path, listener: tuple[Path, int] | None = None) -> Iterator[Replica]:
     """A ready server, killed at the end if it still runs."""
-    server = Replica(model, *flags, log=log)
+    server = Replica(model, *flags, log=log, listener=listener)
     try:
         server.wait_ready()
         yield server

@@ -12,6 +12,7 @@ MANAGER = "flyball-operator"
 """Value of the label above, and name of the field manager and of the lease."""
 
 RUNTIME_CONTAINER = "runtime"
+LISTENER_CONTAINER = "listener"
 API_PORT_NAME = "http"
 ADMIN_PORT_NAME = "admin"
 
@@ -24,6 +25,8 @@ BOOT_PRIOR_FILE = "limits.json"
 MODEL_MOUNT = "/mnt/model"
 CACHE_MOUNT = "/var/cache/flyball"
 BOOT_PRIOR_MOUNT = "/etc/flyball/boot-prior"
+RUN_MOUNT = "/run/flyball"
+"""Where the containers of a pod meet."""
 
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 OPERATOR_LABELS = {"app.kubernetes.io/name": "flyball", "app.kubernetes.io/component": "operator"}

@@ -1,4 +1,4 @@
-"""The command line: ``flyball serve | chat | bench``."""
+"""The command line: ``flyball serve | chat | bench | listener``."""
 
 import argparse
 import logging
@@ -16,7 +16,7 @@ from flyball_runtime.core.errors import ConfigError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from flyball_runtime import bench, chat  # here, so that `import flyball_runtime.cli` stays light
+    from flyball_runtime import bench, chat, listener  # here, so that `import flyball_runtime.cli` stays light
 
     parser = argparse.ArgumentParser(prog="flyball", description="Serve a language model; talk to it; measure it.")
     parser.add_argument("--version", action="version", version=f"flyball {__version__}")
@@ -30,6 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench_command = commands.add_parser("bench", help="measure a served model: latency, throughput, goodput")
     bench.add_arguments(bench_command)
     bench_command.set_defaults(run=bench.run)
+    listener_command = commands.add_parser("listener", help="keep a replica's port open while its runtime is restarted")
+    listener.add_arguments(listener_command)
+    listener_command.set_defaults(run=listener.run)
     return parser
 
 
@@ -114,9 +117,11 @@ def run_serve(args: argparse.Namespace) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     path = find_checkpoint(args.model, args.revision)
     engine_config = engine_config_from(args, path)
+    listener = os.environ.get(endpoints.LISTENER_ENV)
     config = ServeConfig(
         host=args.host,
         port=args.port,
+        listener=None if listener is None else Path(listener),
         admin_host=args.admin_host,
         admin_port=args.admin_port,
         admin_token=admin_token_from(args),

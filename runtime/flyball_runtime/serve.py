@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,6 +25,7 @@ from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError, EngineError
 from flyball_runtime.engine.client import EngineClient
+from flyball_runtime.listener.takeover import taken_listener
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +41,14 @@ class ServeConfig:
     """The replica's face: addresses, names, drain.
 
     Attributes:
+        listener: Unix socket of a ``flyball listener`` that has the API port; None opens ``host``:``port`` here.
         admin_token: bearer token of the admin port; None leaves the port closed.
         drain_timeout_s: how long running requests may go on after SIGTERM.
     """
 
     host: str
     port: int
+    listener: Path | None
     admin_host: str
     admin_port: int
     admin_token: str | None
@@ -76,10 +80,17 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     return listener
 
 
+def api_listener(config: ServeConfig) -> contextlib.AbstractContextManager[socket.socket]:
+    """Return the API port's socket, opened here or taken over. Raises ConfigError."""
+    if config.listener is None:
+        return contextlib.closing(bind(config.host, config.port, "--port"))
+    return taken_listener(config.listener)
+
+
 async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: ChatTokenizer) -> int:
     """Serve until a signal or the engine's death; return the exit code of ``flyball_protocol.endpoints``."""
     with contextlib.ExitStack() as sockets:
-        listener = sockets.enter_context(contextlib.closing(bind(config.host, config.port, "--port")))
+        listener = sockets.enter_context(api_listener(config))
         admin_listener = None
         if config.admin_token is not None:
             admin_listener = sockets.enter_context(

@@ -77,6 +77,7 @@ def shown_default(action: argparse.Action) -> str:
     ("page", "command", "name"),
     [
         ("serving.md", "flyball", "serve"),
+        ("operations.md", "flyball", "listener"),
         ("benchmarking.md", "flyball", "bench"),
         ("local-mode.md", "flyball-operator", "local"),
     ],

@@ -14,6 +14,7 @@ from flyball_protocol import endpoints, metrics
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from flyball_runtime.cli import add_serve_arguments, build_parser, engine_config_from
 from flyball_runtime.core.clock import FakeClock
+from flyball_runtime.listener.command import parse_service
 from runtime.fake_engine import FakeEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -47,7 +48,7 @@ def served_paths() -> set[str]:
     return {route.path for route in app.routes if isinstance(route, APIRoute)}
 
 
-def containers() -> list[dict[str, Any]]:
+def pods() -> list[dict[str, Any]]:
     texts = [
         path.read_text() for path in [*sorted(EXAMPLES.glob("*.yaml")), EXAMPLES / "gateway" / "llmdeployment.yaml"]
     ]
@@ -55,7 +56,11 @@ def containers() -> list[dict[str, Any]]:
         for count, kv in ((0, "kvCacheMemory: 1Gi"), (1, "kvCacheMemoryPercent: 80"), (1, "kvCacheMemory: 4Gi")):
             texts.append(EVERY_SETTING.replace("DTYPE", dtype).replace("COUNT", str(count)).replace("KV", kv))
     deployments = [one for text in texts for one in manifest.parse(text, source="test", base=EXAMPLES)]
-    return [local_deployment(one)["spec"]["template"]["spec"]["containers"][0] for one in deployments]
+    return [local_deployment(one)["spec"]["template"]["spec"] for one in deployments]
+
+
+def containers() -> list[dict[str, Any]]:
+    return [pod["containers"][0] for pod in pods()]
 
 
 @pytest.mark.parametrize("container", containers(), ids=lambda container: container["args"][1].rpartition("/")[2])
@@ -80,6 +85,16 @@ def test_the_admin_token_reaches_the_runtime_by_its_variable() -> None:
     for container in containers():
         (token,) = (one for one in container["env"] if one["name"] == endpoints.ADMIN_TOKEN_ENV)
         assert token["valueFrom"]["secretKeyRef"]["key"] == names.ADMIN_TOKEN_KEY
+
+
+def test_the_listener_has_the_runtimes_port_and_meets_it_where_it_looks() -> None:
+    for pod in pods():
+        (listener,), (runtime,) = pod["initContainers"], pod["containers"]
+        args, served = PARSER.parse_args(listener["args"]), PARSER.parse_args(runtime["args"])
+        assert (listener["command"], args.command) == (["flyball"], "listener")
+        assert (args.host, args.port) == (served.host, served.port)
+        assert {"name": endpoints.LISTENER_ENV, "value": args.socket} in runtime["env"]
+        assert parse_service(args.service).port in range(1, 65536)
 
 
 def test_every_flag_that_a_pod_sets_is_refused_in_extra_args() -> None:

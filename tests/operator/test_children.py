@@ -112,6 +112,28 @@ def test_the_admin_token_comes_from_a_secret_and_never_from_arguments() -> None:
     assert not any("token" in argument for argument in found["args"] if "batched" not in argument)
 
 
+def test_the_runtime_takes_its_port_from_a_container_that_starts_before_it_and_ends_after_it() -> None:
+    found = pod(service={"port": 8080}, runtime={"image": "mine:1", "imagePullPolicy": "Always"})
+    (listener,) = found["initContainers"]
+    assert (listener["name"], listener["restartPolicy"]) == ("listener", "Always")
+    assert (listener["image"], listener["imagePullPolicy"]) == ("mine:1", "Always")
+    assert {f"--port={endpoints.API_PORT}", "--service=chat:8080"} <= set(listener["args"])
+    (mount,) = listener["volumeMounts"]
+    runtime = container(build())
+    path = next(one["value"] for one in runtime["env"] if one["name"] == endpoints.LISTENER_ENV)
+    assert f"--socket={path}" in listener["args"] and Path(path).is_relative_to(mount["mountPath"])
+    assert mount in runtime["volumeMounts"]
+    assert listener["securityContext"] == runtime["securityContext"]
+
+
+def test_a_pod_template_reaches_the_listener_by_its_name() -> None:
+    more = {"name": "listener", "resources": {"limits": {"cpu": "1"}}}
+    other = {"name": "other", "image": "other:1"}
+    listener, added = pod(podTemplate={"spec": {"initContainers": [more, other]}})["initContainers"]
+    assert listener["resources"]["limits"] == {"cpu": "1", "memory": "192Mi"} and listener["command"] == ["flyball"]
+    assert added == other
+
+
 @pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"])
 def test_caches_are_where_the_container_may_write(variable: str) -> None:
     found = container(build())
@@ -555,4 +577,6 @@ def test_the_admin_port_is_the_operators_alone() -> None:
 def test_the_api_port_is_for_those_whom_the_spec_names(peer: Any, lets_in: Source, keeps_out: Source) -> None:
     policy = spec_of("NetworkPolicy", networkPolicy={"mode": "Managed", "ingressFrom": [peer]})
     assert allowed(policy, lets_in, endpoints.API_PORT) and not allowed(policy, keeps_out, endpoints.API_PORT)
+    replica = Source("team", names.labels("chat"))
+    assert allowed(policy, replica, endpoints.API_PORT), "replicas relay for one that is being restarted"
     assert not allowed(policy, lets_in, endpoints.ADMIN_PORT)

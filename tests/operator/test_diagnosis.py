@@ -52,6 +52,15 @@ def ended(exit_code: int, reason: str = "Error", message: str = "") -> dict[str,
         (pod(unschedulable=NO_CLAIM), "MissingClaim", "weights", True),
         (pod(**runtime(waiting("ErrImagePull", "not found: registry/x:1"))), "ImagePull", "registry/x:1", True),
         (pod(**runtime(waiting("InvalidImageName"))), "ImagePull", "InvalidImageName", True),
+        (
+            pod(
+                initContainerStatuses=[{"name": "listener", "state": waiting("ErrImagePull", "not found: x:1")}],
+                **runtime(waiting("PodInitializing")),
+            ),
+            "ImagePull",
+            "not found: x:1",
+            True,
+        ),
         (pod(**runtime(waiting("ImageInspectError", "no space left"))), "ImagePull", "no space left", True),
         (pod(**runtime(waiting("SignatureValidationFailed"))), "ImagePull", "SignatureValidationFailed", True),
         (

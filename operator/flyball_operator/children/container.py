@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from flyball_operator import names
+from flyball_operator.children.listener import listener_env, restricted
 from flyball_operator.children.manifest import Manifest, plain
 from flyball_operator.children.platform import Platform
 from flyball_operator.children.probes import probes
@@ -29,11 +30,7 @@ def container(llm: LLMDeployment, platform: Platform, admin_token_secret: str) -
         "ports": [_port(names.API_PORT_NAME, endpoints.API_PORT), _port(names.ADMIN_PORT_NAME, endpoints.ADMIN_PORT)],
         "resources": _resources(llm),
         **probes(llm.spec.startup_timeout_seconds),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": restricted(),
         # A runtime that cannot start says why in its last lines; so the container's status says it too.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": volume_mounts(llm),
@@ -54,6 +51,7 @@ def _env(llm: LLMDeployment, admin_token_secret: str) -> list[Manifest]:
     given = [_given_variable(variable) for variable in llm.spec.runtime.env]
     ours = [
         _from_secret(endpoints.ADMIN_TOKEN_ENV, admin_token_secret, names.ADMIN_TOKEN_KEY),
+        listener_env(),
         *_cache_env(),
         *_hub_token(llm),
     ]

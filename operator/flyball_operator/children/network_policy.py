@@ -1,4 +1,4 @@
-"""The NetworkPolicy: the API port for those named, the admin port for the operator alone."""
+"""The NetworkPolicy: the API port for those named and the replicas themselves, the admin port for the operator alone."""
 
 from flyball_operator import names
 from flyball_operator.children.manifest import Manifest, metadata, plain
@@ -30,7 +30,8 @@ def _api_rule(llm: LLMDeployment) -> Manifest:
     peers = llm.spec.network_policy.ingress_from
     if peers is None:
         return _rule(endpoints.API_PORT, None)
-    return _rule(endpoints.API_PORT, [_peer(peer) for peer in peers])
+    replicas = {"podSelector": {"matchLabels": names.selector_labels(llm.name)}}  # they relay for one that is restarted
+    return _rule(endpoints.API_PORT, [*map(_peer, peers), replicas])
 
 
 def _rule(port: int, peers: list[Manifest] | None) -> Manifest:

@@ -2,6 +2,7 @@
 
 from flyball_operator import names
 from flyball_operator.children.container import container
+from flyball_operator.children.listener import listener
 from flyball_operator.children.manifest import Manifest
 from flyball_operator.children.merge import merge
 from flyball_operator.children.platform import Platform
@@ -34,6 +35,7 @@ def _pod(llm: LLMDeployment, platform: Platform, admin_token_secret: str) -> Man
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "topologySpreadConstraints": [_spread_over_nodes(llm)],
+        "initContainers": [listener(llm, platform)],
         "containers": [container(llm, platform, admin_token_secret)],
         "volumes": volumes(llm),
     }

@@ -14,6 +14,7 @@ def volumes(llm: LLMDeployment) -> list[Manifest]:
     return [
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        {"name": "run", "emptyDir": {"medium": "Memory"}},
         {"name": "cache", **_cache(llm)},
         {"name": "boot-prior", "configMap": boot_prior},
         *_model(llm.model_source),
@@ -25,6 +26,7 @@ def volume_mounts(llm: LLMDeployment) -> list[Manifest]:
     return [
         {"name": "tmp", "mountPath": "/tmp"},
         {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "run", "mountPath": names.RUN_MOUNT},
         {"name": "cache", "mountPath": names.CACHE_MOUNT},
         {"name": "boot-prior", "mountPath": names.BOOT_PRIOR_MOUNT, "readOnly": True},
         *_model_mount(llm.model_source),

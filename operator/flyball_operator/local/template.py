@@ -81,7 +81,8 @@ def process_template(deployment: Manifest, executable: tuple[str, ...]) -> Proce
 
 def _runtime_container(pod: Manifest) -> Manifest:
     container: Manifest = pod["containers"][0]
-    for other in [*pod["containers"][1:], *pod.get("initContainers", [])]:
+    others = [*pod["containers"][1:], *pod.get("initContainers", [])]
+    for other in (one for one in others if one["name"] != names.LISTENER_CONTAINER):  # here the balancer retries
         raise LocalError(f"spec.podTemplate has a container {other['name']!r}; local mode runs the runtime alone")
     if container.get("command") != ["flyball"] or "args" not in container:
         raise LocalError("spec.podTemplate changes the runtime's command or args; use spec.runtime.extraArgs here")

@@ -1,0 +1,220 @@
+"""Answers in place of a runtime that is gone: a request goes to the Service, where another replica takes it.
+
+Kubernetes needs a second or so to see that a container has died, and sends it requests until then. They can be kept, for none
+has reached the dead process. What had reached it is lost, and is not sent anew: it may have been what killed it.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import h11
+
+logger = logging.getLogger(__name__)
+
+RELAYED_HEADER = b"flyball-relayed"
+"""Marks a request that comes from here: the Service may send it back to us, and then another replica must be found."""
+
+CHUNK_BYTES = 65536
+CONNECT_TIMEOUT_S = 5.0
+UNAVAILABLE = b"HTTP/1.1 503 "
+_NOT_PASSED_ON = {b"connection", b"keep-alive", b"expect", b"content-length"}
+
+
+class Service(NamedTuple):
+    """Where all replicas answer."""
+
+    host: str
+    port: int
+
+
+class Unanswered(Exception):
+    """A request that is not passed on, or that nobody took; the message is the client's."""
+
+
+class Relay:
+    """Answers connections, one request each.
+
+    Args:
+        service: where to send requests.
+        patience_s: how long to look for a replica that takes one.
+        retry_s: between two tries.
+        max_held_bytes: most bytes of bodies held at a time; a request beyond it gets 503.
+        read_timeout_s: a connection that brings no whole request by then is closed.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        patience_s: float = 30.0,
+        retry_s: float = 0.25,
+        max_held_bytes: int = 32 * 1024 * 1024,
+        read_timeout_s: float = 30.0,
+    ) -> None:
+        self._service = service
+        self._patience_s = patience_s
+        self._retry_s = retry_s
+        self._max_held_bytes = max_held_bytes
+        self._read_timeout_s = read_timeout_s
+        self._held_bytes = 0
+        self._running: set[asyncio.Task[None]] = set()
+
+    def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection; the callback of ``asyncio.start_server``."""
+        task = asyncio.create_task(self._answer(reader, writer))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def finish(self) -> None:
+        """Wait for the requests under way."""
+        if self._running:
+            logger.info("%d relayed requests to finish", len(self._running))
+            await asyncio.wait(self._running)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):  # of the client, so nobody is to be told
+            try:
+                await self._read_and_pass_on(Incoming(reader, writer), writer)
+            except TimeoutError:
+                return
+            except Unanswered as why:
+                writer.write(unavailable(str(why)))
+                await writer.drain()
+
+    async def _read_and_pass_on(self, incoming: "Incoming", writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(self._read_timeout_s) as reading:
+            head = await incoming.head()
+            with self._room_for(body_length(head)):
+                body = await incoming.body()
+                reading.reschedule(None)
+                await self._pass_on(head, body, writer)
+
+    @contextlib.contextmanager
+    def _room_for(self, num_bytes: int) -> Iterator[None]:
+        if self._held_bytes + num_bytes > self._max_held_bytes:
+            raise Unanswered("too many others are waiting for another replica")
+        self._held_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._held_bytes -= num_bytes
+
+    async def _pass_on(self, head: h11.Request, body: bytes, writer: asyncio.StreamWriter) -> None:
+        """Send the request to the Service until a replica takes it, and copy the answer."""
+        loop = asyncio.get_running_loop()
+        what, start_s = f"{head.method.decode()} {head.target.decode()}", loop.time()
+        while True:
+            problem = "every replica says that it cannot take requests now"
+            try:
+                answer, service = await self._connect()
+            except OSError as error:
+                problem = f"no replica answers at {self._service.host}:{self._service.port} ({error})"
+            else:
+                with contextlib.closing(service):
+                    if first := await _ask(relayed(head, body), answer, service):
+                        logger.info("%s was taken by another replica after %.2f s", what, loop.time() - start_s)
+                        return await _copy(first, answer, writer)
+            if loop.time() - start_s > self._patience_s:
+                logger.error("%s was taken by nobody: %s", what, problem)
+                raise Unanswered(f"{problem}, for {self._patience_s:g} s")
+            await asyncio.sleep(self._retry_s)
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                return await asyncio.open_connection(*self._service)
+        except TimeoutError:
+            raise ConnectionError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
+
+
+class Incoming:
+    """The one request of a connection. Its methods raise Unanswered for bad HTTP, ConnectionError when the client leaves."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._wire = h11.Connection(h11.SERVER)
+
+    async def head(self) -> h11.Request:
+        event = await self._next()
+        if not isinstance(event, h11.Request):
+            raise ConnectionResetError("the client left")
+        return event
+
+    async def body(self) -> bytes:
+        parts = []
+        while isinstance(event := await self._next(), h11.Data):
+            parts.append(event.data)
+        return b"".join(parts)
+
+    async def _next(self) -> object:
+        try:
+            while (event := self._wire.next_event()) is h11.NEED_DATA:
+                if self._wire.they_are_waiting_for_100_continue:
+                    go_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+                    self._writer.write(self._wire.send(go_on) or b"")
+                self._wire.receive_data(await self._reader.read(CHUNK_BYTES))
+        except h11.RemoteProtocolError as error:
+            raise Unanswered(f"it cannot be read: {error}") from None
+        return event
+
+
+def body_length(head: h11.Request) -> int:
+    """Return the length of the body in bytes. Raises Unanswered for what is not passed on."""
+    headers = dict(head.headers)
+    if head.method != b"POST":
+        raise Unanswered("it asks about this replica")  # a probe or a scrape means this one and no other
+    if RELAYED_HEADER in headers:
+        raise Unanswered("it was passed on before")
+    if b"content-length" not in headers:
+        raise Unanswered("it has no Content-Length")
+    return int(headers[b"content-length"])
+
+
+def relayed(head: h11.Request, body: bytes) -> bytes:
+    """Return the request as it is passed on, for a connection of its own."""
+    headers = [(name, value) for name, value in head.headers if name not in _NOT_PASSED_ON]
+    headers += [(b"connection", b"close"), (RELAYED_HEADER, b"1"), (b"content-length", str(len(body)).encode())]
+    wire = h11.Connection(h11.CLIENT)
+    events = [
+        h11.Request(method=head.method, target=head.target, headers=headers),
+        h11.Data(data=body),
+        h11.EndOfMessage(),
+    ]
+    return b"".join(wire.send(event) or b"" for event in events)
+
+
+async def _ask(request: bytes, answer: asyncio.StreamReader, service: asyncio.StreamWriter) -> bytes:
+    """Send a request and return the answer's first bytes; none when it is a 503. Raises Unanswered when there is no answer."""
+    try:
+        service.write(request)
+        await service.drain()
+        first = await answer.readexactly(len(UNAVAILABLE))
+    except (OSError, asyncio.IncompleteReadError):
+        raise Unanswered("another replica took it and ended before it answered") from None
+    return b"" if first == UNAVAILABLE else first
+
+
+async def _copy(first: bytes, answer: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy an answer to its end. One that is cut ends here too: its length or its last chunk is then missing."""
+    chunk = first
+    while chunk:
+        writer.write(chunk)
+        await writer.drain()
+        chunk = await answer.read(CHUNK_BYTES)
+
+
+def unavailable(why: str) -> bytes:
+    """Return the answer to what nobody answered, in OpenAI's shape."""
+    message = f"the runtime of this replica is being restarted, and the request was not passed on: {why}. Retry."
+    error = {"message": message, "type": "server_error", "param": None, "code": "runtime_gone"}
+    body = json.dumps({"error": error}).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 2\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

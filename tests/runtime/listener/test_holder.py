@@ -1,0 +1,270 @@
+"""`flyball listener` as a process: what takes the port from it, dies, comes back, and asks it to end."""
+
+import concurrent.futures
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from checkpoints import make_checkpoint
+from flyball_protocol import endpoints
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.listener import takeover
+from flyball_runtime.listener.command import parse_service
+from flyball_runtime.listener.takeover import taken_listener
+from replicas import Replica, environment, free_port, replica
+
+DEADLINE_S = 20.0
+
+
+class Other(BaseHTTPRequestHandler):
+    """Another replica. It holds back what is asked of /held."""
+
+    go_on = threading.Event()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/held":
+            self.go_on.wait(DEADLINE_S)
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        self.wfile.write(b"other")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def other_port() -> Iterator[int]:
+    Other.go_on.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield server.server_port
+        Other.go_on.set()
+        server.shutdown()
+
+
+class Holder:
+    """A running `flyball listener`."""
+
+    def __init__(self, folder: Path, port: int, other_port: int) -> None:
+        self.port, self.path, self.log = port, folder / "listener.sock", folder / "listener.log"
+        command = [sys.executable, "-m", "flyball_runtime.cli", "listener", "--host=127.0.0.1", f"--port={port}"]
+        command += [f"--socket={self.path}", f"--service=127.0.0.1:{other_port}"]
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
+
+    def post(self, path: str = "/v1/completions") -> str:
+        return httpx.post(f"http://127.0.0.1:{self.port}{path}", content=b"{}", timeout=DEADLINE_S).text
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def holding(folder: Path, other_port: int, port: int | None = None) -> Iterator[Holder]:
+    holder = Holder(folder, port or free_port(), other_port)
+    try:
+        wait_until(holder.path.exists)
+        yield holder
+    finally:
+        holder.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def answer_one(listener: socket.socket, text: bytes) -> None:
+    """Serve one connection, as a runtime does."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+
+
+@contextmanager
+def runtime(holder: Holder, text: bytes, num_requests: int = 1) -> Iterator[None]:
+    """A runtime in a thread that ends after so many requests."""
+
+    def serve() -> None:
+        with taken_listener(holder.path) as listener:
+            listener.settimeout(DEADLINE_S)
+            taken.set()
+            for _ in range(num_requests):
+                answer_one(listener, text)
+
+    taken = threading.Event()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert taken.wait(DEADLINE_S)
+    yield
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def test_a_runtime_serves_the_port_by_itself_and_others_do_when_it_is_gone(tmp_path: Path, other_port: int) -> None:
+    with holding(tmp_path, other_port) as holder:
+        assert holder.post() == "other", "before the first runtime"
+        for _ in range(2):
+            with runtime(holder, b"itself"):
+                wait_until(lambda: b"takes port" in holder.log.read_bytes())
+                holder.process.send_signal(signal.SIGSTOP)  # no byte passes through the holder
+                assert holder.post() == "itself"
+                holder.process.send_signal(signal.SIGCONT)
+            wait_until(lambda: holder.post() == "other")
+
+
+def test_a_probe_is_about_this_replica(tmp_path: Path, other_port: int) -> None:
+    with holding(tmp_path, other_port) as holder:
+        assert httpx.get(f"http://127.0.0.1:{holder.port}{endpoints.READYZ_PATH}").status_code == 503
+
+
+def test_an_end_waits_for_what_others_are_answering(tmp_path: Path, other_port: int) -> None:
+    with holding(tmp_path, other_port) as holder:
+        answers: list[str] = []
+        asking = threading.Thread(target=lambda: answers.append(holder.post("/held")))
+        asking.start()
+        time.sleep(0.3)
+        holder.process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            holder.process.wait(0.5)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", holder.port))
+        Other.go_on.set()
+        assert holder.process.wait(DEADLINE_S) == endpoints.EXIT_OK
+        asking.join(DEADLINE_S)
+        assert answers == ["other"]
+
+
+def test_an_end_at_rest_is_quick(tmp_path: Path, other_port: int) -> None:
+    with holding(tmp_path, other_port) as holder:
+        holder.process.send_signal(signal.SIGTERM)
+        assert holder.process.wait(DEADLINE_S) == endpoints.EXIT_OK
+
+
+def test_a_holder_that_is_restarted_waits_for_the_port(tmp_path: Path, other_port: int) -> None:
+    with holding(tmp_path, other_port) as first, runtime(first, b"itself"):
+        wait_until(lambda: b"takes port" in first.log.read_bytes())
+        first.close()
+        second = Holder(tmp_path, first.port, other_port)
+        try:
+            wait_until(lambda: b"is in use" in first.log.read_bytes())
+            assert first.post() == "itself", "the runtime has the port all the while"
+            wait_until(lambda: b"is in use" in first.log.read_bytes() and can_take(second))
+            wait_until(lambda: second.post() == "other")
+        finally:
+            second.close()
+
+
+def can_take(holder: Holder) -> bool:
+    """Whether a runtime gets the port; it gives it back at once."""
+    with taken_listener(holder.path):
+        return True
+
+
+def test_a_killed_runtime_fails_what_it_was_answering_and_nothing_else(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen2", max_position_embeddings=8192)
+    with (
+        replica(model, log=tmp_path / "other.log") as other,
+        holding(tmp_path, other.port) as holder,
+        replica(model, log=tmp_path / "killed.log", listener=(holder.path, holder.port)) as killed,
+    ):
+        expected = other.complete().json()["choices"]
+        body = {"model": "test", "prompt": [5], "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{killed.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines)
+            ask_while_killing(killed, expected)
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+        with replica(model, log=tmp_path / "again.log", listener=(holder.path, holder.port)) as again:
+            assert again.complete().json()["choices"] == expected
+            assert again.stop() == endpoints.EXIT_OK
+            assert again.complete_on_a_new_connection().json()["choices"] == expected
+
+
+def ask_while_killing(server: Replica, expected: object) -> None:
+    """Ask without a pause, each time on a new connection, while the server is killed; only what was sent before may fail."""
+    stop = threading.Event()
+
+    def ask() -> list[float]:
+        failed_s = []
+        while not stop.is_set():
+            sent_s = time.monotonic()
+            try:
+                assert server.complete_on_a_new_connection().json()["choices"] == expected
+            except (httpx.ReadError, httpx.RemoteProtocolError):
+                failed_s.append(sent_s)
+        return failed_s
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        time.sleep(0.5)
+        killed_s = time.monotonic()
+        server.process.kill()
+        time.sleep(1.5)
+        stop.set()
+        assert all(failed_s < killed_s for one in asking for failed_s in one.result())
+
+
+@pytest.mark.parametrize("text", ["chat", "chat:", ":80", "chat:x", "chat:0", "chat:65536", ""])
+def test_a_service_is_a_host_and_a_port(text: str) -> None:
+    with pytest.raises(ConfigError, match="write HOST:PORT"):
+        parse_service(text)
+    assert parse_service("chat:80") == ("chat", 80)
+    assert parse_service("::1:80") == ("::1", 80)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--socket=/nowhere/at/all", "--host=127.0.0.1"], "cannot make the socket /nowhere/at/all"),
+        (["--socket=/tmp/x", "--host=192.0.2.1"], "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_what_cannot_be_opened_ends_with_the_reason(flags: list[str], says: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "flyball_runtime.cli",
+        "listener",
+        f"--port={free_port()}",
+        "--service=x:1",
+        *flags,
+    ]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == endpoints.EXIT_CONFIG_ERROR
+    assert says in ended.stderr
+
+
+def test_a_runtime_without_a_holder_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "WAIT_S", 0.2)
+    with (
+        pytest.raises(ConfigError, match=r"no listener answers at .* Is the container 'listener' running\?"),
+        taken_listener(tmp_path / "none"),
+    ):
+        raise AssertionError("there is no port")
+
+
+def test_a_holder_that_gives_nothing_is_an_error(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(tmp_path / "door"))
+        door.listen()
+        threading.Thread(target=lambda: door.accept()[0].close()).start()
+        with pytest.raises(ConfigError, match="ended before it gave its port"), taken_listener(tmp_path / "door"):
+            raise AssertionError("there is no port")
