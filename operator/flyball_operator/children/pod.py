@@ -17,7 +17,13 @@ _NON_ROOT_ID = 65532
 
 def pod_template(llm: LLMDeployment, platform: Platform, admin_token_secret: str) -> Manifest:
     """Return the PodTemplateSpec. Raises SpecError when ``spec.podTemplate`` cannot be merged."""
-    ours = {"metadata": {"labels": names.labels(llm.name)}, "spec": _pod(llm, platform, admin_token_secret)}
+    metadata = {
+        "labels": names.labels(llm.name),
+        "annotations": {
+            "kubectl.kubernetes.io/default-container": names.RUNTIME_CONTAINER
+        },  # of `kubectl logs` and `exec`
+    }
+    ours = {"metadata": metadata, "spec": _pod(llm, platform, admin_token_secret)}
     return merge(ours, llm.spec.pod_template, "spec.podTemplate")
 
 
