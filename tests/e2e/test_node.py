@@ -20,7 +20,7 @@ def test_a_pod_reaches_a_service_by_name(node: Node, namespace: str) -> None:
     )
     node.kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod/web", "--timeout=60s")
     fetch = "import urllib.request as r; print(r.urlopen('http://web:8000/', timeout=5).status)"
-    flags = ("--restart=Never", f"--image={images.OPERATOR}", "--command")
+    flags = ("--restart=OnFailure", f"--image={images.OPERATOR}", "--command")  # the server may not listen yet
     node.kubectl("-n", namespace, "run", "client", *flags, "--", "python3", "-c", fetch)
     node.kubectl("-n", namespace, "wait", "--for=jsonpath={.status.phase}=Succeeded", "pod/client", "--timeout=60s")
     assert node.kubectl("-n", namespace, "logs", "client").strip() == "200"
