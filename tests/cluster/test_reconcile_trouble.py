@@ -219,6 +219,25 @@ def test_a_name_that_became_free_and_no_watch_told_is_taken(cluster: Cluster, na
         world.appears(SERVICE, where=lambda obj: "ownerReferences" in obj["metadata"])
 
 
+def test_a_change_that_a_status_write_learns_of_first_is_carried_out(
+    cluster: Cluster, namespace: str, world: World
+) -> None:
+    """The answer to the write has the new spec, and the watch brings nothing newer."""
+    grant(cluster, namespace, child_rules())
+    with FaultProxy(cluster.kubeconfig) as proxy, OperatorProcess(cluster, namespace, server=proxy.url):
+        world.create()
+        world.appears(SERVICE)
+        (pod,) = until(lambda: world.api.list(POD, world.namespace), "a pod")
+        until(lambda: proxy.num_watches == 9, "a watch for each kind")
+        proxy.faults = lambda method, path: Fault(500) if "/llmdeployments?" in path else None
+        proxy.expire_watches()
+        world.change(service={"port": 9000})
+        write_state(world, pod, {"waiting": {"reason": "CreateContainerConfigError", "message": "a missing secret"}})
+        world.ready_is("MissingReference")
+        proxy.faults = lambda method, path: None
+        world.appears(SERVICE, where=lambda obj: obj["spec"]["ports"][0]["port"] == 9000)
+
+
 def test_a_missing_secret_is_named_until_it_appears(operator: OperatorProcess, world: World) -> None:
     """There is no kubelet here, so the test writes what one would."""
     world.create(model={"uri": "hf://org/name", "secretRef": {"name": "hub"}})

@@ -221,9 +221,11 @@ class Reconciler:
             self._memory.pop(resource.key, None)
             self._store.remove_resource(resource.key, resource.uid, "0")  # the next list may know it after all
             return
-        self._store.put_resource(applied)
+        # An answer with a newer spec is left to the watch, for which it would be no news any more.
+        if is_of_this_spec := applied.generation == resource.generation:
+            self._store.put_resource(applied)
         # A status that the API server changes on its way in must not be written again and again.
-        memory.status = None if applied.status == status else status
+        memory.status = None if is_of_this_spec and applied.status == status else status
         self._tell_ready(resource, status)
 
     def _observe(self, resource: Resource, problems: Sequence[Problem]) -> Observation:
