@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import h11
 
+from flyball_protocol import endpoints
+
 logger = logging.getLogger(__name__)
 
 RELAYED_HEADER = b"flyball-relayed"
@@ -21,7 +23,13 @@ RELAYED_HEADER = b"flyball-relayed"
 CHUNK_BYTES = 65536
 CONNECT_TIMEOUT_S = 5.0
 UNAVAILABLE = b"HTTP/1.1 503 "
-_NOT_PASSED_ON = {b"connection", b"keep-alive", b"expect", b"content-length"}
+OWN_PATHS = {
+    path.encode()
+    for path in (endpoints.LIVEZ_PATH, endpoints.READYZ_PATH, endpoints.HEALTH_PATH, endpoints.METRICS_PATH)
+}
+"""What asks about this replica, and no other."""
+
+_NOT_PASSED_ON = {b"connection", b"keep-alive", b"expect"}
 
 
 class Service(NamedTuple):
@@ -166,19 +174,19 @@ class Incoming:
 def body_length(head: h11.Request) -> int:
     """Return the length of the body in bytes. Raises Unanswered for what is not passed on."""
     headers = dict(head.headers)
-    if head.method != b"POST":
-        raise Unanswered("it asks about this replica")  # a probe or a scrape means this one and no other
+    if head.target.partition(b"?")[0] in OWN_PATHS:
+        raise Unanswered("it asks about this replica")
     if RELAYED_HEADER in headers:
         raise Unanswered("it was passed on before")
-    if b"content-length" not in headers:
-        raise Unanswered("it has no Content-Length")
-    return int(headers[b"content-length"])
+    if b"transfer-encoding" in headers:
+        raise Unanswered("it does not say its length")
+    return int(headers.get(b"content-length", 0))
 
 
 def relayed(head: h11.Request, body: bytes) -> bytes:
     """Return the request as it is passed on, for a connection of its own."""
     headers = [(name, value) for name, value in head.headers if name not in _NOT_PASSED_ON]
-    headers += [(b"connection", b"close"), (RELAYED_HEADER, b"1"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"connection", b"close"), (RELAYED_HEADER, b"1")]
     wire = h11.Connection(h11.CLIENT)
     events = [
         h11.Request(method=head.method, target=head.target, headers=headers),

@@ -41,9 +41,8 @@ class FakeService:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        length = next(
-            int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-len")
-        )
+        lines = head.lower().split(b"\r\n")
+        length = sum(int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length"))
         request = head + await reader.readexactly(length)
         self.requests.append(request)
         await self._handle(request, reader, writer)
@@ -101,6 +100,16 @@ def test_a_request_reaches_another_replica_whole_and_so_does_the_answer() -> Non
     asyncio.run(check())
 
 
+def test_a_request_without_a_body_is_passed_on_too() -> None:
+    async def check() -> None:
+        service = FakeService()
+        async with relaying(service) as (_, port):
+            assert await ask(port, b"GET /v1/models HTTP/1.1\r\nHost: chat\r\n\r\n") == ANSWER
+        assert service.requests[0].startswith(b"GET /v1/models HTTP/1.1\r\n")
+
+    asyncio.run(check())
+
+
 def test_a_replica_that_cannot_take_it_is_asked_again() -> None:
     async def twice_unready(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(ANSWER if len(service.requests) == 3 else unavailable("loading"))
@@ -152,8 +161,9 @@ def test_patience_ends_with_a_clear_error(stopped: bool, says: str) -> None:
     ("request_", "says"),
     [
         (b"GET /readyz HTTP/1.1\r\nHost: chat\r\n\r\n", "asks about this replica"),
+        (b"HEAD /metrics?x HTTP/1.1\r\nHost: chat\r\n\r\n", "asks about this replica"),
         (b"POST / HTTP/1.1\r\nHost: chat\r\nFlyball-Relayed: 1\r\nContent-Length: 0\r\n\r\n", "passed on before"),
-        (b"POST / HTTP/1.1\r\nHost: chat\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "no Content-Length"),
+        (b"POST / HTTP/1.1\r\nHost: chat\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "does not say its length"),
         (b"POST / HTTP/1.1\r\nHost: chat\r\nContent-Length: 1001\r\n\r\n", "too many others"),
         (b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", "cannot be read"),
         (b"\x16\x03\x01 what?\r\n\r\n", "cannot be read"),
