@@ -40,17 +40,17 @@ async def hold(host: str, port: int, path: Path, relay: Relay) -> None:
 
 async def _open_port(host: str, port: int) -> socket.socket:
     """Listen on the port. A runtime that outlived an earlier process of ours still has it; then wait for its end."""
+    family, is_told = socket.AF_INET6 if ":" in host else socket.AF_INET, False
     while True:
         try:
-            listener = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG
-            )
+            listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise ConfigError(
-                    f"cannot listen on {host}:{port} ({error.strerror}). Choose another address."
-                ) from None
-            logger.warning("port %d is in use, by a runtime that is left from before or by somebody else", port)
+                why = f"cannot listen on {host}:{port} ({error.strerror}). Choose another address."
+                raise ConfigError(why) from None
+            if not is_told:
+                logger.warning("waiting for port %d: a runtime has it from an earlier listener, or somebody else", port)
+            is_told = True
             await asyncio.sleep(PORT_RETRY_S)
         else:
             listener.setblocking(False)

@@ -114,7 +114,7 @@ class Relay:
     async def _pass_on(self, head: h11.Request, body: bytes, writer: asyncio.StreamWriter) -> None:
         """Send the request to the Service until a replica takes it, and copy the answer."""
         loop = asyncio.get_running_loop()
-        what, start_s = f"{head.method.decode()} {head.target.decode()}", loop.time()
+        what, start_s = f"{head.method.decode()} {path_of(head).decode()}", loop.time()
         while True:
             problem = "every replica says that it cannot take requests now"
             try:
@@ -174,13 +174,18 @@ class Incoming:
 def body_length(head: h11.Request) -> int:
     """Return the length of the body in bytes. Raises Unanswered for what is not passed on."""
     headers = dict(head.headers)
-    if head.target.partition(b"?")[0] in OWN_PATHS:
+    if path_of(head) in OWN_PATHS:
         raise Unanswered("it asks about this replica")
     if RELAYED_HEADER in headers:
         raise Unanswered("it was passed on before")
     if b"transfer-encoding" in headers:
         raise Unanswered("it does not say its length")
     return int(headers.get(b"content-length", 0))
+
+
+def path_of(head: h11.Request) -> bytes:
+    """Return the target without what follows a question mark."""
+    return head.target.partition(b"?")[0]
 
 
 def relayed(head: h11.Request, body: bytes) -> bytes:

@@ -163,9 +163,9 @@ def test_a_holder_that_is_restarted_waits_for_the_port(tmp_path: Path, other_por
         first.close()
         second = Holder(tmp_path, first.port, other_port)
         try:
-            wait_until(lambda: b"is in use" in first.log.read_bytes())
+            wait_until(lambda: b"waiting for port" in first.log.read_bytes())
             assert first.post() == "itself", "the runtime has the port all the while"
-            wait_until(lambda: b"is in use" in first.log.read_bytes() and can_take(second))
+            wait_until(lambda: can_take(second))
             wait_until(lambda: second.post() == "other")
         finally:
             second.close()
