@@ -29,11 +29,14 @@ PYPI = "https://pypi.org/simple"
 CERTIFICATES = "/run/certificates.crt"
 SYSTEM_FILES = {"/etc/ssl/certs/ca-certificates.crt": CERTIFICATES, "/etc/pip.conf": "/etc/pip.conf"}
 """Mounted into the builds, not copied, so that they reach the package registries as this machine does."""
+MIN_FREE_BYTES = 25 * 10**9
+"""What building all images anew and running them takes, and a few GB."""
 UNUSED_DOCUMENTS = ("doc", "info", "locale", "man")
 
 
 def build_all() -> None:
     """Build what is missing or out of date; buildah keeps the layers of the last time."""
+    _make_room()
     base = os.environ.get(BASE_VARIABLE) or _debian()
     torch_index = os.environ.get(TORCH_INDEX_VARIABLE, PYPI)
     _build_dockerfile("operator", OPERATOR, base)
@@ -53,6 +56,14 @@ def export(image: str, archive: Path) -> None:
 def size(image: str) -> str:
     """Return the size as buildah words it, ``338 MB``."""
     return _run("buildah", "images", "--noheading", "--format", "{{.Size}}", image).strip()
+
+
+def _make_room() -> None:
+    """Each change of the code leaves some 10 GB of layers that no image uses any more."""
+    store = _run("buildah", "info", "--format", "{{.store.GraphRoot}}").strip()
+    if (free := shutil.disk_usage(store).free) < MIN_FREE_BYTES:
+        print(f"e2e: {free / 1e9:.0f} GB free in {store}; removing layers that no image uses", flush=True)
+        _run("buildah", "rmi", "--prune")
 
 
 def _debian() -> str:
