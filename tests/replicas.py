@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -30,6 +30,14 @@ def environment(**extra: str) -> dict[str, str]:
     """This process's environment with the source tree first on the path."""
     sources = [str(ROOT / name) for name in ("protocol", "kernels", "runtime", "operator")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "HF_HUB_OFFLINE": "1", **extra}
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(what)
+        time.sleep(0.05)
 
 
 class Replica:

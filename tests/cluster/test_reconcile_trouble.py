@@ -5,6 +5,7 @@ import random
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -150,6 +151,16 @@ def test_an_api_server_that_asks_for_patience_gets_it(cluster: Cluster, namespac
         assert refused[1] - refused[0] >= 2
 
 
+@contextmanager
+def watches_down(proxy: FaultProxy, part: str) -> Iterator[None]:
+    """Expire every watch; until the end of the block, those whose list has ``part`` in its path do not come back."""
+    until(lambda: proxy.num_watches == 9, "a watch for each kind")
+    proxy.faults = lambda method, path: Fault(500) if method == "GET" and part in path else None
+    proxy.expire_watches()
+    yield
+    proxy.faults = lambda method, path: None
+
+
 def test_watches_that_expire_lose_nothing(cluster: Cluster, namespace: str, world: World) -> None:
     """What is deleted while a watch is down is told by no watch: the periodic list finds it."""
     grant(cluster, namespace, child_rules())
@@ -159,13 +170,10 @@ def test_watches_that_expire_lose_nothing(cluster: Cluster, namespace: str, worl
     ):
         world.create()
         before = world.appears(SERVICE)["metadata"]["uid"]
-        until(lambda: proxy.num_watches == 9, "a watch for each kind")
-        proxy.faults = lambda method, path: Fault(500) if "/services" in path and method == "GET" else None
-        proxy.expire_watches()
-        world.api.delete(SERVICE, world.namespace, NAME)
-        world.create("second")
-        world.appears(DEPLOYMENT, "second")
-        proxy.faults = lambda method, path: None
+        with watches_down(proxy, "/services"):
+            world.api.delete(SERVICE, world.namespace, NAME)
+            world.create("second")
+            world.appears(DEPLOYMENT, "second")
         world.appears(SERVICE, where=lambda obj: obj["metadata"]["uid"] != before)
 
 
@@ -175,11 +183,8 @@ def test_a_resource_whose_end_no_watch_told_of_is_forgotten(cluster: Cluster, na
     with FaultProxy(cluster.kubeconfig) as proxy, OperatorProcess(cluster, namespace, server=proxy.url) as operator:
         world.create()
         world.appears(LLM_DEPLOYMENT, where=lambda obj: condition(obj, "Accepted"))
-        until(lambda: proxy.num_watches == 9, "a watch for each kind")
-        proxy.faults = lambda method, path: Fault(500) if "/llmdeployments?" in path else None
-        proxy.expire_watches()
-        cluster.kubectl("-n", namespace, "delete", "llmdep", NAME, "--cascade=orphan")
-        proxy.faults = lambda method, path: None
+        with watches_down(proxy, "/llmdeployments?"):
+            cluster.kubectl("-n", namespace, "delete", "llmdep", NAME, "--cascade=orphan")
         until(lambda: operator.metric("flyball_operator_llmdeployments") == 0, "an operator that forgot it")
         assert operator.settled() == operator.settled()
 
@@ -192,11 +197,8 @@ def test_a_child_whose_end_no_watch_told_of_is_missed_at_the_next_change(
     with FaultProxy(cluster.kubeconfig) as proxy, OperatorProcess(cluster, namespace, server=proxy.url):
         world.create()
         world.appears(SERVICE)
-        until(lambda: proxy.num_watches == 9, "a watch for each kind")
-        proxy.faults = lambda method, path: Fault(500) if "/services?" in path else None
-        proxy.expire_watches()
-        world.api.delete(SERVICE, world.namespace, NAME)
-        proxy.faults = lambda method, path: None
+        with watches_down(proxy, "/services?"):
+            world.api.delete(SERVICE, world.namespace, NAME)
         world.change(service={"port": 9000})
         world.appears(SERVICE, where=lambda obj: obj["spec"]["ports"][0]["port"] == 9000)
 
@@ -211,11 +213,8 @@ def test_a_name_that_became_free_and_no_watch_told_is_taken(cluster: Cluster, na
     with FaultProxy(cluster.kubeconfig) as proxy, OperatorProcess(cluster, namespace, server=proxy.url):
         world.create()
         world.ready_is("NameConflict")
-        until(lambda: proxy.num_watches == 9, "a watch for each kind")
-        proxy.faults = lambda method, path: Fault(500) if "/services?" in path else None
-        proxy.expire_watches()
-        world.api.delete(SERVICE, namespace, NAME)
-        proxy.faults = lambda method, path: None
+        with watches_down(proxy, "/services?"):
+            world.api.delete(SERVICE, namespace, NAME)
         world.appears(SERVICE, where=lambda obj: "ownerReferences" in obj["metadata"])
 
 
@@ -228,13 +227,12 @@ def test_a_change_that_a_status_write_learns_of_first_is_carried_out(
         world.create()
         world.appears(SERVICE)
         (pod,) = until(lambda: world.api.list(POD, world.namespace), "a pod")
-        until(lambda: proxy.num_watches == 9, "a watch for each kind")
-        proxy.faults = lambda method, path: Fault(500) if "/llmdeployments?" in path else None
-        proxy.expire_watches()
-        world.change(service={"port": 9000})
-        write_state(world, pod, {"waiting": {"reason": "CreateContainerConfigError", "message": "a missing secret"}})
-        world.ready_is("MissingReference")
-        proxy.faults = lambda method, path: None
+        with watches_down(proxy, "/llmdeployments?"):
+            world.change(service={"port": 9000})
+            write_state(
+                world, pod, {"waiting": {"reason": "CreateContainerConfigError", "message": "a missing secret"}}
+            )
+            world.ready_is("MissingReference")
         world.appears(SERVICE, where=lambda obj: obj["spec"]["ports"][0]["port"] == 9000)
 
 

@@ -19,7 +19,7 @@ import pytest
 from checkpoints import make_checkpoint
 from flyball_protocol import endpoints
 from flyball_runtime.serve import SHUTDOWN_GRACE_S
-from replicas import ADMIN_TOKEN, Replica, environment, free_port, replica
+from replicas import ADMIN_TOKEN, Replica, environment, free_port, replica, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +31,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     with replica(model, log=tmp_path_factory.mktemp("log") / "server.log") as running:
         yield running
-
-
-def wait_until(condition: Any, what: str) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(what)
-        time.sleep(0.05)
 
 
 def test_the_openai_client_streams_and_counts(server: Replica) -> None:

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from flyball_operator import names
-from flyball_operator.children.listener import listener_env, restricted
+from flyball_operator.children.listener import listener_env
 from flyball_operator.children.manifest import Manifest, plain
 from flyball_operator.children.platform import Platform
 from flyball_operator.children.probes import probes
+from flyball_operator.children.program import program
 from flyball_operator.children.serve_args import serve_args
 from flyball_operator.children.volumes import volume_mounts
 from flyball_operator.spec import EnvVar, LLMDeployment
@@ -17,22 +18,17 @@ def container(llm: LLMDeployment, platform: Platform, admin_token_secret: str) -
     """Return the container that runs ``flyball serve``."""
     runtime = llm.spec.runtime
     optional: Manifest = {
-        "imagePullPolicy": runtime.image_pull_policy,
         "envFrom": plain(runtime.env_from),
         "lifecycle": _lifecycle(llm.spec.rollout.drain.pre_stop_seconds),
     }
     return {
         "name": names.RUNTIME_CONTAINER,
-        "image": runtime.image or platform.runtime_image,
-        "command": ["flyball"],
+        **program(llm, platform),
         "args": serve_args(llm),
         "env": _env(llm, admin_token_secret),
         "ports": [_port(names.API_PORT_NAME, endpoints.API_PORT), _port(names.ADMIN_PORT_NAME, endpoints.ADMIN_PORT)],
         "resources": _resources(llm),
         **probes(llm.spec.startup_timeout_seconds),
-        "securityContext": restricted(),
-        # A runtime that cannot start says why in its last lines; so the container's status says it too.
-        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": volume_mounts(llm),
         **{key: value for key, value in optional.items() if value},
     }

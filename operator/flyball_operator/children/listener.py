@@ -3,6 +3,7 @@
 from flyball_operator import names
 from flyball_operator.children.manifest import Manifest
 from flyball_operator.children.platform import Platform
+from flyball_operator.children.program import program
 from flyball_operator.spec import LLMDeployment
 from flyball_protocol import endpoints
 
@@ -11,13 +12,10 @@ _SOCKET = f"{names.RUN_MOUNT}/listener.sock"
 
 def listener(llm: LLMDeployment, platform: Platform) -> Manifest:
     """Return the container that runs ``flyball listener``: it starts before the runtime's and ends after it."""
-    runtime = llm.spec.runtime
-    optional: Manifest = {"imagePullPolicy": runtime.image_pull_policy}
     return {
         "name": names.LISTENER_CONTAINER,
-        "image": runtime.image or platform.runtime_image,
+        **program(llm, platform),
         "restartPolicy": "Always",
-        "command": ["flyball"],
         "args": [
             "listener",
             "--host=0.0.0.0",
@@ -27,18 +25,10 @@ def listener(llm: LLMDeployment, platform: Platform) -> Manifest:
         ],
         # Most of the memory is for the requests that are held while no replica takes them.
         "resources": {"requests": {"cpu": "10m", "memory": "48Mi"}, "limits": {"memory": "192Mi"}},
-        "securityContext": restricted(),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": "run", "mountPath": names.RUN_MOUNT}],
-        **{key: value for key, value in optional.items() if value},
     }
 
 
 def listener_env() -> Manifest:
     """Return the variable by which the runtime takes the port from that container."""
     return {"name": endpoints.LISTENER_ENV, "value": _SOCKET}
-
-
-def restricted() -> Manifest:
-    """Return the security context of each of our containers."""
-    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}

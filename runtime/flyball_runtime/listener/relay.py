@@ -99,7 +99,8 @@ class Relay:
             with self._room_for(body_length(head)):
                 body = await incoming.body()
                 reading.reschedule(None)
-                await self._pass_on(head, body, writer)
+                what = f"{head.method.decode()} {path_of(head).decode()}"
+                await self._pass_on(what, relayed(head, body), writer)
 
     @contextlib.contextmanager
     def _room_for(self, num_bytes: int) -> Iterator[None]:
@@ -111,10 +112,10 @@ class Relay:
         finally:
             self._held_bytes -= num_bytes
 
-    async def _pass_on(self, head: h11.Request, body: bytes, writer: asyncio.StreamWriter) -> None:
+    async def _pass_on(self, what: str, request: bytes, writer: asyncio.StreamWriter) -> None:
         """Send the request to the Service until a replica takes it, and copy the answer."""
         loop = asyncio.get_running_loop()
-        what, start_s = f"{head.method.decode()} {path_of(head).decode()}", loop.time()
+        start_s = loop.time()
         while True:
             problem = "every replica says that it cannot take requests now"
             try:
@@ -123,7 +124,7 @@ class Relay:
                 problem = f"no replica answers at {self._service.host}:{self._service.port} ({error})"
             else:
                 with contextlib.closing(service):
-                    if first := await _ask(relayed(head, body), answer, service):
+                    if first := await _ask(request, answer, service):
                         logger.info("%s was taken by another replica after %.2f s", what, loop.time() - start_s)
                         return await _copy(first, answer, writer)
             if loop.time() - start_s > self._patience_s:

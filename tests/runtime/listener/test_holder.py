@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +21,7 @@ from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.listener import takeover
 from flyball_runtime.listener.command import parse_service
 from flyball_runtime.listener.takeover import taken_listener
-from replicas import Replica, environment, free_port, replica
+from replicas import Replica, environment, free_port, replica, wait_until
 
 DEADLINE_S = 20.0
 
@@ -29,11 +29,12 @@ DEADLINE_S = 20.0
 class Other(BaseHTTPRequestHandler):
     """Another replica. It holds back what is asked of /held."""
 
-    go_on = threading.Event()
+    go_on, asked = threading.Event(), threading.Event()
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/held":
+            self.asked.set()
             self.go_on.wait(DEADLINE_S)
         self.send_response(200)
         self.send_header("Content-Length", "5")
@@ -47,6 +48,7 @@ class Other(BaseHTTPRequestHandler):
 @pytest.fixture
 def other_port() -> Iterator[int]:
     Other.go_on.clear()
+    Other.asked.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
         threading.Thread(target=server.serve_forever).start()
         yield server.server_port
@@ -76,17 +78,10 @@ class Holder:
 def holding(folder: Path, other_port: int, port: int | None = None) -> Iterator[Holder]:
     holder = Holder(folder, port or free_port(), other_port)
     try:
-        wait_until(holder.path.exists)
+        wait_until(holder.path.exists, "no socket for a runtime")
         yield holder
     finally:
         holder.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def answer_one(listener: socket.socket, text: bytes) -> None:
@@ -122,11 +117,11 @@ def test_a_runtime_serves_the_port_by_itself_and_others_do_when_it_is_gone(tmp_p
         assert holder.post() == "other", "before the first runtime"
         for _ in range(2):
             with runtime(holder, b"itself"):
-                wait_until(lambda: b"takes port" in holder.log.read_bytes())
+                wait_until(lambda: b"takes port" in holder.log.read_bytes(), "the port was not lent")
                 holder.process.send_signal(signal.SIGSTOP)  # no byte passes through the holder
                 assert holder.post() == "itself"
                 holder.process.send_signal(signal.SIGCONT)
-            wait_until(lambda: holder.post() == "other")
+            wait_until(lambda: holder.post() == "other", "the other replica was not asked")
 
 
 def test_a_probe_is_about_this_replica(tmp_path: Path, other_port: int) -> None:
@@ -139,7 +134,7 @@ def test_an_end_waits_for_what_others_are_answering(tmp_path: Path, other_port: 
         answers: list[str] = []
         asking = threading.Thread(target=lambda: answers.append(holder.post("/held")))
         asking.start()
-        time.sleep(0.3)
+        assert Other.asked.wait(DEADLINE_S)
         holder.process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             holder.process.wait(0.5)
@@ -159,14 +154,14 @@ def test_an_end_at_rest_is_quick(tmp_path: Path, other_port: int) -> None:
 
 def test_a_holder_that_is_restarted_waits_for_the_port(tmp_path: Path, other_port: int) -> None:
     with holding(tmp_path, other_port) as first, runtime(first, b"itself"):
-        wait_until(lambda: b"takes port" in first.log.read_bytes())
+        wait_until(lambda: b"takes port" in first.log.read_bytes(), "the port was not lent")
         first.close()
         second = Holder(tmp_path, first.port, other_port)
         try:
-            wait_until(lambda: b"waiting for port" in first.log.read_bytes())
+            wait_until(lambda: b"waiting for port" in first.log.read_bytes(), "the second did not wait")
             assert first.post() == "itself", "the runtime has the port all the while"
-            wait_until(lambda: can_take(second))
-            wait_until(lambda: second.post() == "other")
+            wait_until(lambda: can_take(second), "the second has no port")
+            wait_until(lambda: second.post() == "other", "the other replica was not asked")
         finally:
             second.close()
 
@@ -215,8 +210,8 @@ def ask_while_killing(server: Replica, expected: object) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(ask) for _ in range(4)]
         time.sleep(0.5)
-        killed_s = time.monotonic()
         server.process.kill()
+        killed_s = time.monotonic()
         time.sleep(1.5)
         stop.set()
         assert all(failed_s < killed_s for one in asking for failed_s in one.result())
