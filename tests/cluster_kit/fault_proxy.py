@@ -87,12 +87,13 @@ class FaultProxy:
         self._port = self._runner.addresses[0][1]
 
     async def _stop(self) -> None:
-        await self._session.close()
         await self._runner.cleanup()
         left = asyncio.all_tasks() - {asyncio.current_task()}  # watches of an operator that was killed
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+        await self._session.close()  # last: what a watch lets go after it would stay open
+        await asyncio.sleep(0.1)  # a transport that closes needs the loop for some rounds more
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         fault = self.faults(request.method, request.path_qs) or Fault()
