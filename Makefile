@@ -7,10 +7,10 @@ STAMP := $(VENV)/.flyball-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test e2e compat check format chart clean
+.PHONY: help setup demo test test-slow e2e compat check format chart clean
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv, install Flyball in it, build the CPU kernels (the others do this by themselves)
 
@@ -19,6 +19,9 @@ demo: $(STAMP) ## serve examples/demo.yaml on this machine, send it traffic, tun
 
 test: $(STAMP) ## run the tests
 	@$(BIN)/python -m pytest -q
+
+test-slow: $(STAMP) ## run the slow tests: long property tests, fuzzing, soaks (CI runs them too)
+	@$(BIN)/python -m pytest -q -m slow
 
 e2e: $(STAMP) ## run the tests on a whole Kubernetes node: root and Debian packages, or it says which (E2E='--full' for all rounds)
 	@PYTHONPATH=tests $(BIN)/python -m e2e_kit $(E2E)

@@ -15,6 +15,8 @@ from flyball_protocol import endpoints
 from replicas import Replica, replica
 from traffic import Ask, Traffic, plain_stream, random_ask
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
