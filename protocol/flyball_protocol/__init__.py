@@ -1,4 +1,4 @@
-"""What operator and runtime say to each other: wire types, admin paths, ports and metric names.
+"""What operator and runtime say to each other: wire types, admin paths, ports, metric names; and how both quote foreign text.
 
 This package imports nothing else of Flyball, so both sides can depend on it.
 """
