@@ -3,23 +3,31 @@
     python benchmarks/versus_vllm.py --vllm /path/to/vllm-venv/bin/python [--runs 3]
 
 Offline: output tokens per second on three loads. Online: `flyball bench` in a closed loop at concurrency 1, 8 and 32
-against both servers. Beside it a profile of where this engine's time goes. Writes results/versus_vllm.json. For a CPU build
-of vLLM set VLLM_CPU_KVCACHE_SPACE (GiB). Whoever is not measured is stopped (SIGSTOP), so that an idle engine that polls takes
-nothing from the other. Figures of different runs do not compare: machines and neighbours differ.
+against both servers. Each run has a seed of its own, the same for both sides, so that no prompt is sent twice; the tokens
+that each server found in its prefix cache are in the result, and the run fails if there are any. The side that goes first
+changes from run to run. The side that is not measured is stopped (SIGSTOP), so that an idle engine that polls takes nothing
+from the other.
+
+Beside it, a profile of this engine's time while it decodes and while it computes prompts. Writes results/versus_vllm.json,
+with vLLM's versions, settings and warnings. For a CPU build of vLLM set VLLM_CPU_KVCACHE_SPACE (GiB). Figures of different
+runs do not compare: machines and neighbours differ.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +38,19 @@ from machine import median_of
 LOADS = ("96x128x64", "64x32x128", "16x1024x16")
 CONCURRENCIES = (1, 8, 32)
 START_S = 300.0
+VLLM_PACKAGES = ("vllm", "torch", "transformers", "triton")
+PREFIX_HITS = re.compile(
+    r"^(?:flyball_prefix_cache_hit_tokens|vllm:prefix_cache_hits)_total(?:{.*})? (\S+)$", re.MULTILINE
+)
+MAX_WARNINGS, MAX_WARNING_CHARS = 20, 200
+
+Engines = Mapping[str, Any]
+
+
+def in_turns(engines: Engines, runs: int) -> Iterator[tuple[str, Any]]:
+    """Yield every engine once a run, the first of one run last in the next."""
+    for run in range(runs):
+        yield from engines.items() if run % 2 == 0 else reversed(engines.items())
 
 
 @contextlib.contextmanager
@@ -87,9 +108,8 @@ def offline(vllm_python: str, checkpoint: Path, runs: int) -> dict[str, Any]:
         result = {}
         for load in LOADS:
             speeds: dict[str, list[float]] = {name: [] for name in engines}
-            for _ in range(runs):
-                for name, engine in engines.items():
-                    speeds[name].append(engine.measure(load))
+            for name, engine in in_turns(engines, runs):
+                speeds[name].append(engine.measure(load))
             result[load] = summary(speeds, higher_is_better=True)
             print(f"offline {load} output tok/s: {show(result[load])}", flush=True)
     return result
@@ -97,20 +117,36 @@ def offline(vllm_python: str, checkpoint: Path, runs: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Server:
-    """``group`` is the process group, stopped unless it is measured."""
+    """``group`` is the process group, stopped unless it is measured; ``log`` is what it prints."""
 
     url: str
     group: int
+    log: Path
+
+    def num_prefix_hits(self) -> int:
+        """Return how many prompt tokens the server has found in its prefix cache."""
+        with awake(self.group), urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            found = PREFIX_HITS.findall(response.read().decode())
+        if not found:
+            raise RuntimeError(f"{self.url}/metrics has no count of prefix cache hits")
+        return round(sum(map(float, found)))
+
+    def warnings(self) -> list[str]:
+        """Return the different warnings that the server has printed, cut to a readable length."""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if "WARNING" in line]
+        messages = (line.partition("WARNING")[2].strip()[:MAX_WARNING_CHARS] for line in lines)
+        return list(dict.fromkeys(messages))[:MAX_WARNINGS]
 
 
 @contextlib.contextmanager
-def server(command: list[str]) -> Iterator[Server]:
+def server(command: list[str], log: Path) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         deadline_s = time.monotonic() + START_S
@@ -119,7 +155,7 @@ def server(command: list[str]) -> Iterator[Server]:
                 raise RuntimeError(f"did not become healthy: {' '.join(command)}")
             time.sleep(0.5)
         os.killpg(process.pid, signal.SIGSTOP)
-        yield Server(url, process.pid)
+        yield Server(url, process.pid, log)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -137,41 +173,66 @@ def online(vllm_python: str, checkpoint: Path, runs: int) -> dict[str, Any]:
     flags = [str(checkpoint), "--dtype", "bfloat16", "--max-model-len", "4096", "--served-model-name", "m"]
     vllm = [str(Path(vllm_python).with_name("vllm")), "serve", *flags]
     flyball = [sys.executable, "-m", "flyball_runtime.cli", "serve", *flags]
-    with server(vllm) as vllm_server, server(flyball) as flyball_server:
-        servers = {"vllm": vllm_server, "flyball": flyball_server}
-        for one in servers.values():
-            bench(one, checkpoint, concurrency=8)
-        result = {}
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = {
+            "vllm": stack.enter_context(server(vllm, logs / "vllm")),
+            "flyball": stack.enter_context(server(flyball, logs / "flyball")),
+        }
+        seeds = itertools.count(1)
+        warm_up(servers, checkpoint, seeds)
+        result: dict[str, Any] = {"flags": flags[1:], "by_concurrency": {}}
         for concurrency in CONCURRENCIES:
-            runs_of: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-            for _ in range(runs):
-                for name, one in servers.items():
-                    runs_of[name].append(bench(one, checkpoint, concurrency))
-            figures = {
-                figure: summary(
-                    {name: [run[figure] for run in all_runs] for name, all_runs in runs_of.items()},
-                    higher_is_better=figure == "output_tokens_per_s",
-                )
-                for figure in runs_of["vllm"][0]
-            }
-            result[str(concurrency)] = figures
+            figures = result["by_concurrency"][str(concurrency)] = measure(
+                servers, checkpoint, seeds, concurrency, runs
+            )
             for figure, values in figures.items():
                 print(f"online concurrency {concurrency} {figure}: {show(values)}", flush=True)
+        result["prefix_cache_hit_tokens"] = {name: one.num_prefix_hits() for name, one in servers.items()}
+        result["warnings"] = {name: one.warnings() for name, one in servers.items()}
+    if any(result["prefix_cache_hit_tokens"].values()):
+        raise RuntimeError(f"some prompts were in a prefix cache: {result['prefix_cache_hit_tokens']}")
     return result
 
 
-def bench(server: Server, checkpoint: Path, concurrency: int) -> dict[str, float]:
+def warm_up(servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int]) -> None:
+    """Send one load of each size that is measured: the first run of a shape is slower."""
+    for concurrency in CONCURRENCIES:
+        seed = next(seeds)
+        for one in servers.values():
+            bench(one, checkpoint, concurrency, seed)
+
+
+def measure(
+    servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int], concurrency: int, runs: int
+) -> dict[str, Any]:
+    """Return each figure's summary over ``runs`` loads, each sent to both servers."""
+    runs_of: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+    seed_of_run = [next(seeds) for _ in range(runs)]
+    for name, one in in_turns(servers, runs):
+        runs_of[name].append(bench(one, checkpoint, concurrency, seed_of_run[len(runs_of[name])]))
+    return {
+        figure: summary(
+            {name: [run[figure] for run in all_runs] for name, all_runs in runs_of.items()},
+            higher_is_better=figure == "output_tokens_per_s",
+        )
+        for figure in runs_of["vllm"][0]
+    }
+
+
+def bench(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict[str, float]:
     from flyball_runtime.bench.benchmark import run_benchmark
     from flyball_runtime.bench.settings import BenchSettings
 
     settings = BenchSettings(
         base_url=server.url,
         tokenizer=str(checkpoint),
-        num_requests=max(12, 2 * concurrency),
+        num_requests=max(12, 4 * concurrency),
         concurrency=concurrency,
         input_len="128",
         output_len="64",
         ignore_eos=True,
+        seed=seed,
     )
     with awake(server.group):
         result = asyncio.run(run_benchmark(settings))
@@ -184,8 +245,14 @@ def bench(server: Server, checkpoint: Path, concurrency: int) -> dict[str, float
     }
 
 
-def profile(checkpoint: Path) -> dict[str, float]:
-    """Share of self CPU time by op while 64 sequences decode."""
+PROFILES = {"64_decodes": (64, 32, 32), "prefill_16_x_128": (16, 128, 1), "prefill_16_x_1024": (16, 1024, 1)}
+"""Name to sequences, input and output tokens."""
+
+
+def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
+    """Return the share of self CPU time by op, for each load of PROFILES, and its tokens per second."""
+    import random
+
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -193,15 +260,36 @@ def profile(checkpoint: Path) -> dict[str, float]:
     from flyball_runtime.llm import LLM
 
     llm = LLM(checkpoint, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False)
-    prompts = [[10 + index] * 32 for index in range(64)]
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as recorded:
+    rng = random.Random(0)
+    result = {}
+    for name, (num, num_input, num_output) in PROFILES.items():
+        prompts = [[rng.randrange(10, 8000) for _ in range(num_input)] for _ in range(num)]
+        sampling = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+        llm.generate(prompts, sampling)
         start_s = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
-        wall_us = (time.perf_counter() - start_s) * 1e6
-    ops = {event.key: event.self_cpu_time_total / wall_us for event in recorded.key_averages()}
-    largest = dict(sorted(ops.items(), key=lambda item: -item[1])[:8])
-    return largest | {"outside any op (scheduling, inputs, Python)": 1 - sum(ops.values())}
+        llm.generate(prompts, sampling)
+        wall_s = time.perf_counter() - start_s
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as recorded:
+            start_s = time.perf_counter()
+            llm.generate(prompts, sampling)
+            profiled_us = (time.perf_counter() - start_s) * 1e6
+        ops = {event.key: event.self_cpu_time_total / profiled_us for event in recorded.key_averages()}
+        largest = dict(sorted(ops.items(), key=lambda item: -item[1])[:8])
+        outside = {"outside any op (scheduling, inputs, Python)": 1 - sum(ops.values())}
+        result[name] = largest | outside | {"tokens_per_s": num * (num_input + num_output) / wall_s}
+    return result
+
+
+def vllm_environment(python: str) -> dict[str, Any]:
+    """Return the versions in vLLM's environment, and the variables that configure it."""
+    script = (
+        "import importlib.metadata as m, json, sys\n"
+        "found = {d.metadata['Name']: d.version for d in m.distributions()}\n"
+        "print(json.dumps({name: found.get(name, 'none') for name in sys.argv[1:]}))"
+    )
+    done = subprocess.run([python, "-c", script, *VLLM_PACKAGES], check=True, capture_output=True, text=True)
+    variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    return json.loads(done.stdout) | {"variables": variables}
 
 
 def summary(values: dict[str, list[float]], *, higher_is_better: bool) -> dict[str, Any]:
@@ -218,7 +306,7 @@ def show(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, metavar="PYTHON", help="Python of an environment with vLLM")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", default="small")
     parser.add_argument("--part", choices=("offline", "online", "profile"), action="append", help="default: all three")
     args = parser.parse_args()
@@ -229,13 +317,13 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
     parts = args.part or ["offline", "online", "profile"]
-    result: dict[str, Any] = {"shape": args.shape}
+    result: dict[str, Any] = {"shape": args.shape, "vllm": vllm_environment(args.vllm)}
     if "offline" in parts:
         result["offline_output_tokens_per_s"] = offline(args.vllm, checkpoint, args.runs)
     if "online" in parts:
         result["online_128_in_64_out"] = online(args.vllm, checkpoint, args.runs)
     if "profile" in parts:
-        result["share_of_time_64_decodes"] = profile(checkpoint)
+        result["share_of_time"] = profile(checkpoint)
     save("versus_vllm", result)
 
 
