@@ -18,6 +18,7 @@ def environment() -> dict[str, Any]:
     return {
         "device": _device(),
         "cores": len(os.sched_getaffinity(0)),
+        "instruction_sets": _instruction_sets(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "triton", "transformers")},
         "commit": _commit(),
@@ -59,6 +60,13 @@ def _cpu() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _instruction_sets() -> str:
+    """Those of the CPU's that decide how fast 16-bit arithmetic is."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return " ".join(name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16", "sve") if name in found)
 
 
 def _version(package: str) -> str:

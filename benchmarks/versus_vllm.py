@@ -1,6 +1,6 @@
 """Flyball against vLLM on one machine, both loaded and measured in turns, so that noise hits both.
 
-    python benchmarks/versus_vllm.py --vllm /path/to/vllm-venv/bin/python [--runs 3]
+    python benchmarks/versus_vllm.py --vllm /path/to/vllm-venv/bin/python [--runs 5]
 
 Offline: output tokens per second on three loads. Online: `flyball bench` in a closed loop at concurrency 1, 8 and 32
 against both servers. Each run has a seed of its own, the same for both sides, so that no prompt is sent twice; the tokens
