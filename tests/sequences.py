@@ -20,6 +20,7 @@ def make_sequence(
     max_model_len: int = 1024,
     eos_token_ids: Iterable[int] = (),
     hashed_by: int | None = None,
+    cache_salt: str | None = None,
 ) -> Sequence:
     """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt.
 
@@ -32,6 +33,7 @@ def make_sequence(
         prompt_token_ids=token_ids,
         sampling=SamplingParams(max_tokens=max_tokens),
         priority=priority,
-        block_hashes=[] if hashed_by is None else hash_prompt(token_ids, hashed_by),
+        block_hashes=[] if hashed_by is None else hash_prompt(token_ids, hashed_by, cache_salt),
+        cache_salt=cache_salt,
     )
     return Sequence(request, max_model_len=max_model_len, eos_token_ids=frozenset(eos_token_ids))

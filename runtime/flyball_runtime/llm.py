@@ -49,19 +49,24 @@ class LLM:
         self._num_requests = 0
 
     def generate(
-        self, prompts: Prompt | Seq[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> list[Generation]:
         """Generate for every prompt, batched continuously; results are in the prompts' order.
 
         Args:
             prompts: texts, or lists of token ids; one alone is taken as a list of one.
             sampling: settings for all prompts, or one for each; None takes ``default_sampling``.
+            cache_salt: prefixes are reused only among calls with the same salt.
         Raises:
             RequestError: a prompt or setting can never run; nothing is generated then.
         """
         many = _as_list(prompts)
         settings = self._settings_for(many, sampling)
-        requests = [self._request(prompt, params) for prompt, params in zip(many, settings, strict=True)]
+        requests = [self._request(prompt, params, cache_salt) for prompt, params in zip(many, settings, strict=True)]
         outputs = {request.request_id: _Output(request, self.tokenizer) for request in requests}
         try:
             self._submit(requests)
@@ -88,10 +93,12 @@ class LLM:
             )
         return list(sampling)
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, sampling: SamplingParams, cache_salt: str | None) -> Request:
         self._num_requests += 1
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Request(request_id=str(self._num_requests), prompt_token_ids=token_ids, sampling=sampling)
+        return Request(
+            request_id=str(self._num_requests), prompt_token_ids=token_ids, sampling=sampling, cache_salt=cache_salt
+        )
 
     def _submit(self, requests: list[Request]) -> None:
         for request in requests:

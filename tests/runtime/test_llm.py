@@ -51,6 +51,23 @@ def test_a_stop_string_cuts_the_text_and_ends_the_request(llm: LLM) -> None:
     assert not llm.engine.has_work()
 
 
+def test_a_prefix_is_reused_within_a_cache_salt_only(llm: LLM) -> None:
+    prompt = random_prompts([40], seed=7)
+
+    def num_new_blocks(**salt: str) -> int:
+        before = llm.engine.kv_cache.counts().cached
+        llm.generate(prompt, SamplingParams(max_tokens=1), **salt)
+        return llm.engine.kv_cache.counts().cached - before
+
+    assert num_new_blocks(cache_salt="a") == 2, "two full blocks are new"
+    assert num_new_blocks(cache_salt="a") == 0
+    assert num_new_blocks(cache_salt="b") == 2
+    assert num_new_blocks() == 2
+    for bad in ("", "x" * 1025):
+        with pytest.raises(RequestError, match="cache_salt"):
+            llm.generate(prompt, cache_salt=bad)
+
+
 def test_a_chat_goes_through_the_template(llm: LLM) -> None:
     answer = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
     assert llm.tokenizer.decode(answer.prompt_token_ids).endswith("<|im_start|>assistant\n")

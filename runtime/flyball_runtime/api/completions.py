@@ -21,6 +21,7 @@ from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS, withou
 from flyball_runtime.api.wire import ChatFormat, CompletionFormat, Envelope, Format
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.engine.validate import validate_cache_salt
 
 
 class CompletionRoutes:
@@ -52,6 +53,7 @@ class CompletionRoutes:
         if body.stream_options is not None:
             _check_stream_options(body.stream_options, body.stream)
         self._sampling(body)
+        validate_cache_salt(body.cache_salt)
 
     def _sampling(self, body: GenerationFields) -> SamplingParams:
         return sampling_params(body, self._server.settings.default_sampling, self._server.engine_info().vocab_size)
@@ -90,6 +92,7 @@ class CompletionRoutes:
             sampling=self._sampling(body),
             num_choices=num_choices,
             priority=body.priority or 0,
+            cache_salt=body.cache_salt,
         )
 
     def _stream_plan(self, options: StreamOptions, format: Format, envelope: Envelope) -> StreamPlan:

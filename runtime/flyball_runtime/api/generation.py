@@ -44,6 +44,7 @@ class Call:
     sampling: SamplingParams
     num_choices: int
     priority: int
+    cache_salt: str | None
 
     def engine_requests(self) -> list[Request]:
         """One per choice, prompt by prompt: choice ``index`` answers prompt ``index // num_choices``."""
@@ -54,6 +55,7 @@ class Call:
                 prompt_token_ids=prompt,
                 sampling=choice_sampling(self.sampling, choice),
                 priority=self.priority,
+                cache_salt=self.cache_salt,
             )
             for index, (prompt, choice) in enumerate(pairs)
         ]

@@ -32,6 +32,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         top_k: -1 is off too, as vLLM's clients send it.
         add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
         priority: lower runs first, under ``--scheduling-policy priority``.
+        cache_salt: keeps the prefix cache of those who share it apart from everyone else's.
     """
 
     model: str | None = None
@@ -49,6 +50,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
+    cache_salt: str | None = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,6 +24,7 @@ class Sequence:
         num_computed_tokens: tokens whose K and V are in the cache.
         block_table: KV block ids, in order of position.
         block_hashes: chained hash of each full block that has been hashed so far.
+        cache_salt: what the first of those hashes starts from.
         row: index into the engine's persistent batch tensors while running, else None.
         num_cached_tokens: tokens found in the prefix cache at the first admission.
         arrival_index: how many sequences were submitted before this one.
@@ -34,6 +35,7 @@ class Sequence:
         "arrival_index",
         "block_hashes",
         "block_table",
+        "cache_salt",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -64,6 +66,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
         self.block_hashes = list(request.block_hashes)
+        self.cache_salt = request.cache_salt
         self.row: int | None = None
         self.num_cached_tokens = 0
         self.num_preemptions = 0

@@ -219,7 +219,7 @@ class EngineClient:
         """Hash the prompt here: it takes as long as the rest of its admission, and the engine has its step to make."""
         if not self._config.enable_prefix_caching:
             return request
-        hashes = hash_prompt(request.prompt_token_ids, self._config.block_size)
+        hashes = hash_prompt(request.prompt_token_ids, self._config.block_size, request.cache_salt)
         return msgspec.structs.replace(request, block_hashes=hashes)
 
     def _post(self, message: messages.ToEngine) -> None:

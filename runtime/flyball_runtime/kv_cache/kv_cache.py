@@ -72,7 +72,7 @@ class KVCache:
         num_tokens = len(seq.token_ids)
         blocks: list[int] = []
         if self.enable_prefix_caching:
-            extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, num_tokens // self.block_size)
+            self._hash_blocks(seq, num_tokens // self.block_size)
             blocks = self._pool.find(seq.block_hashes[: (num_tokens - 1) // self.block_size])
         num_needed = self.num_blocks_for(num_tokens) - self._pool.num_used_of(blocks)
         return PrefixMatch(blocks, len(blocks) * self.block_size, num_needed)
@@ -98,7 +98,7 @@ class KVCache:
         first, last = start // self.block_size, end // self.block_size
         if first == last or not self.enable_prefix_caching:
             return
-        extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, last)
+        self._hash_blocks(seq, last)
         self._pool.register(seq.block_table[first:last], seq.block_hashes[first:last])
 
     def free(self, seq: Sequence) -> None:
@@ -107,3 +107,6 @@ class KVCache:
         self._pool.release(reversed(seq.block_table))
         seq.block_table = []
         seq.num_computed_tokens = 0
+
+    def _hash_blocks(self, seq: Sequence, num_blocks: int) -> None:
+        extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, num_blocks, seq.cache_salt)

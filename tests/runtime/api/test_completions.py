@@ -106,6 +106,15 @@ async def test_sampling_fields_reach_the_engine(
     assert {name: getattr(sampling, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize("salt", [None, "x", "ä" * 1024])
+async def test_the_cache_salt_reaches_the_engine_with_every_choice(
+    client: httpx.AsyncClient, engine: FakeEngine, salt: str | None
+) -> None:
+    assert (await client.post("/v1/chat/completions", json=chat(cache_salt=salt, n=2))).status_code == 200
+    assert (await client.post("/v1/completions", json={"prompt": "Hi", "cache_salt": salt})).status_code == 200
+    assert [request.cache_salt for request in engine.requests] == [salt] * 3
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -238,18 +238,22 @@ def test_a_full_queue_says_when_to_come_back_by_how_fast_requests_end(path: Path
     run(path, scenario, clock=clock, max_queued_requests=2, max_num_seqs=1)
 
 
-def test_a_conversation_finds_its_own_answer_in_the_prefix_cache(path: Path) -> None:
+def test_a_conversation_finds_its_own_answer_in_the_prefix_cache_of_its_salt(path: Path) -> None:
     """The client hashes prompts, the engine what it generates: the names must be the same."""
     sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     prompt = list(range(4, 24))
 
     async def scenario(client: EngineClient) -> None:
         await client.wait_ready()
-        first = Request(request_id="first", prompt_token_ids=prompt, sampling=sampling)
-        answer, _ = await collect(client.submit(first))
-        again = Request(request_id="again", prompt_token_ids=[*prompt, *answer, 5], sampling=sampling)
-        _, ending = await collect(client.submit(again))
-        assert isinstance(ending, Finished)
-        assert ending.num_cached_tokens == 32, "two blocks: prompt and answer were 40 tokens, 39 of them computed"
+        for salt in (None, "one tenant", "another"):
+            first = Request(request_id="first", prompt_token_ids=prompt, sampling=sampling, cache_salt=salt)
+            answer, ending = await collect(client.submit(first))
+            assert isinstance(ending, Finished)
+            assert ending.num_cached_tokens == 0, "nobody with this salt sent it before"
+            prompt_again = [*prompt, *answer, 5]
+            again = Request(request_id="again", prompt_token_ids=prompt_again, sampling=sampling, cache_salt=salt)
+            _, ending = await collect(client.submit(again))
+            assert isinstance(ending, Finished)
+            assert ending.num_cached_tokens == 32, "two blocks: prompt and answer were 40 tokens, 39 of them computed"
 
     run(path, scenario, enable_prefix_caching=True, block_size=16)

@@ -52,6 +52,19 @@ def test_it_does_not_matter_who_hashed_a_prompt(hashed_by: tuple[int | None, int
     assert (admit(kv, first), admit(kv, second)) == (0, 8)
 
 
+@pytest.mark.parametrize("hashed_by", [BLOCK_SIZE, None])
+def test_a_prefix_is_shared_within_a_salt_only_prompt_and_output(hashed_by: int | None):
+    kv = KVCache(64, BLOCK_SIZE)
+    for salt in (None, "a", "b"):
+        owner = make_sequence(range(9), hashed_by=hashed_by, cache_salt=salt)
+        assert admit(kv, owner) == 0
+        owner.token_ids += [9, 10, 11, 12]
+        kv.register(owner, 9, 12)
+    for salt in (None, "a", "b"):
+        assert admit(kv, make_sequence(range(13), hashed_by=hashed_by, cache_salt=salt)) == 12
+    assert admit(kv, make_sequence(range(13), hashed_by=hashed_by, cache_salt="c")) == 0
+
+
 def test_nothing_is_found_before_it_is_registered():
     kv = KVCache(8, BLOCK_SIZE)
     first = make_sequence(range(9))
