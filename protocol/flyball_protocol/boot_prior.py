@@ -1,10 +1,8 @@
 """Boot prior: the limits that a new replica starts with, left by the operator for it to read."""
 
-from typing import Annotated
+from msgspec import Struct
 
-from msgspec import Meta, Struct
-
-from flyball_protocol.limits import Limits
+from flyball_protocol.limits import Limits, Revision
 
 
 class BootPrior(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -14,5 +12,5 @@ class BootPrior(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         revision: in force from the start, so that older ones are stale.
     """
 
-    revision: Annotated[int, Meta(ge=1)]
+    revision: Revision
     limits: Limits

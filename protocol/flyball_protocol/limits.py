@@ -10,7 +10,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-PositiveInt = Annotated[int, Meta(ge=1)]
+MAX_REVISION = 2**53 - 1
+"""The largest integer that every JSON reader keeps exact."""
+
+Revision = Annotated[int, Meta(ge=1, le=MAX_REVISION)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+"""Bounded on the wire, so that every number that is decoded can be encoded again, compared and held in an int32 tensor."""
+
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
@@ -24,18 +30,18 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         step_time_target_ms: step time that chunk sizes aim at; None means no target.
     """
 
-    max_num_seqs: PositiveInt
+    max_num_seqs: Count
     kv_cache_fraction: Fraction
-    max_num_batched_tokens: PositiveInt
+    max_num_batched_tokens: Count
     step_time_target_ms: Annotated[float, Meta(gt=0)] | None = None
 
 
 class LimitsChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The limits to move; a field left out keeps its present target."""
 
-    max_num_seqs: PositiveInt | None = None
+    max_num_seqs: Count | None = None
     kv_cache_fraction: Fraction | None = None
-    max_num_batched_tokens: PositiveInt | None = None
+    max_num_batched_tokens: Count | None = None
     step_time_target_ms: Annotated[float, Meta(gt=0)] | None = None
 
     def applied_to(self, limits: Limits) -> Limits:
@@ -54,7 +60,7 @@ class LimitsUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             posted without a lease (or the start-up limits), never above the ones in force. None: no lease.
     """
 
-    revision: Annotated[int, Meta(ge=1)]
+    revision: Revision
     limits: LimitsChange
     ttl_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
 

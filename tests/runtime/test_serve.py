@@ -125,6 +125,8 @@ def test_limits_move_live_over_the_admin_port(server: Replica) -> None:
     assert "100000" in outside.json()["reason"]
     unknown = server.admin.post(path, json={"revision": revision + 1, "limits": {"max_seqs": 4}})
     assert unknown.status_code == 400
+    for huge in ({"revision": 2**64, "limits": {}}, {"revision": revision + 1, "limits": {"max_num_seqs": 10**30}}):
+        assert server.admin.post(path, json=huge).status_code == 400
     bare = httpx.post(f"http://127.0.0.1:{server.admin_port}{path}", json={})
     assert bare.status_code == 401
     server.admin.post(path, json={"revision": revision + 1, "limits": {"max_num_seqs": 256}})
@@ -141,6 +143,14 @@ def test_a_replica_starts_with_its_boot_prior(model: Path, tmp_path: Path) -> No
         evidence = server.admin.get(endpoints.ADMIN_EVIDENCE_PATH).json()
         assert (evidence["revision"], evidence["target"]["max_num_seqs"]) == (7, 4)
         assert server.metric("flyball_limits_revision") == 7
+
+
+def test_a_boot_prior_with_huge_numbers_does_not_stop_a_replica(model: Path, tmp_path: Path) -> None:
+    limits = {"max_num_seqs": 10**30, "kv_cache_fraction": 0.5, "max_num_batched_tokens": 64}
+    (tmp_path / "limits.json").write_text(json.dumps({"revision": 2**64, "limits": limits}))
+    with replica(model, f"--boot-prior={tmp_path}/limits.json", "--max-model-len=512", log=tmp_path / "log") as server:
+        assert server.admin.get(endpoints.ADMIN_LIMITS_PATH).json()["revision"] == 0
+        assert server.complete().status_code == 200
 
 
 def test_sigterm_drains_even_when_the_engine_gets_it_too(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import os
@@ -64,7 +65,8 @@ class EngineClient:
         self._draining = False
         self._dead: Exception | None = None
         self._stopping = False
-        self._acks: list[asyncio.Future[LimitsAck]] = []
+        self._acks: dict[int, asyncio.Future[LimitsAck]] = {}  # by post_id
+        self._post_ids = itertools.count()
         self._started = asyncio.Event()
         self._drained = asyncio.Event()
         self.died = asyncio.Event()
@@ -148,9 +150,8 @@ class EngineClient:
             raise InvalidRequest(f"request_id {request.request_id} is in use; wait for it to end or choose another.")
         if not self._router:
             self._retry_after.forget()
-        stream = self._router.open(request.request_id, self.abort)
         self._post(messages.Submit(self._with_block_hashes(request)))
-        return stream
+        return self._router.open(request.request_id, self.abort)
 
     def abort(self, request_id: str) -> None:
         if request_id in self._router:
@@ -161,10 +162,13 @@ class EngineClient:
             raise EngineDead(str(self._dead))
         if self._info is None:
             raise NotReady
-        answer: asyncio.Future[LimitsAck] = asyncio.get_running_loop().create_future()
-        self._acks.append(answer)  # the engine answers in order
-        self._post(messages.PostLimits(update))
-        return await answer
+        post_id = next(self._post_ids)
+        self._post(messages.PostLimits(post_id, update))
+        answer = self._acks[post_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        finally:
+            self._acks.pop(post_id, None)
 
     def limits(self) -> LimitsReport:
         if self._limits is None:
@@ -223,6 +227,7 @@ class EngineClient:
         return msgspec.structs.replace(request, block_hashes=hashes)
 
     def _post(self, message: messages.ToEngine) -> None:
+        """Send a message. Nothing is sent, and the encoder's error raised, if it cannot be encoded."""
         # Not awaited: without a high-water mark it is done at once, unless the engine is gone, when it never is.
         self._outbox.send(messages.encode(message))
 
@@ -245,9 +250,10 @@ class EngineClient:
                     self._retry_after.record_ending(self._clock.now())
                 self._note_stats(message.stats)
                 self._note_drained()
-            case messages.LimitsAnswer(ack, report):
+            case messages.LimitsAnswer(post_id, ack, report):
                 self._limits = report
-                self._answer(ack)
+                if (answer := self._acks.get(post_id)) is not None and not answer.done():
+                    answer.set_result(ack)
             case messages.LimitsMoved(report):
                 self._limits = report
             case messages.Ready(info, report):
@@ -255,11 +261,6 @@ class EngineClient:
                 self._started.set()
             case messages.Died(reason, is_config_error):
                 self._fail_everything(ConfigError(reason) if is_config_error else EngineError(reason))
-
-    def _answer(self, ack: LimitsAck) -> None:
-        waiter = self._acks.pop(0)
-        if not waiter.done():  # else whoever asked has stopped waiting
-            waiter.set_result(ack)
 
     def _note_stats(self, stats: StepStats | None) -> None:
         if stats is None:
@@ -288,10 +289,9 @@ class EngineClient:
             self._dead = error
         dead = EngineDead(str(self._dead))
         self._router.fail_all(dead.status, dead.code, dead.message)
-        for answer in self._acks:
+        for answer in self._acks.values():
             if not answer.done():
                 answer.set_exception(dead)
-        self._acks.clear()
         self._started.set()
         self.died.set()
         self._note_drained()

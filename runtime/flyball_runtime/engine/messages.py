@@ -17,6 +17,9 @@ class Abort(Struct, frozen=True, tag=True):
 
 
 class PostLimits(Struct, frozen=True, tag=True):
+    """``post_id`` comes back in the LimitsAnswer to this post."""
+
+    post_id: int
     update: LimitsUpdate
 
 
@@ -45,6 +48,7 @@ class StepOutput(Struct, frozen=True, tag=True):
 
 
 class LimitsAnswer(Struct, frozen=True, tag=True):
+    post_id: int
     ack: LimitsAck
     limits: LimitsReport
 

@@ -103,10 +103,10 @@ class EngineProcess:
             case messages.Abort(request_id):
                 if (finished := self._engine.abort(request_id)) is not None:
                     self._send(messages.StepOutput([], [], [finished], None))
-            case messages.PostLimits(update):
+            case messages.PostLimits(post_id, update):
                 ack = self._engine.post_limits(update)
                 self._send_state()  # before the answer, so that metrics show the limits to whoever waited for it
-                self._send(messages.LimitsAnswer(ack, self._engine.limits()))
+                self._send(messages.LimitsAnswer(post_id, ack, self._engine.limits()))
             case messages.Stop():
                 self._stopped = True
 

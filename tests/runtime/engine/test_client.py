@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from checkpoints import make_checkpoint
@@ -166,6 +167,35 @@ def test_who_stops_waiting_for_a_limits_answer_disturbs_nobody(path: Path) -> No
         ack = await client.post_limits(LimitsUpdate(revision=2, limits=LimitsChange(max_num_seqs=5)))
         assert (ack.status, ack.revision) == (LimitsStatus.APPLIED, 2)
         assert len((await collect(client.submit(request("after"))))[0]) == 8
+
+    run(path, scenario)
+
+
+def test_a_message_that_cannot_be_encoded_leaves_nothing_behind(path: Path) -> None:
+    """The API bounds every number; a script that uses the client has the same right to an error and nothing more."""
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        with pytest.raises(OverflowError):
+            await client.post_limits(LimitsUpdate(revision=2**64, limits=LimitsChange(max_num_seqs=4)))
+        ack = await client.post_limits(LimitsUpdate(revision=2, limits=LimitsChange(max_num_seqs=5)))
+        assert (ack.status, ack.revision) == (LimitsStatus.APPLIED, 2)
+        with pytest.raises(OverflowError):
+            client.submit(msgspec.structs.replace(request("huge"), priority=2**64))
+        assert client.num_unfinished == 0
+
+    run(path, scenario)
+
+
+def test_each_post_gets_its_own_answer(path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        posts = [
+            client.post_limits(LimitsUpdate(revision=revision, limits=LimitsChange(max_num_seqs=revision % 8 + 1)))
+            for revision in range(1, 21)
+        ]
+        acks = await asyncio.gather(*posts)
+        assert [(ack.revision, ack.target.max_num_seqs) for ack in acks] == [(n, n % 8 + 1) for n in range(1, 21)]
 
     run(path, scenario)
 
