@@ -6,6 +6,7 @@ import pytest
 
 from chart_kit import Helm, goldens
 from chart_kit.helm import Manifest, objects
+from flyball_operator import cli
 from flyball_operator.cluster import kinds
 from flyball_operator.cluster.admin_token import KEY_SECRET
 from flyball_operator.cluster.election import LEASE_NAME
@@ -49,19 +50,21 @@ def serving() -> set[Rule]:
     }
 
 
-OWN = {
-    ("leases.coordination.k8s.io", "get", LEASE_NAME),
-    ("leases.coordination.k8s.io", "update", LEASE_NAME),
-    ("leases.coordination.k8s.io", "create", ""),
-    ("secrets", "get", KEY_SECRET),
-    ("secrets", "create", ""),
-}
+def own(lease: str = LEASE_NAME) -> set[Rule]:
+    """What it does in its own namespace."""
+    return {
+        ("leases.coordination.k8s.io", "get", lease),
+        ("leases.coordination.k8s.io", "update", lease),
+        ("leases.coordination.k8s.io", "create", ""),
+        ("secrets", "get", KEY_SECRET),
+        ("secrets", "create", ""),
+    }
 
 
 def test_cluster_wide_rights(helm: Helm) -> None:
     assert roles(helm.render("--set=userRoles.create=false")) == {
         ("ClusterRole", "", "flyball-operator"): serving(),
-        ("Role", "flyball-system", "flyball-operator-own"): OWN,
+        ("Role", "flyball-system", "flyball-operator-own"): own(),
     }
 
 
@@ -69,15 +72,31 @@ def test_rights_in_a_list_of_namespaces(helm: Helm) -> None:
     assert roles(helm.render("--set=watchNamespaces={a,b}", "--set=userRoles.create=false")) == {
         ("Role", "a", "flyball-operator"): serving(),
         ("Role", "b", "flyball-operator"): serving(),
-        ("Role", "flyball-system", "flyball-operator-own"): OWN,
+        ("Role", "flyball-system", "flyball-operator-own"): own(),
     }
 
 
 def test_rights_where_it_is_installed_and_serves(helm: Helm) -> None:
     assert roles(helm.render("--set=watchNamespaces={flyball-system}", "--set=userRoles.create=false")) == {
         ("Role", "flyball-system", "flyball-operator"): serving(),
-        ("Role", "flyball-system", "flyball-operator-own"): OWN,
+        ("Role", "flyball-system", "flyball-operator-own"): own(),
     }
+
+
+def test_each_release_has_a_lease_of_its_own(helm: Helm) -> None:
+    """With one between them, the second release in a namespace would wait for ever."""
+    rendered = helm.render("--set=userRoles.create=false", release="second")
+    (deployment,) = (one for one in objects(rendered) if one["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert cli.build_parser().parse_args(container["args"]).lease_name == "second-operator"
+    assert roles(rendered)["Role", "flyball-system", "second-operator-own"] == own("second-operator")
+
+
+@pytest.mark.parametrize("scope", ["--set=watchNamespaces={a}", "--set-json=watchNamespaces=[]"])
+def test_the_right_to_serve_has_one_name_whatever_the_release(helm: Helm, scope: str) -> None:
+    """So Helm refuses a second release for the same namespaces."""
+    names = [{name for *_, name in roles(helm.render(scope, release=release))} for release in ("one", "two")]
+    assert "flyball-operator" in names[0] & names[1]
 
 
 @pytest.mark.parametrize("values", goldens.VALUES, ids=lambda path: path.stem)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -249,23 +250,36 @@ def test_who_may_do_it_to_pods_may_do_it_to_llmdeployments(bare: ControlPlane, r
     assert found == {"watch llmdeployments.flyball.dev", *(writing if writes else ())}
 
 
-def rendered(kind: str, values: Path = goldens.VALUES_OF["default"]) -> dict[str, Any]:
-    (found,) = (one for one in objects(Helm().render(f"--values={values}")) if one["kind"] == kind)
+def rendered(kind: str, *arguments: str, release: str = RELEASE) -> dict[str, Any]:
+    (found,) = (one for one in objects(Helm().render(*arguments, release=release)) if one["kind"] == kind)
     return found
+
+
+@contextmanager
+def running_operator(cluster: ControlPlane, *arguments: str, release: str = RELEASE) -> Iterator[int]:
+    """Run an operator as the Deployment of a release says, under its account; yields its metrics port."""
+    port, account = free_port(), f"{release}-operator"
+    (container,) = rendered("Deployment", *arguments, release=release)["spec"]["template"]["spec"]["containers"]
+    environment = {
+        **os.environ,
+        "KUBECONFIG": str(cluster.kubeconfig_of(NAMESPACE, account)),
+        "POD_NAMESPACE": NAMESPACE,
+        "POD_NAME": account,
+    }
+    here = ("--host=127.0.0.1", f"--metrics-port={port}")
+    command = (sys.executable, "-m", "flyball_operator.cli", *container["args"], *here)
+    cluster.processes.start(account, *command, environment=environment)
+    try:
+        yield port
+    finally:
+        cluster.processes.kill(account)
 
 
 @pytest.fixture
 def operator_port(helm: Helm, bare: ControlPlane) -> Iterator[int]:
     """The metrics port of an operator that runs as the chart's Deployment says, under the release's account."""
-    port = free_port()
-    (container,) = rendered("Deployment")["spec"]["template"]["spec"]["containers"]
-    account = bare.kubeconfig_of(NAMESPACE, ACCOUNT)
-    environment = {**os.environ, "KUBECONFIG": str(account), "POD_NAMESPACE": NAMESPACE}
-    here = ("--host=127.0.0.1", f"--metrics-port={port}")
-    command = (sys.executable, "-m", "flyball_operator.cli", *container["args"], *here)
-    bare.processes.start("operator", *command, environment=environment)
-    yield port
-    bare.processes.kill("operator")
+    with running_operator(bare) as port:
+        yield port
 
 
 def helm_test(port: int, patience_s: int) -> subprocess.CompletedProcess[str]:
@@ -281,11 +295,36 @@ def helm_test(port: int, patience_s: int) -> subprocess.CompletedProcess[str]:
 
 def test_an_installed_operator_leads_and_makes_a_model(operator_port: int, bare: ControlPlane) -> None:
     told = helm_test(operator_port, 60)
-    assert told.stdout == "an operator is ready and leads\n", told.stderr + bare.processes.log_tail("operator")
+    assert told.stdout == "an operator is ready and leads\n", told.stderr + bare.processes.log_tail(ACCOUNT)
     assert told.returncode == 0
     bare.apply({**CHAT, "metadata": {"name": "made", "namespace": "team-a"}})
     for child in ("deployment/made", "service/made"):
         bare.kubectl("wait", "--for=create", child, "-n=team-a", "--timeout=30s")
+
+
+def test_two_releases_in_a_namespace_serve_side_by_side(helm: Helm, bare: ControlPlane) -> None:
+    """Each for a namespace of its own, with a lease of its own."""
+    second, none = "second", ("--set=crds.install=false", "--set=userRoles.create=false")
+    scopes = {RELEASE: "--set=watchNamespaces={team-a}", second: "--set=watchNamespaces={team-b}"}
+    install(helm, scopes[RELEASE])
+    helm("install", second, str(CHART), f"--namespace={NAMESPACE}", scopes[second], *none)
+    with ExitStack() as operators:
+        operators.callback(helm, "uninstall", second, f"--namespace={NAMESPACE}")
+        for release, scope in scopes.items():
+            told = helm_test(operators.enter_context(running_operator(bare, scope, release=release)), 60)
+            assert told.returncode == 0, told.stderr + bare.processes.log_tail(f"{release}-operator")
+        for namespace in ("team-a", "team-b"):
+            bare.apply({**CHAT, "metadata": {"name": "side", "namespace": namespace}})
+            bare.kubectl("wait", "--for=create", "deployment/side", f"-n={namespace}", "--timeout=30s")
+
+
+@pytest.mark.parametrize("scope", ["--set=watchNamespaces={team-a}", "--set-json=watchNamespaces=[]"])
+def test_a_namespace_that_a_release_serves_is_refused_to_another(helm: Helm, scope: str) -> None:
+    """Two operators would undo each other's changes without end."""
+    install(helm, scope)
+    none = ("--set=crds.install=false", "--set=userRoles.create=false")
+    with pytest.raises(CommandFailed, match=r'Role.* "flyball-operator" .*cannot be imported .*must equal "second"'):
+        helm("install", "second", str(CHART), f"--namespace={NAMESPACE}", scope, *none)
 
 
 def test_helm_test_says_what_is_wrong() -> None:

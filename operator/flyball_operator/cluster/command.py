@@ -8,7 +8,7 @@ import socket
 
 from flyball_operator import names
 from flyball_operator.cluster.connection import SERVICE_ACCOUNT, Connection
-from flyball_operator.cluster.election import Terms
+from flyball_operator.cluster.election import LEASE_NAME, Terms
 from flyball_operator.cluster.metrics import Metrics
 from flyball_operator.cluster.operator import Operator, OperatorOptions
 from flyball_protocol import endpoints
@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-leader-election", action="store_true", help="act without the lease; for one process only, never for two"
+    )
+    parser.add_argument(
+        "--lease-name",
+        metavar="NAME",
+        default=LEASE_NAME,
+        help="the Lease by which operators take turns; those of another release need another (default: %(default)s)",
     )
     parser.add_argument(
         "--lease-seconds",
@@ -71,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         metrics_port=arguments.metrics_port,
         lease=None if arguments.no_leader_election else Terms(arguments.lease_seconds),
+        lease_name=arguments.lease_name,
         resync_s=arguments.resync_seconds,
     )
     log.info("%s", options)

@@ -16,6 +16,7 @@ from flyball_operator.errors import OperatorError
 log = logging.getLogger(__name__)
 
 LEASE_NAME = "flyball-operator"
+"""The default. Operators that share a lease take turns, so those of another release need another name."""
 
 
 class LeaseLost(OperatorError):
@@ -58,19 +59,21 @@ class Election:
         namespace: str,
         identity: str,
         terms: Terms,
+        name: str = LEASE_NAME,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._namespace = namespace
         self._identity = identity
         self._terms = terms
+        self._name = name
         self._clock = clock
         self._seen: tuple[str, float] = ("", 0.0)  # resource version of another's lease, and since when we know it
         self._lease: Object = {}
         self._renewed_at = 0.0
 
     async def acquire(self) -> None:
-        log.info("waiting for the lease %s/%s as %s", self._namespace, LEASE_NAME, self._identity)
+        log.info("waiting for %s as %s", self._what, self._identity)
         while not await self._try_acquire():
             await asyncio.sleep(self._terms.renew_s)
         log.info("leading as %s", self._identity)
@@ -91,7 +94,7 @@ class Election:
     async def _try_acquire(self) -> bool:
         asked_at = self._clock()
         try:
-            found = await self._client.find(LEASE, self._namespace, LEASE_NAME)
+            found = await self._client.find(LEASE, self._namespace, self._name)
             if found is None:
                 self._lease = await self._client.create(LEASE, self._signed({}))
             elif self._may_take(found):
@@ -131,7 +134,7 @@ class Election:
             self._lease = await self._client.replace(LEASE, self._signed(self._lease))
         except Conflict as error:
             # Taken by another, or an earlier renewal arrived although its answer did not.
-            found = await self._client.get(LEASE, self._namespace, LEASE_NAME)
+            found = await self._client.get(LEASE, self._namespace, self._name)
             if found.get("spec", {}).get("holderIdentity") != self._identity:
                 self._lease = {}  # nothing of ours to release
                 raise LeaseLost(f"{self._what} was taken by somebody else") from error
@@ -139,7 +142,7 @@ class Election:
 
     @property
     def _what(self) -> str:
-        return f"the lease {self._namespace}/{LEASE_NAME}"
+        return f"the lease {self._namespace}/{self._name}"
 
     def _signed(self, lease: Object) -> Object:
         """Return the lease with this process as its holder, as of now."""
@@ -153,5 +156,5 @@ class Election:
             "acquireTime": spec.get("acquireTime", now) if is_mine else now,
             "leaseTransitions": spec.get("leaseTransitions", 0) + (not is_mine and bool(lease)),
         }
-        metadata = lease.get("metadata") or {"name": LEASE_NAME, "namespace": self._namespace}
+        metadata = lease.get("metadata") or {"name": self._name, "namespace": self._namespace}
         return {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata, "spec": mine}

@@ -18,7 +18,7 @@ from flyball_operator.cluster import access, handlers
 from flyball_operator.cluster.admin_token import AdminTokens, load_key
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.election import Election, Terms
+from flyball_operator.cluster.election import LEASE_NAME, Election, Terms
 from flyball_operator.cluster.errors import ClusterError, Forbidden, Invalid, TooManyRequests
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.health import Health, HealthServer
@@ -59,6 +59,7 @@ class OperatorOptions:
         own_namespace: where the lease and the key of the admin tokens are.
         identity: names this process in the lease.
         lease: None acts without one, for a single process.
+        lease_name: operators with the same name and ``own_namespace`` take turns.
         resync_s: how often everything is listed again, beside the watches.
         platform_s: how often to look whether KEDA or the Prometheus operator has come or gone.
     """
@@ -70,6 +71,7 @@ class OperatorOptions:
     host: str = "0.0.0.0"
     metrics_port: int = 8080
     lease: Terms | None = field(default_factory=Terms)
+    lease_name: str = LEASE_NAME
     workers: int = 16
     resync_s: float = 300.0
     platform_s: float = 60.0
@@ -117,7 +119,7 @@ class Operator:
         if terms is None:
             await self._act()
             return
-        election = Election(self._client, options.own_namespace, options.identity, terms)
+        election = Election(self._client, options.own_namespace, options.identity, terms, options.lease_name)
         self._health.waiting_for = None  # a process that stands by is ready to
         await election.acquire()
         try:
