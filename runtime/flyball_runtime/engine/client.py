@@ -38,6 +38,7 @@ from flyball_runtime.engine.retry_after import RetryAfter
 from flyball_runtime.engine.router import RequestStream, Router
 from flyball_runtime.engine.validate import validate_request
 from flyball_runtime.kv_cache import hash_prompt
+from flyball_runtime.scheduler import BlockedBy
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,9 @@ class EngineClient:
         self._retry_after = RetryAfter()
         self._info: EngineInfo | None = None
         self._limits: LimitsReport | None = None
+        self._lease_end_s: float | None = None
         self._stats: StepStats | None = None
+        self._blocked = False  # whether the last step left requests waiting
         self._last_sign_of_life_s = self._clock.now()
         self._draining = False
         self._dead: Exception | None = None
@@ -173,7 +176,10 @@ class EngineClient:
     def limits(self) -> LimitsReport:
         if self._limits is None:
             raise NotReady
-        return self._limits
+        if self._lease_end_s is None:
+            return self._limits
+        left_s = max(0.0, self._lease_end_s - self._clock.now())
+        return msgspec.structs.replace(self._limits, lease_expires_in_s=left_s)
 
     def latest_stats(self) -> StepStats | None:
         return self._stats
@@ -212,12 +218,21 @@ class EngineClient:
             raise NotReady
 
     def _check_queue(self) -> None:
-        """Bound what waits: everything accepted, less what the last step reported as running."""
-        num_running = 0 if self._stats is None else self._stats.num_running
-        num_waiting = self.num_unfinished - num_running
+        """Refuse a request that would have to wait behind ``max_queued_requests`` others."""
+        num_waiting = self.num_unfinished - self._num_seats()
         if num_waiting >= self._config.max_queued_requests:
             retry_after_s = self._retry_after.estimate_s(num_waiting, self._clock.now())
             raise QueueFull(self._config.max_queued_requests, retry_after_s)
+
+    def _num_seats(self) -> int:
+        """Return how many requests run or can start to run in the next step.
+
+        The last report is a step old, and a burst fits between two steps. So free seats count as taken by the requests
+        that the engine has not planned yet, unless the last step could not fill its seats.
+        """
+        if self._blocked and self._stats is not None:
+            return self._stats.num_running
+        return self.limits().effective.max_num_seqs
 
     def _with_block_hashes(self, request: Request) -> Request:
         """Hash the prompt here: it takes as long as the rest of its admission, and the engine has its step to make."""
@@ -251,21 +266,32 @@ class EngineClient:
                 self._note_stats(message.stats)
                 self._note_drained()
             case messages.LimitsAnswer(post_id, ack, report):
-                self._limits = report
+                self._note_limits(report)
                 if (answer := self._acks.get(post_id)) is not None and not answer.done():
                     answer.set_result(ack)
             case messages.LimitsMoved(report):
-                self._limits = report
+                self._note_limits(report)
             case messages.Ready(info, report):
-                self._info, self._limits = info, report
+                self._note_limits(report)
+                self._info = info
                 self._started.set()
             case messages.Died(reason, is_config_error):
                 self._fail_everything(ConfigError(reason) if is_config_error else EngineError(reason))
+
+    def _note_limits(self, report: LimitsReport) -> None:
+        left_s = report.lease_expires_in_s
+        self._limits, self._lease_end_s = report, None if left_s is None else self._clock.now() + left_s
 
     def _note_stats(self, stats: StepStats | None) -> None:
         if stats is None:
             return
         self._stats = stats
+        if stats.num_tokens or not stats.num_running:  # else a report between two steps, which has planned nothing
+            self._blocked = stats.blocked_by != BlockedBy.NONE
+        if self._limits is not None:
+            self._limits = msgspec.structs.replace(
+                self._limits, revision=stats.revision, target=stats.target, effective=stats.effective
+            )
         if self._observer is not None:
             self._observer.step(stats)
 

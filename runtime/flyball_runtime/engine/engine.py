@@ -47,7 +47,6 @@ class Engine:
             self.kv_cache,
         )
         self._ledger = LimitsLedger(self.scheduler, clock, config.boot_prior)
-        self._draining_limits = False
         self._sequences: dict[str, Sequence] = {}
         self._rng = random.Random(config.seed)
 
@@ -95,11 +94,8 @@ class Engine:
         return self._ledger.report()
 
     def tick(self) -> LimitsReport | None:
-        """Let a lease run out when its time has come; return the limits when they moved by themselves."""
-        expired = self._ledger.tick()
-        drains = self.scheduler.effective != self.scheduler.limits
-        drained, self._draining_limits = self._draining_limits and not drains, drains
-        return self.limits() if expired or drained else None
+        """Let a lease run out when its time has come; return the limits if that has moved them."""
+        return self.limits() if self._ledger.tick() else None
 
     def state(self) -> StepStats:
         """The state between steps."""

@@ -38,7 +38,7 @@ class Ready(Struct, frozen=True, tag=True):
 class StepOutput(Struct, frozen=True, tag=True):
     """Everything one step produced: ``token_ids[i]`` is the new token of ``request_ids[i]``; endings come after tokens.
 
-    ``stats`` is None when nothing ran (an abort between steps).
+    ``stats`` is None when nothing has changed but for the endings (a request that was refused).
     """
 
     request_ids: list[str]
@@ -54,7 +54,7 @@ class LimitsAnswer(Struct, frozen=True, tag=True):
 
 
 class LimitsMoved(Struct, frozen=True, tag=True):
-    """The limits changed without a post: a lease ran out, or a lowered limit has drained."""
+    """The limits changed without a post: a lease ran out."""
 
     limits: LimitsReport
 

@@ -102,7 +102,7 @@ class EngineProcess:
                     self._send(messages.StepOutput([], [], [failed], None))
             case messages.Abort(request_id):
                 if (finished := self._engine.abort(request_id)) is not None:
-                    self._send(messages.StepOutput([], [], [finished], None))
+                    self._send(messages.StepOutput([], [], [finished], self._engine.state()))
             case messages.PostLimits(post_id, update):
                 ack = self._engine.post_limits(update)
                 self._send_state()  # before the answer, so that metrics show the limits to whoever waited for it

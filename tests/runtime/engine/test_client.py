@@ -23,6 +23,7 @@ from flyball_runtime.core.errors import (
     PromptTooLong,
     QueueFull,
 )
+from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.stats import StepStats
@@ -33,7 +34,7 @@ Scenario = Callable[[EngineClient], Awaitable[None]]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama3")
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama3", max_position_embeddings=8192)
 
 
 def request(name: str, *, prompt_len: int = 5, **sampling: Any) -> Request:
@@ -239,15 +240,74 @@ def test_a_model_that_cannot_be_loaded_is_a_config_error(path: Path) -> None:
 def test_the_queue_is_bounded_before_the_engine_sees_it(path: Path) -> None:
     async def scenario(client: EngineClient) -> None:
         await client.wait_ready()
-        streams = [client.submit(request(name, max_tokens=300)) for name in "ab"]
+        streams = [client.submit(request(name, max_tokens=300)) for name in "abc"]
         with pytest.raises(QueueFull, match="2 requests are waiting") as refused:
-            client.submit(request("c"))
+            client.submit(request("d"))
         assert refused.value.retry_after_s == 1, "nothing has ended yet"
         results = await asyncio.gather(*map(collect, streams))
-        assert [len(tokens) for tokens, _ in results] == [300, 300]
-        assert [len((await collect(client.submit(request("d"))))[0])] == [8]
+        assert [len(tokens) for tokens, _ in results] == [300, 300, 300]
+        assert [len((await collect(client.submit(request("e"))))[0])] == [8]
 
     run(path, scenario, max_queued_requests=2, max_num_seqs=1)
+
+
+def test_requests_that_find_a_seat_do_not_wait(path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        for round_number in range(2):  # the second after a burst of aborts, which leaves the engine idle again
+            streams = [client.submit(request(f"{round_number}-{index}", max_tokens=8000)) for index in range(8 + 2)]
+            with pytest.raises(QueueFull):
+                client.submit(request("refused"))
+            await asyncio.gather(*(anext(stream) for stream in streams[:8]))
+            for stream in streams:
+                client.abort(stream.request_id)
+            await asyncio.gather(*map(collect, streams))
+        await client.post_limits(LimitsUpdate(revision=1, limits=LimitsChange(max_num_seqs=3)))
+        for index in range(3 + 2):
+            client.submit(request(f"few-{index}"))
+        with pytest.raises(QueueFull):
+            client.submit(request("refused"))
+
+    run(path, scenario, max_queued_requests=2, max_num_seqs=8, max_model_len=8192)
+
+
+def test_free_seats_do_not_count_while_the_engine_cannot_fill_them(path: Path) -> None:
+    """One of these prompts fits into the KV cache, so the others wait whatever max_num_seqs says."""
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        client.submit(request("runs", prompt_len=300, max_tokens=200))
+        client.submit(request("waits", prompt_len=300))
+        while (stats := client.latest_stats()) is None or stats.blocked_by != "kv":
+            await asyncio.sleep(0.001)
+        client.submit(request("waits too", prompt_len=300))
+        with pytest.raises(QueueFull):
+            client.submit(request("refused"))
+
+    kv_bytes = 512 * ModelConfig.from_dir(path).kv_bytes_per_token("float32")
+    run(path, scenario, max_queued_requests=2, max_num_seqs=8, kv_cache_memory_bytes=kv_bytes)
+
+
+def test_limits_are_those_of_the_moment_they_are_asked_for(path: Path) -> None:
+    clock = FakeClock()
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        streams = [client.submit(request(name, max_tokens=8000)) for name in "abc"]
+        await asyncio.gather(*map(anext, streams))
+        ack = await client.post_limits(LimitsUpdate(revision=1, limits=LimitsChange(max_num_seqs=1), ttl_s=3600))
+        assert (ack.status, ack.effective.max_num_seqs) == (LimitsStatus.DEFERRED, 3)
+        assert client.limits().lease_expires_in_s == pytest.approx(3600, abs=60)
+        clock.advance(1000)
+        assert client.limits().lease_expires_in_s == pytest.approx(2600, abs=60)
+        clock.advance(5000)
+        assert client.limits().lease_expires_in_s == 0, "run out here, and the engine has not said so yet"
+        for stream, num_left in zip(streams, (2, 1, 1), strict=True):
+            client.abort(stream.request_id)
+            await collect(stream)
+            assert client.limits().effective.max_num_seqs == num_left
+
+    run(path, scenario, clock=clock, max_model_len=8192)
 
 
 def test_a_full_queue_says_when_to_come_back_by_how_fast_requests_end(path: Path) -> None:

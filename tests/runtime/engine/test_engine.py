@@ -123,19 +123,19 @@ def test_lowered_limits_drain_and_change_no_token(path: Path) -> None:
     assert statuses[-1] is LimitsStatus.APPLIED
 
 
-def test_tick_tells_when_a_lowered_limit_has_drained(path: Path) -> None:
+def test_each_step_tells_how_far_a_lowered_limit_has_drained(path: Path) -> None:
     engine = make_engine(path)
     for name in "abcd":
         engine.submit(request(name, max_tokens=4 if name < "c" else 8))
     engine.step()
     ack = engine.post_limits(LimitsUpdate(revision=1, limits=LimitsChange(max_num_seqs=2)))
     assert (ack.status, ack.effective.max_num_seqs) == (LimitsStatus.DEFERRED, 4)
-    moved = None
-    while engine.has_work() and moved is None:
-        engine.step()
-        moved = engine.tick()
-    assert moved is not None
-    assert moved.effective == moved.target
+    effective = []
+    while engine.has_work():
+        stats = engine.step().stats
+        assert stats is not None
+        effective.append(stats.effective.max_num_seqs)
+    assert effective == [4, 4, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
