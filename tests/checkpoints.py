@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -93,6 +94,14 @@ def make_checkpoint(
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer().save_pretrained(directory)
     return directory
+
+
+def poison(directory: Path, token_id: int) -> None:
+    """Make the embedding of ``token_id`` NaN in a checkpoint of one file: a sequence that holds it has NaN logits."""
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][token_id] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.errors import InvalidRequest
+from flyball_runtime.core.errors import InvalidRequest, RequestError
 from flyball_runtime.core.generation_config import AUTO, default_sampling
 from flyball_runtime.core.request import Failed, Request
 from flyball_runtime.core.sampling import SamplingParams
@@ -62,7 +62,8 @@ class LLM:
             sampling: settings for all prompts, or one for each; None takes ``default_sampling``.
             cache_salt: prefixes are reused only among calls with the same salt.
         Raises:
-            RequestError: a prompt or setting can never run; nothing is generated then.
+            RequestError: a prompt or setting can never run, or the model gave no usable logits for a prompt; the message
+                names it. What was generated until then is dropped.
         """
         many = _as_list(prompts)
         settings = self._settings_for(many, sampling)
@@ -112,7 +113,9 @@ class LLM:
             if outputs[request_id].add(token_id):
                 self.engine.abort(request_id)
         for ending in step.endings:
-            outputs[ending.request_id].end(ending.code if isinstance(ending, Failed) else ending.reason)
+            if isinstance(ending, Failed):
+                raise RequestError(f"prompt {list(outputs).index(ending.request_id)}: {ending.message}")
+            outputs[ending.request_id].end(ending.reason)
 
 
 class _Output:

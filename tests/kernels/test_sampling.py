@@ -1,9 +1,17 @@
+import itertools
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
 from flyball_kernels import sample
-from flyball_kernels.sampling import reference
+from flyball_kernels.sampling import NO_TOKEN, reference
 
+INT64 = torch.iinfo(torch.int64)
+BOTH = pytest.mark.parametrize("run", [sample, reference.sample], ids=["op", "reference"])
 NAMES = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -46,7 +54,7 @@ def test_rows_without_filters_equal_the_reference():
     assert sample(logits, **{**rows, "top_k": None, "top_p": None, "min_p": None}).equal(expected)
 
 
-@pytest.mark.parametrize("run", [sample, reference.sample], ids=["op", "reference"])
+@BOTH
 def test_greedy_takes_the_lowest_of_equal_ids(run):
     logits = torch.zeros(3, 50)
     logits[1, [20, 30]] = 1.0
@@ -55,7 +63,7 @@ def test_greedy_takes_the_lowest_of_equal_ids(run):
     assert run(logits, **{**rows, **dict.fromkeys(NAMES)}).tolist() == [0, 20, 0]
 
 
-@pytest.mark.parametrize("run", [sample, reference.sample], ids=["op", "reference"])
+@BOTH
 def test_a_row_does_not_depend_on_the_others(run):
     logits = torch.randn(70, 2000) * 2
     rows = mixed_settings(70)
@@ -64,7 +72,7 @@ def test_a_row_does_not_depend_on_the_others(run):
     assert together.tolist() == alone
 
 
-@pytest.mark.parametrize("run", [sample, reference.sample], ids=["op", "reference"])
+@BOTH
 @pytest.mark.parametrize(
     ("filters", "kept"),
     [
@@ -121,7 +129,107 @@ def test_forbidden_tokens_are_never_sampled():
         assert set(sample(logits, **settings(500, **filters)).tolist()) == {3, 17}
 
 
+SAMPLED = [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}]
+
+
+@BOTH
+@pytest.mark.parametrize("filters", SAMPLED)
+@pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1e-38, 1e-20, 9.9e-6])
+def test_the_lowest_temperatures_are_greedy(run, temperature, filters):
+    logits = torch.zeros(20, 50)
+    logits[:, [20, 30]] = 1.0
+    assert run(logits, **settings(20, temperature=temperature, **filters)).tolist() == [20] * 20
+
+
+@BOTH
+@pytest.mark.parametrize("filters", SAMPLED)
+def test_a_low_temperature_leaves_the_likeliest(run, filters):
+    logits = torch.randn(50, 300)
+    ids = run(logits * 5e37, **settings(50, temperature=1e-5, **filters))  # the scaled logits overflow
+    assert ids.equal(logits.argmax(-1))
+
+
+@BOTH
+@pytest.mark.parametrize("setting", [{"temperature": 0.0}, *SAMPLED])
+@pytest.mark.parametrize("vocab", [1, 16, 37])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_a_row_without_a_distribution_has_no_token(run, bad, vocab, setting):
+    clean = torch.randn(9, vocab)
+    expected = run(clean, **settings(9, **setting)).tolist()
+    logits = clean.clone()
+    for row, ids in ((1, [0]), (3, [vocab - 1]), (4, [vocab // 2]), (6, range(vocab))):
+        logits[row, list(ids)] = bad
+        expected[row] = NO_TOKEN
+    logits[8] = -math.inf
+    expected[8] = NO_TOKEN
+    assert run(logits, **settings(9, **setting)).tolist() == expected
+    if "temperature" in setting:
+        assert run(logits, **{**settings(9), **dict.fromkeys(NAMES)}).tolist() == expected
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-45, 3e38])
+def test_settings_out_of_range_are_safe(run, name, value):
+    rows = settings(40, **{"top_k": 7, "top_p": 0.9, "min_p": 0.1, name: value})
+    ids = run(torch.randn(40, 100), **rows)
+    assert ((ids >= 0) & (ids < 100)).all()
+
+
+def float32s(low, high, **bounds):
+    """Numbers of the range, with those that are next to its ends, to 0 and to the bound of greedy temperatures."""
+    special = [1e-45, 1.1754944e-38, 9.99e-6, 1e-5, 1.001e-5, 1e-3, 0.5, 0.99999994, 1.0]
+    fitting = [x for x in special if low <= x <= high]
+    return st.sampled_from(fitting) | st.floats(low, high, width=32, **bounds)
+
+
+LOGITS = st.floats(width=32, allow_nan=True, allow_infinity=True) | st.sampled_from([0.0, 1.0, -math.inf, 3e38, -3e38])
+ROW = {
+    "temperature": float32s(0.0, 2.0),
+    "top_k": st.sampled_from([0, 1, 2, 5, INT64.max]) | st.integers(0, INT64.max),
+    "top_p": float32s(0.0, 1.0, exclude_min=True),
+    "min_p": float32s(0.0, 1.0),
+    "seeds": st.sampled_from([0, INT64.min, INT64.max]) | st.integers(INT64.min, INT64.max),
+    "positions": st.sampled_from([0, INT64.max]) | st.integers(0, 2**31),
+}
+TYPES = {name: torch.float32 if name in ("temperature", "top_p", "min_p") else torch.int64 for name in ROW}
+
+
+def neighbours(row):
+    """The row's settings, and those that differ from them by about the rounding errors of a cumulative sum."""
+    names = ("temperature", "top_p", "min_p")
+    for factors in itertools.product((1.0, 1 - 2**-16, 1 + 2**-16), repeat=len(names)):
+        yield row | {name: min(row[name] * factor, 2.0) for name, factor in zip(names, factors, strict=True)}
+
+
+def check_against_the_reference(logits, row):
+    """The kernel's token is the reference's, or what the reference gives for settings a rounding error away."""
+    rows = list(neighbours(row))
+    tensors = {name: torch.tensor([r[name] for r in rows], dtype=TYPES[name]) for name in ROW}
+    row_logits = torch.tensor(logits, dtype=torch.float32).expand(len(rows), -1)
+    accepted = set(reference.sample(row_logits, **tensors).tolist())
+    token = sample(row_logits[:1], **{name: tensor[:1] for name, tensor in tensors.items()}).item()
+    assert token in accepted
+    finite = [x for x in logits if math.isfinite(x)]
+    assert (token == NO_TOKEN) == (not finite or any(math.isnan(x) or x == math.inf for x in logits))
+
+
+@examples(max_examples=150)
+@given(st.lists(LOGITS, min_size=1, max_size=40), st.fixed_dictionaries(ROW))
+def test_any_logits_and_any_settings(logits, row):
+    check_against_the_reference(logits, row)
+
+
+@pytest.mark.slow
+@examples(max_examples=10_000)
+@given(st.lists(LOGITS.filter(math.isfinite), min_size=1, max_size=300), st.fixed_dictionaries(ROW))
+def test_many_finite_logits_and_settings(logits, row):
+    check_against_the_reference(logits, row)
+
+
 def test_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"logits has shape \[2, 0\]; a row needs at least 1 logit"):
+        sample(torch.zeros(2, 0), **settings(2))
     logits, rows = torch.zeros(2, 8), settings(2)
     with pytest.raises(ValueError, match=r"logits is torch\.bfloat16; it must be torch\.float32"):
         sample(logits.bfloat16(), **rows)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, poison
 from engines import Reference, random_prompts
 from flyball_runtime.core.errors import ConfigError, RequestError
 from flyball_runtime.core.sampling import SamplingParams
@@ -97,3 +97,13 @@ def test_the_checkpoint_says_how_to_sample_when_the_script_does_not(tmp_path: Pa
 def test_what_is_not_a_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         LLM(tmp_path)
+
+
+def test_nan_logits_are_an_error_that_names_the_prompt(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama2")
+    poison(path, 9)
+    llm = LLM(path, max_num_seqs=4)
+    with pytest.raises(RequestError, match="prompt 1: the model gave no usable logits after 0 output tokens"):
+        llm.generate([[5], [9], [6]], GREEDY)
+    assert not llm.engine.has_work()
+    assert len(llm.generate([[5]], SamplingParams(max_tokens=1))[0].token_ids) == 1

@@ -6,6 +6,9 @@ from torch import Tensor
 from flyball_kernels.backend import backend_for
 from flyball_kernels.checks import check_dtype, check_shape
 from flyball_kernels.sampling import reference
+from flyball_kernels.sampling.reference import NO_TOKEN
+
+__all__ = ["NO_TOKEN", "sample"]
 
 
 def sample(
@@ -19,12 +22,16 @@ def sample(
 ) -> Tensor:
     """Sample one token id per row; a row's id depends on nothing else in the batch.
 
-    A row of temperature 0 takes the argmax (lowest id of equals). Any other row scales its logits by 1 / temperature,
-    filters by min_p, then top_k, then top_p on what is left (vLLM's order; equal logits rank by lower id first), and
-    inverts the cumulative distribution, in id order, at one uniform number hashed from (seed, position).
+    A row of temperature below 1e-5 takes the argmax (lowest id of equals), the limit of ever lower temperatures. Any
+    other row scales its logits by 1 / temperature, filters by min_p, then top_k, then top_p on what is left (vLLM's
+    order; equal logits rank by lower id first), and inverts the cumulative distribution, in id order, at one uniform
+    number hashed from (seed, position). The likeliest token passes every filter.
+
+    Logits give a distribution if each is finite or -inf and one is finite. Other rows get NO_TOKEN, greedy or not.
+    Settings outside the ranges below are safe, but what they choose is not defined.
 
     Args:
-        logits: ``[n, vocab]`` fp32, finite or -inf.
+        logits: ``[n, vocab]`` fp32, vocab at least 1.
         temperature: ``[n]`` fp32, >= 0; None means that every row is greedy.
         top_k: ``[n]`` int64; 0 is off. None means that no row uses it; likewise below.
         top_p: ``[n]`` fp32 in (0, 1]; 1 is off.
@@ -32,12 +39,14 @@ def sample(
         seeds: ``[n]`` int64, the request's seed.
         positions: ``[n]`` int64, how many tokens come before the sampled one; makes each step's number new.
     Returns:
-        ``[n]`` int64.
+        ``[n]`` int64, NO_TOKEN (-1) for a row whose logits give no distribution.
     Raises:
         ValueError: a shape or dtype is not as above.
     """
     check_shape("logits", logits, None, None)
     check_dtype("logits", logits, torch.float32)
+    if logits.shape[1] == 0:
+        raise ValueError(f"logits has shape {list(logits.shape)}; a row needs at least 1 logit.")
     _check_rows(logits.shape[0], torch.float32, temperature=temperature, top_p=top_p, min_p=min_p)
     _check_rows(logits.shape[0], torch.int64, top_k=top_k, seeds=seeds, positions=positions)
     if backend_for(logits) == "cpp":

@@ -7,10 +7,14 @@
 namespace flyball {
 namespace {
 
+constexpr int64_t kNoToken = -1;
+constexpr float kGreedyBelow = 1e-5f;  // GREEDY_BELOW of reference.py
+
 struct Settings {
   float temperature, top_p, min_p;
   int64_t top_k, seed, position;
 
+  bool is_greedy() const { return !(temperature >= kGreedyBelow); }
   bool ranks() const { return top_k > 0 || top_p < 1.0f; }
 };
 
@@ -26,27 +30,34 @@ double uniform(int64_t seed, int64_t position) {
   return (mix(mix(seed) + static_cast<uint64_t>(position)) >> 11) * 0x1p-53;
 }
 
-float max_of(const float* x, int64_t n) {
-  Vec top = splat(kNegInf);
+// The largest logit, or NaN where the logits give no distribution: one is NaN or +inf, or all are -inf.
+float top_of(const float* x, int64_t n) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  Vec tops = splat(kNegInf);
+  VecI below_inf = ~VecI{};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) top = max(top, load(x + i));
-  float result = max(top);
-  for (; i < n; ++i) result = std::max(result, x[i]);
-  return result;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Vec v = load(x + i);
+    tops = max(tops, v);
+    below_inf &= v < kInf;
+  }
+  float top = max(tops);
+  bool valid = true;
+  for (int lane = 0; lane < kLanes; ++lane) valid &= below_inf[lane] != 0;
+  for (; i < n; ++i) {
+    valid &= x[i] < kInf;
+    top = std::max(top, x[i]);
+  }
+  return valid && top > kNegInf ? top : std::numeric_limits<float>::quiet_NaN();
 }
 
-int64_t argmax(const float* x, int64_t n) {
-  const int64_t id = std::find(x, x + n, max_of(x, n)) - x;
-  return std::min(id, n - 1);
-}
-
-// weights relative to the likeliest token's, which is 1; below min_p they are 0
-void weigh_tokens(const float* logits, int64_t n, const Settings& s, float* weights) {
-  const float top = max_of(logits, n), scale = kLog2e / s.temperature;
-  const Vec least = splat(s.min_p);
+// weights relative to the likeliest token's, which is 1 and stays; below min_p they are 0
+void weigh_tokens(const float* logits, int64_t n, float top, const Settings& s, float* weights) {
+  const float scale = kLog2e / s.temperature;
+  const Vec least = splat(std::min(s.min_p, 1.0f));
   for (int64_t i = 0; i < n; i += kLanes) {
     const Vec weight = exp2((load_up_to(logits + i, n - i) - top) * scale);
-    store_up_to(weights + i, weight >= least ? weight : Vec{}, n - i);
+    store_up_to(weights + i, weight < least ? Vec{} : weight, n - i);
   }
 }
 
@@ -146,8 +157,10 @@ int64_t choose(const float* weights, int64_t n, double u) {
 }
 
 int64_t sample_row(const float* logits, int64_t n, const Settings& s, float* weights) {
-  if (s.temperature == 0.0f) return argmax(logits, n);
-  weigh_tokens(logits, n, s, weights);
+  const float top = top_of(logits, n);
+  if (std::isnan(top)) return kNoToken;
+  if (s.is_greedy()) return std::find(logits, logits + n, top) - logits;
+  weigh_tokens(logits, n, top, s, weights);
   const double u = uniform(s.seed, s.position);
   return s.ranks() ? choose_among(rank_tokens(logits, weights, n, s), weights, u) : choose(weights, n, u);
 }

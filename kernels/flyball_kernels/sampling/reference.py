@@ -3,6 +3,12 @@
 import torch
 from torch import Tensor
 
+NO_TOKEN = -1
+"""The id of a row whose logits give no distribution."""
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this stand for their limit, 0. vLLM draws the same line."""
+
 
 def sample(
     logits: Tensor,
@@ -13,17 +19,16 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    greedy = logits.argmax(dim=-1)
-    if temperature is None:
-        return greedy
-    is_greedy = temperature == 0
-    if not logits.is_cuda and bool(is_greedy.all()):
-        return greedy
-    scaled = logits / torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
-    weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp().double()  # unnormalised, the likeliest is 1
-    if _is_used(top_k, 0) or _is_used(top_p, 1) or _is_used(min_p, 0):
-        weights = _filter(logits, weights, top_k, top_p, min_p)
-    return torch.where(is_greedy, greedy, _inverse_cdf(weights, uniform(seeds, positions)))
+    ids = logits.argmax(dim=-1)
+    top = logits.gather(1, ids.unsqueeze(1))  # NaN if the row has one: argmax takes the first NaN
+    is_greedy = None if temperature is None else ~(temperature >= GREEDY_BELOW)
+    if is_greedy is not None and (logits.is_cuda or not bool(is_greedy.all())):
+        weights = (logits - top) / torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
+        weights = weights.exp().double()  # unnormalised, the likeliest is 1
+        if _is_used(top_k, 0) or _is_used(top_p, 1) or _is_used(min_p, 0):
+            weights = _filter(logits, weights, top_k, top_p, min_p)
+        ids = torch.where(is_greedy, ids, _inverse_cdf(weights, uniform(seeds, positions)))
+    return torch.where(top.squeeze(1).isfinite(), ids, NO_TOKEN)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -62,7 +67,7 @@ def _filter(
     ids = logits.sort(dim=-1, descending=True, stable=True).indices
     ranked = weights.gather(1, ids)
     if min_p is not None:
-        ranked = ranked.where(ranked >= min_p.double().unsqueeze(1), 0.0)  # the top weight is 1
+        ranked = ranked.where(ranked >= min_p.double().clamp(max=1).unsqueeze(1), 0.0)  # the top weight is 1
     if top_k is not None:
         ranks = torch.arange(ranked.shape[1], device=ranked.device)
         ranked = ranked.where((ranks < top_k.unsqueeze(1)) | (top_k.unsqueeze(1) <= 0), 0.0)

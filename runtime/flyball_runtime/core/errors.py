@@ -100,6 +100,17 @@ class NotReady(RequestError):
         )
 
 
+class InvalidLogits(RequestError):
+    status, code = 500, "invalid_logits"
+
+    def __init__(self, num_output_tokens: int) -> None:
+        super().__init__(
+            f"the model gave no usable logits after {num_output_tokens} output tokens: they hold NaN or infinity. This "
+            "request was ended; others go on. Check the checkpoint, or serve it with another --dtype (float16 overflows "
+            "first)."
+        )
+
+
 class EngineDead(RequestError):
     status, code = 500, "engine_dead"
 

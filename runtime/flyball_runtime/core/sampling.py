@@ -9,7 +9,8 @@ from flyball_runtime.core.errors import InvalidRequest
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
-MAX_SEED = 2**63 - 1
+MAX_INT64 = 2**63 - 1
+MAX_SEED = MAX_INT64
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -17,7 +18,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_tokens: most output tokens; None means as many as the context length leaves.
-        temperature: 0 is greedy; at most 2.
+        temperature: at most 2; 0, and anything below 1e-5, is greedy.
         top_p: nucleus in (0, 1]; 1 is off (Holtzman et al. 2020).
         top_k: keep the k likeliest tokens; 0 is off.
         min_p: drop tokens below min_p times the top probability, in [0, 1]; 0 is off (Nguyen et al. 2024).
@@ -42,7 +43,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_int("top_k", self.top_k, 0, None)
+        _check_int("top_k", self.top_k, 0, MAX_INT64)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED, optional=True)
         _check_count("stop", len(self.stop), MAX_STOP_STRINGS)

@@ -1,5 +1,6 @@
 """The engine of one replica, without processes or sockets: submit, step, abort, limits."""
 
+import logging
 import random
 import time
 
@@ -8,7 +9,7 @@ import msgspec
 from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.errors import RequestError
+from flyball_runtime.core.errors import InvalidLogits, RequestError
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Request
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.core.stats import EngineInfo, StepStats
@@ -18,6 +19,8 @@ from flyball_runtime.engine.validate import validate_request
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.model.sampler import with_seed
 from flyball_runtime.scheduler import BatchPlan, LimitsLedger, Scheduler, SchedulerConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -78,8 +81,12 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             raise RuntimeError(f"{len(self._sequences)} requests are unfinished, but the scheduler plans nothing")
-        results = self.scheduler.commit(plan, self._runner.run(plan))
-        endings = [self._ending(self._sequences.pop(seq.request_id), reason) for seq, reason in results if reason]
+        sampled = self._runner.run(plan)
+        endings: list[Finished | Failed] = []
+        if None in sampled:  # before the commit, which puts blocks into the prefix cache
+            endings += [self._fail(seq) for seq, token in zip(plan.sampled, sampled, strict=True) if token is None]
+        results = self.scheduler.commit(plan, sampled)
+        endings += [self._ending(self._sequences.pop(seq.request_id), reason) for seq, reason in results if reason]
         return StepOutput(
             request_ids=[seq.request_id for seq, _ in results],
             token_ids=[seq.token_ids[-1] for seq, _ in results],
@@ -100,6 +107,14 @@ class Engine:
     def state(self) -> StepStats:
         """The state between steps."""
         return self._stats(None, 0.0)
+
+    def _fail(self, seq: Sequence) -> Failed:
+        """End a sequence whose logits are unusable."""
+        error = InvalidLogits(seq.num_output_tokens)
+        logger.error("request_id=%s failed: %s", seq.request_id, error)
+        self.scheduler.fail(seq)
+        del self._sequences[seq.request_id]
+        return Failed(seq.request_id, error.status, error.code, error.message)
 
     def _ending(self, seq: Sequence, reason: FinishReason) -> Finished:
         return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens, seq.num_cached_tokens)

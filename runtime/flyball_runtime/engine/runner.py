@@ -16,7 +16,7 @@ from flyball_runtime.engine.warm_up import WarmUp, peak_bytes
 from flyball_runtime.model.attention import use_attention_backend
 from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
 from flyball_runtime.model.loader import load_model
-from flyball_runtime.model.sampler import SamplingTensors
+from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
 from flyball_runtime.scheduler import BatchPlan
 
 
@@ -85,16 +85,21 @@ class ModelRunner:
         warm_up.small_steps()
         return peak_bytes(warm_up.largest_step, device)
 
-    def run(self, plan: BatchPlan) -> list[int]:
-        """Compute the plan and return one token for each sequence that samples, in the plan's order."""
+    def run(self, plan: BatchPlan) -> list[int | None]:
+        """Compute the plan and return one token for each sequence that samples, in the plan's order.
+
+        A token is None if the model's logits for it hold NaN or +inf, or are all -inf.
+        """
         logits = self._model.forward(self._builder.build(plan), self._kv)
-        sampled = [seq for seq, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
+        sampled = plan.sampled
         if not sampled:
             return []
         rows = self._refresh_sampling(sampled)
         positions = np.array([len(seq.token_ids) for seq in sampled])
         token_ids = self._sampling.sample(logits, rows, positions).cpu().numpy()
         self._builder.remember(rows, token_ids)
+        if (token_ids == NO_TOKEN).any():
+            return [None if token_id == NO_TOKEN else token_id for token_id in token_ids.tolist()]
         return token_ids.tolist()
 
     def _refresh_sampling(self, sampled: list[Sequence]) -> np.ndarray:

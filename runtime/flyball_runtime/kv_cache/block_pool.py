@@ -119,6 +119,13 @@ class BlockPool:
             if self._block_by_hash.setdefault(block_hash, block) == block:
                 self._hashes[block] = block_hash
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Make used blocks unfindable. Those that share one keep it; on release it is free."""
+        for block in blocks:
+            block_hash, self._hashes[block] = self._hashes[block], None
+            if block_hash is not None:
+                del self._block_by_hash[block_hash]
+
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks that hold the longest known run of ``hashes`` from the start. Takes no reference."""
         blocks = []

@@ -101,6 +101,10 @@ class KVCache:
         self._hash_blocks(seq, last)
         self._pool.register(seq.block_table[first:last], seq.block_hashes[first:last])
 
+    def forget(self, seq: Sequence) -> None:
+        """Make the sequence's blocks unfindable; its content is no longer shared, and is free once released."""
+        self._pool.forget(seq.block_table)
+
     def free(self, seq: Sequence) -> None:
         """Give all blocks of a sequence back, tail first: a prefix is then evicted from its end, and its head, which
         more sequences share, last."""

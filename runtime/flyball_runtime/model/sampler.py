@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyball_kernels.sampling import sample
+from flyball_kernels.sampling import NO_TOKEN, sample
 from flyball_runtime.core.sampling import MAX_SEED, SamplingParams
+
+__all__ = ["NO_TOKEN", "SamplingTensors", "with_seed"]
 
 
 def with_seed(sampling: SamplingParams, rng: random.Random) -> SamplingParams:
@@ -52,7 +54,7 @@ class SamplingTensors:
             rows: ``[n]`` integers, in the order of ``logits``.
             positions: ``[n]`` int64, how many tokens the sequence has before the sampled one.
         Returns:
-            ``[n]`` int64 token ids on the device of ``logits``.
+            ``[n]`` int64 token ids on the device of ``logits``; NO_TOKEN where a row's logits give no distribution.
         """
         temperature = self._gather(self._temperature, rows, off=0.0)
         if temperature is None:

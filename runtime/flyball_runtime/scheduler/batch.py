@@ -36,6 +36,11 @@ class BatchPlan:
     num_recomputed_tokens: int
 
     @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that sample, in the plan's order."""
+        return [seq for seq, samples in zip(self.sequences, self.samples, strict=True) if samples]
+
+    @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_decodes
 

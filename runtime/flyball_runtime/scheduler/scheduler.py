@@ -2,6 +2,7 @@
 
 import heapq
 import logging
+from collections.abc import Collection
 
 from flyball_protocol import Envelope, Limits
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
@@ -124,6 +125,15 @@ class Scheduler:
         self._finish(seq)
         return True
 
+    def fail(self, seq: Sequence) -> None:
+        """End a running sequence whose computation went wrong. Call it after the model and before ``commit``.
+
+        Its blocks leave the prefix cache too: what they hold cannot be trusted.
+        """
+        self._kv.forget(seq)
+        self._stop_running(seq)
+        self._finish(seq)
+
     def plan(self) -> BatchPlan | None:
         """Decide the next step; None when no request is unfinished."""
         draft, prefills = self._plan_decodes()
@@ -133,15 +143,17 @@ class Scheduler:
         draft.blocked_by = self._blocked_by = self._admit(draft, budget)
         return draft.freeze() if draft.sequences else None
 
-    def commit(self, plan: BatchPlan, sampled_token_ids: list[int]) -> list[tuple[Sequence, FinishReason | None]]:
+    def commit(
+        self, plan: BatchPlan, sampled_token_ids: Collection[int | None]
+    ) -> list[tuple[Sequence, FinishReason | None]]:
         """Record what the model computed.
 
         Args:
-            sampled_token_ids: one for each sequence that samples, in the plan's order.
+            sampled_token_ids: one for each sequence that samples, in the plan's order; None for one that has ended since.
 
         Returns:
             Each sequence that got a token (its last), with the reason if that ended it. A stop token is kept as the
-            sequence's last token. Sequences aborted since the plan are left out.
+            sequence's last token. Sequences that were aborted or failed since the plan are left out.
 
         Raises:
             ValueError: not as many tokens as the plan samples.
@@ -157,7 +169,7 @@ class Scheduler:
         for seq, start, num, samples in zip(plan.sequences, plan.starts, plan.num_scheduled, plan.samples, strict=True):
             token = next(tokens) if samples else None
             if seq.row is None:
-                continue  # aborted since the plan
+                continue  # aborted or failed since the plan
             seq.num_computed_tokens = start + num
             if start % block_size + num >= block_size:
                 self._kv.register(seq, start, start + num)

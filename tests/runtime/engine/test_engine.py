@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, poison
 from engines import GREEDY, generate, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.errors import ConfigError
@@ -89,6 +89,35 @@ def test_one_bad_request_fails_alone(path: Path, bad: dict[str, Any], code: str,
     while engine.has_work():
         endings += engine.step().endings
     assert endings == [Finished("good", "length", 3, 8)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_sequence_with_nan_logits_fails_alone(tmp_path: Path, temperature: float) -> None:
+    path = make_checkpoint(tmp_path, "llama2")
+    sampling = SamplingParams(temperature=temperature, seed=3, max_tokens=20, ignore_eos=True)
+    prompts = random_prompts([40, 33, 5], vocab_size=300)
+    expected = generate(make_engine(path), prompts, sampling)
+    poisoned = next(token for token in range(300, 384) if not any(token in output for output in expected))
+    poison(path, poisoned)
+    engine = make_engine(path)
+    for index, prompt in enumerate(prompts):
+        engine.submit(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+    engine.submit(request("bad", prompt=[*prompts[0][:35], poisoned], temperature=temperature))
+    outputs: dict[str, list[int]] = {str(index): [] for index in range(3)}
+    endings = []
+    while engine.has_work():
+        step = engine.step()
+        endings += step.endings
+        for request_id, token_id in zip(step.request_ids, step.token_ids, strict=True):
+            outputs[request_id].append(token_id)
+    assert list(outputs.values()) == expected
+    failed = endings.pop(0)
+    assert isinstance(failed, Failed)
+    assert (failed.request_id, failed.status, failed.code) == ("bad", 500, "invalid_logits")
+    assert "no usable logits after 0 output tokens" in failed.message
+    assert [(ending.request_id, ending.reason) for ending in endings] == [(str(i), "length") for i in range(3)]
+    assert engine.kv_cache.counts().used == 0
+    assert engine.abort("bad") is None
 
 
 def test_output_stops_at_the_context_length(path: Path) -> None:

@@ -47,6 +47,19 @@ def test_a_shared_block_stays_used_until_the_last_release():
     assert (pool.num_refs(block), counts(pool)) == (0, (0, 0, 1))
 
 
+def test_forgotten_blocks_stay_used_and_are_free_after_release():
+    pool = BlockPool(3)
+    first, second, third = blocks = pool.take(3)
+    pool.register([first, second], [b"a", b"b"])
+    pool.share(first)
+    pool.forget([first, third])
+    assert pool.find([b"a"]) == [] and pool.find([b"b"]) == [second]
+    pool.release(blocks)
+    assert (pool.num_refs(first), counts(pool)) == (1, (1, 1, 1))
+    pool.release([first])
+    assert counts(pool) == (2, 0, 1)
+
+
 def test_free_blocks_are_taken_before_cached_ones():
     pool = BlockPool(3)
     fill(pool, b"a")

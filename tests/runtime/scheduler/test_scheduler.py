@@ -284,6 +284,35 @@ def test_a_sequence_aborted_while_the_model_runs_gets_no_token():
     assert gone.num_output_tokens == 0
 
 
+# failure
+
+
+def test_a_failed_sequence_frees_its_blocks_and_leaves_nothing_in_the_prefix_cache():
+    scheduler = make_scheduler()
+    failed, stays = submit(scheduler, 9, 3)
+    plan = scheduler.plan()
+    scheduler.fail(failed)
+    assert scheduler.commit(plan, [None, 8]) == [(stays, None)]
+    assert (failed.status, failed.row, failed.num_output_tokens) == (SequenceStatus.FINISHED, None, 0)
+    blocks = scheduler._kv.counts()
+    assert (blocks.used, blocks.cached) == (1, 0)
+    assert not scheduler.abort(failed.request_id)
+
+
+def test_blocks_that_earlier_steps_cached_are_forgotten_when_a_sequence_fails():
+    scheduler = make_scheduler()
+    (failed,) = submit(scheduler, 9)
+    step(scheduler)
+    (shares,) = submit(scheduler, [*failed.token_ids[:8], 5])
+    plan = scheduler.plan()
+    assert shares.num_cached_tokens == 8
+    scheduler.fail(failed)
+    scheduler.commit(plan, [None, 8])
+    (after,) = submit(scheduler, [*failed.token_ids[:8], 6])
+    step(scheduler)
+    assert after.num_cached_tokens == 0
+
+
 # preemption
 
 

@@ -111,6 +111,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.record(self.scheduler.commit(plan, sampled))
 
     @precondition(lambda self: self.live)
+    @rule(pick=st.integers(0, 20))
+    def fail_one_of_a_step(self, pick: int) -> None:
+        """The model gave no token for one sequence: it ends, what it computed is forgotten, and the others go on."""
+        plan = self.scheduler.plan()
+        assert plan is not None
+        sampled: list[int | None] = [*self.model.run(plan)]
+        if plan.sampled:
+            failed = plan.sampled[pick % len(plan.sampled)]
+            sampled[plan.sampled.index(failed)] = None
+            blocks = set(failed.block_table)
+            self.scheduler.fail(failed)
+            self.end(failed)
+            assert not any(blocks & set(self.kv._pool.find([name])) for name in failed.block_hashes)
+        self.record(self.scheduler.commit(plan, sampled))
+
+    @precondition(lambda self: self.live)
     @rule()
     def fail_a_step(self) -> None:
         """The model raised: the engine aborts what was in the step and goes on."""
@@ -336,7 +352,8 @@ def random_call(machine: SchedulerMachine, rng: random.Random) -> None:
     elif kind < 0.92:
         machine.set_limits(rng.random(), rng.random(), rng.random())
     elif machine.live:
-        rng.choice([machine.abort, machine.abort_while_the_model_runs])(rng.randint(0, 20))
+        rules = [machine.abort, machine.abort_while_the_model_runs, machine.fail_one_of_a_step]
+        rng.choice(rules)(rng.randint(0, 20))
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
