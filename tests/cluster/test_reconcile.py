@@ -43,7 +43,10 @@ def test_a_resource_gets_its_children_and_says_so(operator: OperatorProcess, wor
         for variable in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
         if variable["name"] == "FLYBALL_ADMIN_TOKEN"
     ]
-    assert world.appears(SECRET, reference["name"])["immutable"] is True
+    secret = world.appears(SECRET, reference["name"])
+    assert secret["immutable"] is True
+    (owner,) = secret["metadata"]["ownerReferences"]
+    assert (owner["uid"], owner["controller"]) == (made["metadata"]["uid"], True)
     status = world.appears(LLM_DEPLOYMENT, where=lambda obj: obj.get("status", {}).get("replicas") == 2)["status"]
     assert status["observedGeneration"] == 1
     assert condition({"status": status}, "Accepted")["status"] == "True"
@@ -177,10 +180,16 @@ def test_a_deleted_resource_takes_its_children_along_and_may_come_back(operator:
     for kind in (DEPLOYMENT, SERVICE):
         world.appears(kind, where=lambda obj: obj["metadata"]["ownerReferences"][0]["uid"] == uid)
     until(lambda: condition(world.get(LLM_DEPLOYMENT), "Accepted").get("status") == "True", "Accepted")
+    (token,) = [one["metadata"]["name"] for one in world.api.list(SECRET, world.namespace) if is_owned(one, uid)]
     world.api.delete(LLM_DEPLOYMENT, world.namespace, NAME)
     for kind in (DEPLOYMENT, SERVICE):
         world.goes(kind)
+    world.goes(SECRET, token)
     assert operator.is_running
+
+
+def is_owned(obj: Object, uid: str) -> bool:
+    return any(owner["uid"] == uid for owner in obj["metadata"].get("ownerReferences", []))
 
 
 def test_at_rest_nothing_is_written(cluster: Cluster, namespace: str, world: World) -> None:
