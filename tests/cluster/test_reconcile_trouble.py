@@ -32,6 +32,13 @@ def without(resource: str) -> list[Object]:
     ]
 
 
+def rules_to_read(resource: str) -> list[Object]:
+    """The operator's rules, but that it may only read one resource and those beside it."""
+    return [
+        {**rule, "verbs": ["get", "list", "watch"]} if resource in rule["resources"] else rule for rule in child_rules()
+    ]
+
+
 def test_a_pod_template_that_the_api_server_refuses(operator: OperatorProcess, world: World) -> None:
     world.create(podTemplate={"spec": {"priorityClassName": "none", "nodeSelektor": {"a": "b"}}})
     assert "nodeSelektor" in world.ready_is("InvalidPodTemplate")["message"]
@@ -41,17 +48,44 @@ def test_a_pod_template_that_the_api_server_refuses(operator: OperatorProcess, w
     until(lambda: condition(world.get(LLM_DEPLOYMENT), "Accepted")["status"] == "True", "Accepted")
 
 
+def test_errors_of_users_are_no_failures_of_the_operator(operator: OperatorProcess, world: World) -> None:
+    """What operations.md says to alert on counts the operator's own trouble; errors of users have a number of their own."""
+    foreign = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken", "namespace": world.namespace}}
+    world.api.create(SERVICE, {**foreign, "spec": {"ports": [{"port": 1}]}})
+    world.create("taken")
+    world.create("typo", podTemplate={"spec": {"nodeSelektor": {"a": "b"}}})
+    world.create("spec", podTemplate={"spec": {"securityContext": "none"}})
+    world.create("kind", monitoring={"podMonitor": "Enabled"})
+    for reason, name in (
+        ("NameConflict", "taken"),
+        ("InvalidPodTemplate", "typo"),
+        ("InvalidSpec", "spec"),
+        ("MissingKind", "kind"),
+    ):
+        world.ready_is(reason, name)
+    operator.settled()
+    assert operator.metric("flyball_operator_queue_retries") == 0
+    until(lambda: operator.metric("flyball_operator_refused") == 3, "three; a missing kind is no fault of the spec")
+    world.change("typo", podTemplate=None)
+    world.appears(DEPLOYMENT, "typo")
+    until(lambda: operator.metric("flyball_operator_refused") == 2, "two")
+
+
+def test_a_right_that_is_missing_counts_as_a_failure(cluster: Cluster, namespace: str, world: World) -> None:
+    grant(cluster, namespace, rules_to_read("services"))
+    with OperatorProcess(cluster, namespace) as operator:
+        world.create()
+        world.ready_is("MissingPermission")
+        until(lambda: operator.metric("flyball_operator_queue_retries") == 1, "a retry")
+
+
 def test_a_bad_value_in_the_pod_template_says_where(operator: OperatorProcess, world: World) -> None:
     world.create(podTemplate={"spec": {"terminationGracePeriodSeconds": 10, "dnsPolicy": "Sometimes"}})
     assert "dnsPolicy" in world.ready_is("InvalidPodTemplate")["message"]
 
 
 def test_a_right_that_is_missing_is_named_and_the_rest_goes_on(cluster: Cluster, namespace: str, world: World) -> None:
-    rules = [
-        {**rule, "verbs": ["get", "list", "watch"]} if "services" in rule["resources"] else rule
-        for rule in child_rules()
-    ]
-    grant(cluster, namespace, rules)
+    grant(cluster, namespace, rules_to_read("services"))
     with OperatorProcess(cluster, namespace):
         world.create()
         message = world.ready_is("MissingPermission")["message"]

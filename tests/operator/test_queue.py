@@ -20,7 +20,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue: WorkQueue[str] = WorkQueue(Backoff(1.0, 8.0, random=lambda: 0.0), clock=lambda: self.now)
         self.due: dict[str, float] = {}
         self.active: set[str] = set()
-        self.failures: dict[str, int] = {}
+        self.tries: dict[str, int] = {}
+        self.failing: set[str] = set()
         self.not_before: dict[str, float] = {}
 
     @rule(key=KEYS, delay=st.sampled_from([0.0, 0.0, 3.0]))
@@ -49,24 +50,26 @@ class QueueMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.active)))
         self.queue.done(key)
         self.active.remove(key)
-        self.failures.pop(key, None)
+        self.tries.pop(key, None)
+        self.failing.discard(key)
         self.not_before.pop(key, None)
 
     @precondition(lambda self: self.active)
-    @rule(data=st.data(), at_least=st.sampled_from([0.0, 5.0]))
-    def fail(self, data: st.DataObject, at_least: float) -> None:
+    @rule(data=st.data(), at_least=st.sampled_from([0.0, 5.0]), expected=st.booleans())
+    def fail(self, data: st.DataObject, at_least: float, expected: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.active)))
-        self.failures[key] = self.failures.get(key, 0) + 1
+        self.tries[key] = self.tries.get(key, 0) + 1
+        (self.failing.discard if expected else self.failing.add)(key)
         self.not_before[key] = self.now + at_least
-        retry = self.now + min(8.0, 2.0 ** (self.failures[key] - 1))
+        retry = self.now + min(8.0, 2.0 ** (self.tries[key] - 1))
         self.due[key] = max(self.now + at_least, min(retry, self.due.get(key, retry)))
-        assert self.queue.failed(key, at_least_s=at_least) == self.due[key] - self.now
+        assert self.queue.failed(key, at_least_s=at_least, expected=expected) == self.due[key] - self.now
         self.active.remove(key)
 
     @invariant()
     def counts(self) -> None:
         assert self.queue.num_due == sum(at <= self.now for at in self.due.values())
-        assert self.queue.num_failing == len(self.failures)
+        assert self.queue.num_failing == len(self.failing)
 
     def teardown(self) -> None:
         """Nothing is ever lost: all that was added comes."""

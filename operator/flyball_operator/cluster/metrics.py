@@ -20,7 +20,12 @@ class Metrics:
         )
         self.queue_retries = Gauge(
             "flyball_operator_queue_retries",
-            "LLMDeployments that wait for a retry after a failure.",
+            "LLMDeployments that wait for a retry after a failure. Those that are refused are not counted.",
+            registry=self.registry,
+        )
+        self.refused = Gauge(
+            "flyball_operator_refused",
+            "LLMDeployments whose condition Accepted is False: a user has to change something.",
             registry=self.registry,
         )
         self.reconcile_seconds = Histogram(

@@ -34,7 +34,7 @@ from flyball_operator.cluster.kinds import (
 )
 from flyball_operator.cluster.metrics import Metrics
 from flyball_operator.cluster.queue import Backoff, WorkQueue
-from flyball_operator.cluster.reconciler import Build, Reconciler
+from flyball_operator.cluster.reconciler import Build, Outcome, Reconciler
 from flyball_operator.cluster.store import Key, Store
 from flyball_operator.cluster.tuner import ClusterTuner
 
@@ -102,6 +102,7 @@ class Operator:
         self._platform_changed = asyncio.Event()
         metrics.queue_depth.set_function(lambda: self._queue.num_due)
         metrics.queue_retries.set_function(lambda: self._queue.num_failing)
+        metrics.refused.set_function(lambda: sum(one.is_refused for one in self._store.resources.values()))
         metrics.resources.set_function(lambda: len(self._store.resources))
 
     async def run(self) -> None:
@@ -186,7 +187,7 @@ class Operator:
             self._health.started(key)
             try:
                 with self._metrics.reconcile_seconds.time():
-                    is_done = await reconciler.reconcile(key)
+                    outcome = await reconciler.reconcile(key)
             except (Invalid, Forbidden) as error:
                 self._retry(key, error, REFUSED)
             except ClusterError as error:
@@ -195,10 +196,10 @@ class Operator:
                 log.exception("%s: a bug in the operator", key)
                 self._retry(key, error, REFUSED)
             else:
-                if is_done:
+                if outcome is Outcome.DONE:
                     self._queue.done(key)
                 else:
-                    self._queue.failed(key, backoff=REFUSED)
+                    self._queue.failed(key, backoff=REFUSED, expected=outcome is Outcome.REFUSED)
             finally:
                 self._health.ended(key)
 

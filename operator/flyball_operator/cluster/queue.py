@@ -41,7 +41,8 @@ class WorkQueue(Generic[K]):
         self._heap: list[tuple[float, int, K]] = []
         self._order = itertools.count()
         self._active: set[K] = set()
-        self._failures: dict[K, int] = {}
+        self._tries: dict[K, int] = {}
+        self._failing: set[K] = set()
         self._not_before: dict[K, float] = {}
         self._changed = asyncio.Event()
 
@@ -75,19 +76,24 @@ class WorkQueue(Generic[K]):
 
     def done(self, key: K) -> None:
         """The work on the key succeeded: its failures are forgotten."""
-        self._failures.pop(key, None)
+        self._tries.pop(key, None)
+        self._failing.discard(key)
         self._not_before.pop(key, None)
         self._release(key)
 
-    def failed(self, key: K, *, backoff: Backoff | None = None, at_least_s: float = 0.0) -> float:
+    def failed(
+        self, key: K, *, backoff: Backoff | None = None, at_least_s: float = 0.0, expected: bool = False
+    ) -> float:
         """The work on the key failed; returns in how many seconds it comes again.
 
         Args:
             at_least_s: however urgent news may be, not earlier than this.
+            expected: a user has to change something, so ``num_failing`` does not count the key.
         """
-        self._failures[key] = self._failures.get(key, 0) + 1
+        self._tries[key] = self._tries.get(key, 0) + 1
+        (self._failing.discard if expected else self._failing.add)(key)
         now = self._clock()
-        retry = now + (backoff or self._backoff).after(self._failures[key])
+        retry = now + (backoff or self._backoff).after(self._tries[key])
         # What was added meanwhile is news, and news need not wait for the backoff.
         self._not_before[key] = now + at_least_s
         self._due[key] = max(now + at_least_s, min(retry, self._due.get(key, retry)))
@@ -102,8 +108,8 @@ class WorkQueue(Generic[K]):
 
     @property
     def num_failing(self) -> int:
-        """Keys whose last work failed."""
-        return len(self._failures)
+        """Keys whose last work failed, other than as expected."""
+        return len(self._failing)
 
     def _release(self, key: K) -> None:
         self._active.discard(key)

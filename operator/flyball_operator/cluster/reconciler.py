@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from enum import Enum
 from typing import Any, Protocol
 
 from flyball_operator import manifest, names, schema
@@ -25,6 +26,18 @@ log = logging.getLogger(__name__)
 
 REFUSALS = (Invalid, Forbidden, WebhookFailed)
 """What does not pass by trying again at once; the status tells it."""
+
+
+WATCHED = frozenset({"InvalidSpec", "MissingKind"})
+"""Reasons that end with a change that the operator sees, of the spec or of the cluster's kinds. A retry would not help."""
+
+
+class Outcome(Enum):
+    """How a reconcile ended."""
+
+    DONE = "nothing to do until something changes"
+    REFUSED = "a user has to change something, which a watch may not show"
+    FAILED = "to be tried again"
 
 
 class Build(Protocol):
@@ -78,8 +91,8 @@ class Reconciler:
         self._now = now
         self._memory: dict[Key, _Memory] = {}
 
-    async def reconcile(self, key: Key) -> bool:
-        """Bring the children to the spec and the status to the facts; returns False when it has to be tried again.
+    async def reconcile(self, key: Key) -> Outcome:
+        """Bring the children to the spec and the status to the facts.
 
         Raises:
             ClusterError: the API server is out of reach, overloaded, or has a newer state than we know.
@@ -87,11 +100,11 @@ class Reconciler:
         resource = self._store.resources.get(key)
         if resource is None or resource.deleting:
             self._memory.pop(key, None)
-            return True
+            return Outcome.DONE
         memory = self._memory.setdefault(key, _Memory())
         problems = [] if _is_suspended(resource) else await self._bring_about(resource, memory)
         await self._write_status(resource, problems, memory)
-        return not problems
+        return outcome_of(problems)
 
     async def _bring_about(self, resource: Resource, memory: "_Memory") -> list[Problem]:
         try:
@@ -285,6 +298,14 @@ class _Memory:
             llm = manifest.from_object(resource.as_object())
             self._read = (resource.uid, resource.generation, llm)
         return self._read[2]
+
+
+def outcome_of(problems: Sequence[Problem]) -> Outcome:
+    """Return what is left to do about the problems."""
+    unwatched = [problem for problem in problems if problem.reason not in WATCHED]
+    if not unwatched:
+        return Outcome.DONE
+    return Outcome.FAILED if any(problem.accepted for problem in unwatched) else Outcome.REFUSED
 
 
 def problem_of(step: Step, error: ApiError) -> Problem:

@@ -66,6 +66,12 @@ class Resource(Struct, frozen=True, kw_only=True):
             deleting="deletionTimestamp" in metadata,
         )
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether its status says that a user has to change something."""
+        conditions = self.status.get("conditions", [])
+        return any((one["type"], one["status"]) == ("Accepted", "False") for one in conditions)
+
     def as_object(self) -> Object:
         """Return the object again, with as much metadata as is kept."""
         metadata = {"namespace": self.key.namespace, "name": self.key.name, "uid": self.uid}
