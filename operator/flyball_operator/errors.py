@@ -2,6 +2,11 @@
 
 from collections.abc import Sequence
 
+from flyball_protocol.quoting import one_line
+
+MAX_PROBLEMS = 20
+"""Problems of one manifest that get a line each."""
+
 
 class OperatorError(Exception):
     """Base of every error that the operator raises on purpose."""
@@ -12,13 +17,15 @@ class SpecError(OperatorError):
 
     Attributes:
         source: the file (or object) at fault.
-        problems: one line for each thing that is wrong.
+        problems: one line for each of the first things that are wrong; the last counts the others.
     """
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
-        self.source = source
-        self.problems = tuple(problems)
+        num_others = len(problems) - MAX_PROBLEMS
+        others = [f"{num_others} more problems"] if num_others > 0 else []
+        self.source = one_line(source)
+        self.problems = (*problems[:MAX_PROBLEMS], *others)
+        super().__init__("\n".join(f"{self.source}: {problem}" for problem in self.problems))
 
 
 class LocalError(OperatorError):

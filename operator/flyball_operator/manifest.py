@@ -8,10 +8,12 @@ from typing import Any
 import msgspec
 
 from flyball_operator import names, rules, schema
-from flyball_operator.documents import Document, read_documents
+from flyball_operator.documents import MAX_CHARS, Document, read_documents
 from flyball_operator.errors import SpecError
+from flyball_operator.field_path import entry
 from flyball_operator.model_source import FolderModel, ModelSource, parse_model_uri
 from flyball_operator.spec import DeploymentSpec, LLMDeployment
+from flyball_protocol.quoting import one_line, quoted
 
 NO_FOLDER_ON_A_CLUSTER = "file: models are for flyball-operator local; on a cluster use hf://, pvc:// or oci://"
 
@@ -26,9 +28,10 @@ def read_file(path: Path) -> list[LLMDeployment]:
         SpecError: the file cannot be read, or something in it is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARS + 1)  # one more than parse() takes, of a file that may have no end
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(str(path), [f"cannot be read: {error}"]) from error
+        raise SpecError(str(path), [f"cannot be read: {one_line(str(error))}"]) from error
     return parse(text, source=str(path), base=path.parent)
 
 
@@ -41,7 +44,7 @@ def parse(text: str, *, source: str, base: Path) -> list[LLMDeployment]:
     deployments = [parse_document(document, source=source, base=base) for document in read_documents(text, source)]
     for i, deployment in enumerate(deployments):
         if deployment.name in {other.name for other in deployments[:i]}:
-            raise SpecError(source, [f"metadata.name {deployment.name!r} is used by two documents; rename one"])
+            raise SpecError(source, [f"metadata.name {quoted(deployment.name)} is used by two documents; rename one"])
     return deployments
 
 
@@ -55,7 +58,7 @@ def from_object(obj: Mapping[str, Any]) -> LLMDeployment:
     source = f"{names.KIND} {metadata.get('namespace')}/{metadata.get('name')}"
     deployment = parse_document(dict(obj), source=source, base=Path("/"))
     if isinstance(deployment.model_source, FolderModel):
-        raise SpecError(source, [f"spec.model.uri is {deployment.spec.model.uri!r}; {NO_FOLDER_ON_A_CLUSTER}"])
+        raise SpecError(source, [f"spec.model.uri is {quoted(deployment.spec.model.uri)}; {NO_FOLDER_ON_A_CLUSTER}"])
     return deployment
 
 
@@ -81,9 +84,9 @@ def parse_document(document: Document, *, source: str, base: Path) -> LLMDeploym
 def _envelope_problems(document: Document) -> Iterator[str]:
     for key, expected in (("apiVersion", names.API_VERSION), ("kind", names.KIND)):
         if document.get(key) != expected:
-            yield f"{key} is {document.get(key)!r}; only {expected} is understood"
-    for key in document.keys() - {"apiVersion", "kind", "metadata", "spec", "status"}:
-        yield f"{key} is not a field; an LLMDeployment has apiVersion, kind, metadata and spec"
+            yield f"{key} is {quoted(document.get(key))}; only {expected} is understood"
+    for key in sorted(document.keys() - {"apiVersion", "kind", "metadata", "spec", "status"}):
+        yield f"{entry('', key)} is not a field; an LLMDeployment has apiVersion, kind, metadata and spec"
     if "spec" not in document:
         yield "spec is missing; it needs at least spec.model.uri"
 
@@ -97,7 +100,7 @@ def _metadata_problems(metadata: Any) -> Iterator[str]:
         value = metadata.get(key, "default")
         if not isinstance(value, str) or not pattern.fullmatch(value) or len(value) > most:
             yield (
-                f"metadata.{key} is {value!r}; it must have 1 to {most} lower-case letters, digits and '-', "
+                f"metadata.{key} is {quoted(value)}; it must have 1 to {most} lower-case letters, digits and '-', "
                 f"begin with a {first} and end with a letter or digit"
             )
 
@@ -106,4 +109,4 @@ def _model_source(spec: DeploymentSpec, base: Path) -> tuple[ModelSource | None,
     try:
         return parse_model_uri(spec.model.uri, revision=spec.model.revision, base=base), []
     except ValueError as error:
-        return None, [f"spec.model.uri is {spec.model.uri!r}; {error}"]
+        return None, [f"spec.model.uri is {quoted(spec.model.uri)}; {error}"]

@@ -1,5 +1,6 @@
 """Where a model comes from: ``spec.model.uri`` taken apart."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ def parse_model_uri(uri: str, *, revision: str | None, base: Path) -> ModelSourc
             return ImageModel(_nonempty(rest.removeprefix("//"), "oci://REGISTRY/REPOSITORY:TAG"))
         case "file":
             folder = _nonempty(rest.removeprefix("//"), "file:FOLDER")
-            return FolderModel((base / folder).resolve())
+            return FolderModel(Path(os.path.realpath(base / folder)))  # resolve() raises for a loop of links
         case _:
             raise ValueError("it must start with hf://, pvc://, oci:// or file:")
 

@@ -5,8 +5,10 @@ import re
 from collections.abc import Iterator
 
 from flyball_operator import names, quantity
+from flyball_operator.field_path import entry
 from flyball_operator.spec import DeploymentSpec, EnvVar, Objectives, Quantity, Range
 from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
+from flyball_protocol.quoting import quoted
 
 MANAGED_FLAGS = frozenset(
     {
@@ -59,10 +61,10 @@ def _model_problems(spec: DeploymentSpec) -> Iterator[str]:
     if model.uri.startswith("hf://"):
         return
     if model.revision is not None:
-        yield f"spec.model.revision works with an hf:// uri only; the uri is {model.uri!r}, remove revision"
+        yield f"spec.model.revision works with an hf:// uri only; the uri is {quoted(model.uri)}, remove revision"
     if model.secret_ref is not None:
         yield (
-            f"spec.model.secretRef is the Hub's token and works with an hf:// uri only; the uri is {model.uri!r}. "
+            f"spec.model.secretRef is the Hub's token and works with an hf:// uri only; the uri is {quoted(model.uri)}. "
             "Remove it, or for oci:// use spec.runtime.imagePullSecrets"
         )
 
@@ -76,7 +78,7 @@ def _cache_problems(spec: DeploymentSpec) -> Iterator[str]:
             "or size (of one to make), not both"
         )
     if not is_claim and cache.claim_name is not None:
-        yield f"spec.model.cache.claimName is {cache.claim_name!r} and mode {cache.mode}; set mode Claim or remove it"
+        yield f"spec.model.cache.claimName is {quoted(cache.claim_name)} and mode {cache.mode}; set mode Claim or remove it"
     if not makes_claim and (cache.storage_class_name or cache.access_mode):
         yield "spec.model.cache.storageClassName and accessMode are of a claim to make; they need mode Claim and size"
 
@@ -107,11 +109,14 @@ def _runtime_problems(spec: DeploymentSpec) -> Iterator[str]:
 def _extra_arg_problems(index: int, argument: str) -> Iterator[str]:
     flag = argument.partition("=")[0]
     if not re.match("--[^=]", argument):
-        yield f"spec.runtime.extraArgs[{index}] is {argument!r}; write --flag or --flag=value"
+        yield f"spec.runtime.extraArgs[{index}] is {quoted(argument)}; write --flag or --flag=value"
         return
     managed = sorted(known for known in MANAGED_FLAGS if known.startswith(flag))  # argparse takes abbreviations
     if managed:
-        yield f"spec.runtime.extraArgs[{index}] is {argument!r}; {managed[0]} is set from other fields of spec, remove it here"
+        yield (
+            f"spec.runtime.extraArgs[{index}] is {quoted(argument)}; {managed[0]} is set from other fields of spec, "
+            "remove it here"
+        )
 
 
 def _env_problems(path: str, variable: EnvVar, spec: DeploymentSpec) -> Iterator[str]:
@@ -131,8 +136,8 @@ def _resource_problems(spec: DeploymentSpec) -> Iterator[str]:
     for kind, amounts in (("requests", resources.requests), ("limits", resources.limits)):
         for name in amounts.keys() - _RESOURCES:
             yield (
-                f"spec.resources.{kind}.{name} is not known; {', '.join(sorted(_RESOURCES))} are. Accelerators go into "
-                "spec.accelerator.count, anything else into podTemplate"
+                f"{entry(f'spec.resources.{kind}', name)} is not known; {', '.join(sorted(_RESOURCES))} are. "
+                "Accelerators go into spec.accelerator.count, anything else into podTemplate"
             )
     for name in (resources.requests.keys() & resources.limits.keys()) & _RESOURCES:
         request, limit = resources.requests[name], resources.limits[name]
@@ -207,7 +212,7 @@ def _rollout_problems(spec: DeploymentSpec) -> Iterator[str]:
 def _pod_template_problems(spec: DeploymentSpec) -> Iterator[str]:
     labels = spec.pod_template.get("metadata", {}).get("labels", {})
     for key in labels.keys() & names.labels("").keys():
-        yield f"spec.podTemplate.metadata.labels.{key} is how the operator finds its pods; remove it"
+        yield f"{entry('spec.podTemplate.metadata.labels', key)} is how the operator finds its pods; remove it"
 
 
 def _metadata_problems(spec: DeploymentSpec) -> Iterator[str]:
@@ -225,7 +230,7 @@ def _metadata_problems(spec: DeploymentSpec) -> Iterator[str]:
     for path, mapping in mappings.items():
         for key in mapping:
             if not _METADATA_KEY.fullmatch(key):
-                yield f"{path}.{key} must be NAME or DOMAIN/NAME, with letters, digits, '-', '_' and '.' in NAME"
+                yield f"{entry(path, key)} must be NAME or DOMAIN/NAME, with letters, digits, '-', '_' and '.' in NAME"
 
 
 def _network_problems(spec: DeploymentSpec) -> Iterator[str]:
@@ -237,7 +242,7 @@ def _network_problems(spec: DeploymentSpec) -> Iterator[str]:
         if (peer.cidr is not None) == (peer.namespace_selector is not None or peer.pod_selector is not None):
             yield f"{path} needs cidr, or namespaceSelector and podSelector (one or both)"
         if peer.cidr is not None and not _is_cidr(peer.cidr):
-            yield f"{path}.cidr is {peer.cidr!r}; expected ADDRESS/BITS, like 10.0.0.0/8"
+            yield f"{path}.cidr is {quoted(peer.cidr)}; expected ADDRESS/BITS, like 10.0.0.0/8"
 
 
 def _is_cidr(text: str) -> bool:

@@ -2,16 +2,22 @@
 
 import difflib
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
 
+from flyball_operator.field_path import entry as path_of_entry
+from flyball_protocol.quoting import one_line, quoted, quoted_list
+
 CRD_FILE = Path(__file__).with_name("llmdeployments.yaml")
 
 Schema = dict[str, Any]
+
+MAX_UNKNOWN_FIELDS = 8
+"""Unknown fields of one mapping that get a line each."""
 
 _TYPE_NAMES = {
     "object": "a mapping",
@@ -108,7 +114,7 @@ def _repeated_entries(keys: list[str], entries: list[Any], path: str) -> Iterato
         seen = set()
         for i, entry in enumerate(entries):
             if entry[key] in seen:
-                yield f"{path}[{i}].{key} {entry[key]!r} is given twice; keep one of them"
+                yield f"{path}[{i}].{key} {quoted(entry[key])} is given twice; keep one of them"
             seen.add(entry[key])
 
 
@@ -135,12 +141,14 @@ def _explain(error: ValidationError) -> Iterator[str]:
         yield f"{path} is {_shown(value)}; {_limit(error)}"
 
 
-def _unknown_fields(path: str, value: Iterable[object], known: list[str]) -> Iterator[str]:
-    for name in value:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}."
-            yield f"{path}.{name} is not a field; {hint}"
+def _unknown_fields(path: str, value: Iterable[str], known: list[str]) -> Iterator[str]:
+    unknown = [name for name in value if name not in known]
+    for name in unknown[:MAX_UNKNOWN_FIELDS]:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}."
+        yield f"{path_of_entry(path, name)} is not a field; {hint}"
+    if others := unknown[MAX_UNKNOWN_FIELDS:]:
+        yield f"{path} has more that are not fields: {quoted_list(others)}"
 
 
 def _limit(error: ValidationError) -> str:
@@ -163,7 +171,7 @@ def _limit(error: ValidationError) -> str:
         case "type":
             text = _expected_type(error)
         case _:
-            text = error.message
+            text = one_line(error.message)
     return f"{text}. {about}." if about else f"{text}."
 
 
@@ -182,10 +190,8 @@ def _field(error: ValidationError) -> Schema:
 
 
 def _path(error: ValidationError) -> str:
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path]
-    return "spec" + "".join(parts)
+    return reduce(path_of_entry, error.absolute_path, "spec")
 
 
 def _shown(value: object) -> str:
-    text = "empty" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "empty" if value is None else quoted(value)

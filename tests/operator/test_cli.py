@@ -173,6 +173,38 @@ def test_render_prints_every_child(capsys: pytest.CaptureFixture[str]) -> None:
     assert {one["metadata"]["name"] for one in rendered} == {"chat"}
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"made: 2024-13-45\n", "apiVersion is None"),
+        (b"made: " + b"9" * 5000, "a number of 5000 characters"),
+        (b"x: " + b"[" * 100_000, "levels deep"),
+        (b"a: \0", "control characters"),
+        (b"a: \xff", "cannot be read"),
+        (
+            (
+                "a0: &a0 [" + "x," * 9 + "]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]\n" for i in range(1, 9))
+            ).encode(),
+            "20000 values",
+        ),
+    ],
+)
+def test_render_says_in_a_line_what_is_wrong(
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chat.yaml").write_bytes(content)
+    assert cli.main(["render", "-f", str(tmp_path / "chat.yaml")]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert "Traceback" not in printed.err
+    assert not printed.out
+
+
+def test_a_file_without_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["render", "-f", "/dev/zero"]) == 2
+    assert "more than 1000000 characters" in capsys.readouterr().err
+
+
 def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["crd"]) == 0
     assert capsys.readouterr().out == (ROOT / "crds" / "llmdeployments.yaml").read_text()

@@ -87,9 +87,20 @@ def test_the_digest_follows_the_pod_and_nothing_else() -> None:
         (containers({"name": "runtime", "startupProbe": {"httpGet": None}}), "makes the startupProbe no httpGet probe"),
         (
             containers({"name": "runtime", "startupProbe": {"periodSeconds": "soon"}}),
-            "a startupProbe that cannot be read: .*soon",
+            "a pod that cannot be read: Expected `float`, got `str` .*startupProbe.periodSeconds",
         ),
-        (containers({"name": "runtime", "startupProbe": {"timeoutSeconds": None}}), "cannot be read: 'timeoutSeconds'"),
+        (
+            containers({"name": "runtime", "startupProbe": {"timeoutSeconds": None}}),
+            "cannot be read: .*`timeoutSeconds`",
+        ),
+        (containers({"name": "runtime", "livenessProbe": {"periodSeconds": 0}}), "livenessProbe.periodSeconds"),
+        (containers({"name": "runtime", "args": [3]}), "cannot be read: .*args"),
+        (containers({"name": "runtime", "env": [{"name": "A=B"}]}), "cannot be read: .*name"),
+        (containers({"name": "runtime", "resources": {"limits": {"nvidia.com/gpu": "1Gi"}}}), "wants '1Gi' of nvidia"),
+        (
+            {"podTemplate": {"spec": {"terminationGracePeriodSeconds": {}}}},
+            "cannot be read: .*terminationGracePeriodSeconds",
+        ),
         (containers({"name": "runtime", "livenessProbe": None}), "makes the livenessProbe no httpGet probe"),
     ],
 )

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flyball_operator.errors import SpecError
+from flyball_operator.field_path import entry as path_of_entry
+from flyball_protocol.quoting import one_line, quoted
 
 _MERGE_KEYS = {
     "containers": "name",
@@ -34,7 +36,7 @@ def merge(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str) -> dict
     merged = {key: value for key, value in ours.items() if theirs.get(key, value) is not None}
     for key, value in theirs.items():
         if value is not None:
-            merged[key] = _merge_value(ours.get(key), value, key, f"{path}.{key}")
+            merged[key] = _merge_value(ours.get(key), value, key, path_of_entry(path, key))
     return merged
 
 
@@ -53,18 +55,18 @@ def _merge_list(ours: list[Any], theirs: list[Any], field: str, path: str) -> li
     for i, entry in enumerate(theirs):
         name = _merge_key(entry, key, f"{path}[{i}]")
         base = {} if field in _REPLACED_ENTRIES else merged.get(name, {})
-        merged[name] = merge(base, entry, f"{path}[{name}]")
+        merged[name] = merge(base, entry, f"{path}[{one_line(str(name))}]")
     return list(merged.values())
 
 
 def _merge_key(entry: Any, key: str, path: str) -> str | int:
     name = entry.get(key) if isinstance(entry, dict) else None
     if not isinstance(name, str | int):
-        raise SpecError(path, [f"is {entry!r:.60}; expected a mapping with {key}, by which it is merged"])
+        raise SpecError(path, [f"is {quoted(entry)}; expected a mapping with {key}, by which it is merged"])
     return name
 
 
 def _expect(value: Any, kind: type, expected: str, path: str) -> Any:
     if not isinstance(value, kind):
-        raise SpecError(path, [f"is {value!r:.60}; expected {expected}, as in a Pod"])
+        raise SpecError(path, [f"is {quoted(value)}; expected {expected}, as in a Pod"])
     return value

@@ -1,9 +1,7 @@
 """HTTP probes, with the kubelet's meaning of period, timeout and thresholds."""
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -19,16 +17,6 @@ class Probe:
     timeout_s: float
     failure_threshold: int
     grace_s: float | None = None
-
-    @classmethod
-    def from_manifest(cls, probe: Mapping[str, Any]) -> "Probe":
-        return cls(
-            path=probe["httpGet"]["path"],
-            period_s=float(probe["periodSeconds"]),
-            timeout_s=float(probe["timeoutSeconds"]),
-            failure_threshold=int(probe["failureThreshold"]),
-            grace_s=probe.get("terminationGracePeriodSeconds"),
-        )
 
 
 class Prober:

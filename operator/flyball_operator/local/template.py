@@ -3,22 +3,22 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from flyball_operator import children, names
 from flyball_operator.children import Manifest
 from flyball_operator.errors import LocalError
 from flyball_operator.local.accelerators import RESOURCE_NAME
+from flyball_operator.local.pod import Container, Pod, PodProbe, Volume
 from flyball_operator.local.probes import Probe
 from flyball_operator.spec import LLMDeployment
 from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
+from flyball_protocol.quoting import one_line, quoted
 
 LOOPBACK = "127.0.0.1"
-KUBERNETES_GRACE_S = 30
-"""What Kubernetes takes when a pod names no grace period."""
 
 
 @dataclass(frozen=True)
@@ -63,74 +63,88 @@ def process_template(deployment: Manifest, executable: tuple[str, ...]) -> Proce
     Raises:
         LocalError: the pod needs something that only a cluster has.
     """
-    pod = deployment["spec"]["template"]["spec"]
+    pod = _read_pod(deployment["spec"]["template"]["spec"])
     container = _runtime_container(pod)
-    pre_stop_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    _check_folders(pod.get("volumes", []))
+    _check_folders(pod.volumes)
     return ProcessTemplate(
-        argv=(*executable, *container["command"][1:], *container["args"]),
+        argv=(*executable, *container.command[1:], *container.args),
         env=dict(_env(pod, container)),
         num_accelerators=_accelerators(container),
-        startup=_probe(container, "startupProbe"),
-        readiness=_probe(container, "readinessProbe"),
-        liveness=_probe(container, "livenessProbe"),
-        grace_s=pod.get("terminationGracePeriodSeconds", KUBERNETES_GRACE_S) - pre_stop_s,
+        startup=_probe(container.startup_probe, "startupProbe"),
+        readiness=_probe(container.readiness_probe, "readinessProbe"),
+        liveness=_probe(container.liveness_probe, "livenessProbe"),
+        grace_s=max(0.0, pod.termination_grace_period_seconds - container.lifecycle.pre_stop.sleep.seconds),
         digest=hashlib.sha256(json.dumps(deployment["spec"]["template"], sort_keys=True).encode()).hexdigest()[:12],
     )
 
 
-def _runtime_container(pod: Manifest) -> Manifest:
-    container: Manifest = pod["containers"][0]
-    others = [*pod["containers"][1:], *pod.get("initContainers", [])]
-    for other in (one for one in others if one["name"] != names.LISTENER_CONTAINER):  # here the balancer retries
-        raise LocalError(f"spec.podTemplate has a container {other['name']!r}; local mode runs the runtime alone")
-    if container.get("command") != ["flyball"] or "args" not in container:
+def _read_pod(spec: Manifest) -> Pod:
+    try:
+        return msgspec.convert(spec, Pod)
+    except msgspec.ValidationError as error:
+        raise LocalError(f"spec.podTemplate makes a pod that cannot be read: {one_line(str(error))}") from error
+
+
+def _runtime_container(pod: Pod) -> Container:
+    container = pod.containers[0]
+    others = [*pod.containers[1:], *pod.init_containers]
+    for other in (one for one in others if one.name != names.LISTENER_CONTAINER):  # here the balancer retries
+        raise LocalError(f"spec.podTemplate has a container {quoted(other.name)}; local mode runs the runtime alone")
+    if container.command != ("flyball",) or not container.args:
         raise LocalError("spec.podTemplate changes the runtime's command or args; use spec.runtime.extraArgs here")
-    if container.get("envFrom"):
+    if container.env_from:
         raise LocalError("spec.runtime.envFrom names cluster objects; give the values in spec.runtime.env here")
     return container
 
 
-def _probe(container: Manifest, name: str) -> Probe:
-    if "httpGet" not in container.get(name, {}):
+def _probe(probe: PodProbe | None, name: str) -> Probe:
+    if probe is None or probe.http_get is None:
         raise LocalError(f"spec.podTemplate makes the {name} no httpGet probe; local mode knows no other kind")
-    try:
-        return Probe.from_manifest(container[name])
-    except (KeyError, TypeError, ValueError) as error:
-        raise LocalError(f"spec.podTemplate makes a {name} that cannot be read: {error}") from error
+    return Probe(
+        path=probe.http_get.path,
+        period_s=probe.period_seconds,
+        timeout_s=probe.timeout_seconds,
+        failure_threshold=probe.failure_threshold,
+        grace_s=probe.termination_grace_period_seconds,
+    )
 
 
-def _check_folders(volumes: list[Manifest]) -> None:
+def _check_folders(volumes: Sequence[Volume]) -> None:
     """Refuse a model that is not here. Other volumes have no effect: what they hold, this machine keeps in its own places."""
-    for volume in (volume for volume in volumes if volume["name"] == "model"):
-        if "hostPath" not in volume:
-            scheme = "pvc://" if "persistentVolumeClaim" in volume else "oci://"
+    for volume in (volume for volume in volumes if volume.name == "model"):
+        if volume.host_path is None:
+            scheme = "oci://" if volume.persistent_volume_claim is None else "pvc://"
             raise LocalError(
                 f"spec.model.uri: {scheme} needs a cluster; on this machine use file:FOLDER or hf://ORG/NAME"
             )
-        if not Path(volume["hostPath"]["path"]).is_dir():
+        if not os.path.isdir(volume.host_path.path):  # noqa: PTH112 (Path.is_dir raises for a name that is too long)
             raise LocalError(
-                f"spec.model.uri: {volume['hostPath']['path']} is not a folder; "
+                f"spec.model.uri: {one_line(volume.host_path.path)} is not a folder; "
                 "a relative file: uri is meant from the manifest's own folder"
             )
 
 
-def _env(pod: Manifest, container: Manifest) -> Iterator[tuple[str, str]]:
+def _env(pod: Pod, container: Container) -> Iterator[tuple[str, str]]:
     """Yield the container's variables, but the admin token (the runner's own) and paths that exist inside a pod only."""
-    here = {volume["name"] for volume in pod.get("volumes", []) if "hostPath" in volume}
-    pod_only = tuple(mount["mountPath"] for mount in container.get("volumeMounts", []) if mount["name"] not in here)
-    for variable in container.get("env", []):
-        name = variable["name"]
-        if "valueFrom" in variable:
-            if name != ADMIN_TOKEN_ENV and name not in os.environ:
-                raise LocalError(f"env {name} comes from a cluster object; set it in the environment of this command")
-        elif not variable.get("value", "").startswith(pod_only):
-            yield name, variable.get("value", "")
+    here = {volume.name for volume in pod.volumes if volume.host_path is not None}
+    pod_only = tuple(mount.mount_path for mount in container.volume_mounts if mount.name not in here)
+    for variable in container.env:
+        if variable.value_from is not None:
+            if variable.name != ADMIN_TOKEN_ENV and variable.name not in os.environ:
+                raise LocalError(
+                    f"env {one_line(variable.name)} comes from a cluster object; set it in the environment of this command"
+                )
+        elif not variable.value.startswith(pod_only):
+            yield variable.name, variable.value
 
 
-def _accelerators(container: Manifest) -> int:
-    limits: dict[str, Any] = container.get("resources", {}).get("limits", {})
-    for name in limits:
+def _accelerators(container: Container) -> int:
+    for name in container.resources.limits:
         if "/" in name and name != RESOURCE_NAME:
-            raise LocalError(f"spec.accelerator.resourceName is {name}; local mode can hand out {RESOURCE_NAME} only")
-    return int(limits.get(RESOURCE_NAME, 0))
+            raise LocalError(
+                f"spec.accelerator.resourceName is {one_line(name)}; local mode can hand out {RESOURCE_NAME} only"
+            )
+    count = container.resources.limits.get(RESOURCE_NAME, 0)
+    if not str(count).isdecimal():
+        raise LocalError(f"spec.podTemplate wants {quoted(count)} of {RESOURCE_NAME}; write a whole number")
+    return int(count)
