@@ -8,12 +8,13 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import h11
 
 from flyball_protocol import endpoints
+from flyball_protocol.quoting import one_line
+from flyball_runtime.listener.room import NoRoom, Room, Share
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,9 @@ class Relay:
         service: where to send requests.
         patience_s: how long to look for a replica that takes one.
         retry_s: between two tries.
-        max_held_bytes: most bytes of bodies held at a time; a request beyond it gets 503.
+        max_held_bytes: most bytes of bodies held at a time. Beyond it the body that has been arriving for longest gives way.
         read_timeout_s: a connection that brings no whole request by then is closed.
+        write_timeout_s: a client that takes nothing of its answer for so long is dropped.
     """
 
     def __init__(
@@ -62,13 +64,14 @@ class Relay:
         retry_s: float = 0.25,
         max_held_bytes: int = 32 * 1024 * 1024,
         read_timeout_s: float = 30.0,
+        write_timeout_s: float = 60.0,
     ) -> None:
         self._service = service
         self._patience_s = patience_s
         self._retry_s = retry_s
-        self._max_held_bytes = max_held_bytes
+        self._room = Room(max_held_bytes)
         self._read_timeout_s = read_timeout_s
-        self._held_bytes = 0
+        self._write_timeout_s = write_timeout_s
         self._running: set[asyncio.Task[None]] = set()
 
     def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -88,29 +91,20 @@ class Relay:
             try:
                 await self._read_and_pass_on(Incoming(reader, writer), writer)
             except TimeoutError:
-                return
+                writer.transport.abort()
             except Unanswered as why:
-                writer.write(unavailable(str(why)))
-                await writer.drain()
+                await self._write(unavailable(str(why)), writer)
 
     async def _read_and_pass_on(self, incoming: "Incoming", writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(self._read_timeout_s) as reading:
             head = await incoming.head()
-            with self._room_for(body_length(head)):
-                body = await incoming.body()
+            if body_length(head) > self._room.max_bytes:
+                raise Unanswered(f"its body is longer than the {self._room.max_bytes} bytes that can be held")
+            with self._room.share(reading) as share:
+                body = await incoming.body(share)
+                share.complete()
                 reading.reschedule(None)
-                what = f"{head.method.decode()} {path_of(head).decode()}"
-                await self._pass_on(what, relayed(head, body), writer)
-
-    @contextlib.contextmanager
-    def _room_for(self, num_bytes: int) -> Iterator[None]:
-        if self._held_bytes + num_bytes > self._max_held_bytes:
-            raise Unanswered("too many others are waiting for another replica")
-        self._held_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._held_bytes -= num_bytes
+                await self._pass_on(described(head), relayed(head, body), writer)
 
     async def _pass_on(self, what: str, request: bytes, writer: asyncio.StreamWriter) -> None:
         """Send the request to the Service until a replica takes it, and copy the answer."""
@@ -126,11 +120,23 @@ class Relay:
                 with contextlib.closing(service):
                     if first := await _ask(request, answer, service):
                         logger.info("%s was taken by another replica after %.2f s", what, loop.time() - start_s)
-                        return await _copy(first, answer, writer)
+                        return await self._copy(first, answer, writer)
             if loop.time() - start_s > self._patience_s:
                 logger.error("%s was taken by nobody: %s", what, problem)
                 raise Unanswered(f"{problem}, for {self._patience_s:g} s")
             await asyncio.sleep(self._retry_s)
+
+    async def _copy(self, first: bytes, answer: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Copy an answer to its end. One that is cut ends here too: its length or its last chunk is then missing."""
+        chunk = first
+        while chunk:
+            await self._write(chunk, writer)
+            chunk = await answer.read(CHUNK_BYTES)
+
+    async def _write(self, chunk: bytes, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(self._write_timeout_s):
+            writer.write(chunk)
+            await writer.drain()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
@@ -154,10 +160,14 @@ class Incoming:
             raise ConnectionResetError("the client left")
         return event
 
-    async def body(self) -> bytes:
+    async def body(self, share: Share) -> bytes:
         parts = []
         while isinstance(event := await self._next(), h11.Data):
-            parts.append(event.data)
+            try:
+                share.grow(len(event.data))
+            except NoRoom:
+                raise Unanswered("too many others are waiting for another replica") from None
+            parts.append(bytes(event.data))
         return b"".join(parts)
 
     async def _next(self) -> object:
@@ -168,7 +178,7 @@ class Incoming:
                     self._writer.write(self._wire.send(go_on) or b"")
                 self._wire.receive_data(await self._reader.read(CHUNK_BYTES))
         except h11.RemoteProtocolError as error:
-            raise Unanswered(f"it cannot be read: {error}") from None
+            raise Unanswered(f"it cannot be read: {one_line(str(error))}") from None
         return event
 
 
@@ -187,6 +197,11 @@ def body_length(head: h11.Request) -> int:
 def path_of(head: h11.Request) -> bytes:
     """Return the target without what follows a question mark."""
     return head.target.partition(b"?")[0]
+
+
+def described(head: h11.Request) -> str:
+    """Return method and path for the log."""
+    return one_line(f"{head.method.decode()} {path_of(head).decode()}")
 
 
 def relayed(head: h11.Request, body: bytes) -> bytes:
@@ -211,15 +226,6 @@ async def _ask(request: bytes, answer: asyncio.StreamReader, service: asyncio.St
     except (OSError, asyncio.IncompleteReadError):
         raise Unanswered("another replica took it and ended before it answered") from None
     return b"" if first == UNAVAILABLE else first
-
-
-async def _copy(first: bytes, answer: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy an answer to its end. One that is cut ends here too: its length or its last chunk is then missing."""
-    chunk = first
-    while chunk:
-        writer.write(chunk)
-        await writer.drain()
-        chunk = await answer.read(CHUNK_BYTES)
 
 
 def unavailable(why: str) -> bytes:

@@ -1,6 +1,7 @@
 """What is answered while the runtime is gone: over real sockets, against services that take, refuse, break off and loop."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -164,7 +165,7 @@ def test_patience_ends_with_a_clear_error(stopped: bool, says: str) -> None:
         (b"HEAD /metrics?x HTTP/1.1\r\nHost: chat\r\n\r\n", "asks about this replica"),
         (b"POST / HTTP/1.1\r\nHost: chat\r\nFlyball-Relayed: 1\r\nContent-Length: 0\r\n\r\n", "passed on before"),
         (b"POST / HTTP/1.1\r\nHost: chat\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "does not say its length"),
-        (b"POST / HTTP/1.1\r\nHost: chat\r\nContent-Length: 1001\r\n\r\n", "too many others"),
+        (b"POST / HTTP/1.1\r\nHost: chat\r\nContent-Length: 1001\r\n\r\n", "longer than the 1000 bytes"),
         (b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", "cannot be read"),
         (b"\x16\x03\x01 what?\r\n\r\n", "cannot be read"),
         (b"POST / HTTP/1.1\r\nHost: " + b"x" * 20000, "cannot be read"),
@@ -265,6 +266,59 @@ def test_half_a_request_is_closed_and_gives_its_room_back() -> None:
             assert await ask(port, POST[:-1]) == b""
             assert await ask(port, POST[:20]) == b""
             assert await ask(port) == ANSWER
+
+    asyncio.run(check())
+
+
+ANNOUNCED = b"POST / HTTP/1.1\r\nHost: chat\r\nContent-Length: 1000\r\n\r\n"
+
+
+def test_a_length_that_is_only_announced_takes_no_room_from_others() -> None:
+    async def check() -> None:
+        async with relaying(FakeService(), max_held_bytes=1000) as (_, port):
+            _, idle = await asyncio.open_connection("127.0.0.1", port)
+            idle.write(ANNOUNCED)
+            await idle.drain()
+            assert await ask(port) == ANSWER
+            idle.close()
+
+    asyncio.run(check())
+
+
+def test_the_body_that_has_been_arriving_for_longest_gives_way() -> None:
+    async def check() -> None:
+        async with relaying(FakeService(), max_held_bytes=1000) as (relay, port):
+            slow, slow_writer = await asyncio.open_connection("127.0.0.1", port)
+            slow_writer.write(ANNOUNCED + b"x" * 999)
+            async with asyncio.timeout(10):
+                while not any(share.num_bytes == 999 for share in relay._room.arriving):
+                    await asyncio.sleep(0.01)
+                assert await ask(port) == ANSWER
+                with contextlib.suppress(ConnectionError):
+                    assert await slow.read() == b""
+            slow_writer.close()
+            assert await ask(port) == ANSWER  # and what it had is free again
+
+    asyncio.run(check())
+
+
+def test_a_client_that_reads_nothing_of_its_answer_is_dropped() -> None:
+    async def endless(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"x" * 65536)
+                await writer.drain()
+
+    async def check() -> None:
+        async with relaying(FakeService(endless), write_timeout_s=0.2) as (relay, port):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+            writer.write(POST)
+            async with asyncio.timeout(30):
+                while not relay._running:
+                    await asyncio.sleep(0.01)
+                await relay.finish()
+            writer.close()
 
     asyncio.run(check())
 
