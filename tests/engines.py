@@ -1,6 +1,7 @@
 """Engines on tiny checkpoints, and what transformers says of the same prompts."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flyball_runtime.engine.engine import Engine
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
-def make_engine(path: Path, **settings: Any) -> Engine:
+def make_engine(path: Path, on_progress: Callable[[], object] = lambda: None, **settings: Any) -> Engine:
     defaults = {
         "device": "cpu",
         "dtype": "float32",
@@ -23,7 +24,8 @@ def make_engine(path: Path, **settings: Any) -> Engine:
         "max_num_batched_tokens": 256,
         "max_model_len": 256,
     }
-    return Engine(EngineConfig(model=str(path), served_model_name="test", **(defaults | settings)))
+    config = EngineConfig(model=str(path), served_model_name="test", **(defaults | settings))
+    return Engine(config, on_progress=on_progress)
 
 
 def random_prompts(lengths: list[int], seed: int = 0, vocab_size: int = 384) -> list[list[int]]:

@@ -103,6 +103,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that running requests get after SIGTERM",
     )
+    server.add_argument(
+        "--max-heartbeat-age",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds without progress, in a step or between two, after which /livez turns red",
+    )
     server.add_argument("--log-level", default="info", choices=settings.LOG_LEVELS)
 
 
@@ -127,6 +134,7 @@ def run_serve(args: argparse.Namespace) -> int:
         admin_token=admin_token_from(args),
         api=ApiSettings(
             served_model_names=tuple(args.served_model_name or [args.model]),
+            max_heartbeat_age_s=args.max_heartbeat_age,
             default_sampling=generation_config.default_sampling(args.generation_config, path),
         ),
         drain_timeout_s=args.drain_timeout,

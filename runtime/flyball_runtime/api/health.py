@@ -1,7 +1,8 @@
 """/livez, /readyz, /health and /metrics.
 
-Live means making progress: the engine loop says so at least once a second, idle or busy, so a hung loop is seen and a long
-queue is not mistaken for one. Loading counts as live; how long it may take is the start-up probe's business.
+Live means making progress: idle, the engine shows it at least once a second; busy, after each layer of a step. So a hung
+step is seen, and a long step or a long queue is not mistaken for one. Loading counts as live; how long it may take is the
+start-up probe's business.
 """
 
 from fastapi import Request, Response
@@ -42,7 +43,8 @@ def check_live(front: EngineFront, max_heartbeat_age_s: float) -> None:
         raise HttpError(
             503,
             "engine_stuck",
-            f"the engine loop has been silent for {age_s:.1f} s; {max_heartbeat_age_s:g} s are allowed. Restart it.",
+            f"the engine has made no progress for {age_s:.1f} s; --max-heartbeat-age allows {max_heartbeat_age_s:g} s. "
+            "Restart it.",
             retry_after_s=RETRY_AFTER_STUCK_S,
         )
 

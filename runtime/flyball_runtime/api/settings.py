@@ -26,7 +26,7 @@ class ApiSettings:
         write_timeout_s: a reader that takes nothing for so long is dropped and its requests are aborted.
         keep_alive_s: how long an idle connection stays open, a new one too; longer than the 60 s of common load
             balancers, so that they close first.
-        max_heartbeat_age_s: /livez turns red when the engine loop has been silent for longer.
+        max_heartbeat_age_s: /livez turns red when the engine has made no progress for longer.
         max_inline_chars: longer prompts are rendered and tokenized in a thread, so that they do not hold up the tokens
             of other requests.
     """

@@ -33,6 +33,7 @@ from flyball_runtime.core.request import Request
 from flyball_runtime.core.stats import EngineInfo, StepStats
 from flyball_runtime.engine import messages
 from flyball_runtime.engine.front import EngineObserver
+from flyball_runtime.engine.heartbeat import Heartbeat
 from flyball_runtime.engine.process import Addresses, run_engine
 from flyball_runtime.engine.retry_after import RetryAfter
 from flyball_runtime.engine.router import RequestStream, Router
@@ -64,7 +65,7 @@ class EngineClient:
         self._lease_end_s: float | None = None
         self._stats: StepStats | None = None
         self._blocked = False  # whether the last step left requests waiting
-        self._last_sign_of_life_s = self._clock.now()
+        self._heartbeat = Heartbeat()
         self._draining = False
         self._dead: Exception | None = None
         self._stopping = False
@@ -87,7 +88,7 @@ class EngineClient:
         self._inbox.bind(addresses.from_engine)
         self._process = multiprocessing.get_context("spawn").Process(
             target=run_engine,
-            args=(self._config, addresses, os.getpid(), time.time()),
+            args=(self._config, addresses, self._heartbeat, os.getpid(), time.time()),
             name="flyball-engine",
             daemon=False,
         )
@@ -185,7 +186,7 @@ class EngineClient:
         return self._stats
 
     def heartbeat_age_s(self) -> float:
-        return self._clock.now() - self._last_sign_of_life_s
+        return self._heartbeat.age_s()
 
     def start_drain(self) -> None:
         if not self._draining:
@@ -250,7 +251,6 @@ class EngineClient:
         try:
             while True:
                 message = messages.decode_from_engine(await self._inbox.recv())
-                self._last_sign_of_life_s = self._clock.now()
                 self._handle(message)
         except Exception as error:  # noqa: BLE001 - the loop's boundary: unread, every stream would hang
             logger.critical("cannot read the engine any more:\n%s", traceback.format_exc())

@@ -3,6 +3,7 @@
 import logging
 import random
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -26,16 +27,24 @@ logger = logging.getLogger(__name__)
 class Engine:
     """One step is plan -> run -> commit. Not thread-safe: one loop owns it."""
 
-    def __init__(self, config: EngineConfig, clock: Clock | None = None, *, import_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Clock | None = None,
+        *,
+        import_s: float = 0.0,
+        on_progress: Callable[[], object] = lambda: None,
+    ) -> None:
         """Load the model and allocate the KV cache.
 
         Args:
             import_s: seconds that went into starting the process, reported as a stage of start-up.
+            on_progress: called several times within each step.
         Raises:
             ConfigError: the model or the machine makes it impossible.
         """
         clock = clock or MonotonicClock()
-        self._runner = ModelRunner(config)
+        self._runner = ModelRunner(config, on_progress)
         info = self._runner.info
         self.info: EngineInfo = msgspec.structs.replace(info, startup_s={"import": round(import_s, 4)} | info.startup_s)
         self.kv_cache = KVCache(info.num_kv_blocks, info.block_size, config.enable_prefix_caching)

@@ -58,7 +58,7 @@ class EngineFront(Protocol):
     def latest_stats(self) -> StepStats | None: ...
 
     def heartbeat_age_s(self) -> float:
-        """Seconds since the engine loop last showed life; it does so at least once a second, idle or busy."""
+        """Seconds since the engine last made progress: idle at least once a second, busy after each layer of a step."""
         ...
 
     def start_drain(self) -> None:

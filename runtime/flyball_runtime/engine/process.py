@@ -13,13 +13,15 @@ import zmq
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.engine import messages
+from flyball_runtime.engine.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from flyball_runtime.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.5
+IDLE_S = 0.5
+"""How long an idle engine waits for a message before it looks after leases and its parent and sends its state."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Addresses:
     from_engine: str
 
 
-def run_engine(config: EngineConfig, addresses: Addresses, parent_pid: int, spawned_at_s: float) -> None:
+def run_engine(
+    config: EngineConfig, addresses: Addresses, heartbeat: Heartbeat, parent_pid: int, spawned_at_s: float
+) -> None:
     """Entry point of the process. Its last message is Died when it ends for any reason but Stop.
 
     Args:
@@ -53,7 +57,8 @@ def run_engine(config: EngineConfig, addresses: Addresses, parent_pid: int, spaw
     inbox.connect(addresses.to_engine)
     outbox.connect(addresses.from_engine)
     try:
-        EngineProcess(Engine(config, import_s=import_s), inbox, outbox, parent_pid).serve()
+        engine = Engine(config, import_s=import_s, on_progress=heartbeat.beat)
+        EngineProcess(engine, inbox, outbox, heartbeat, parent_pid).serve()
     except ConfigError as error:
         outbox.send(messages.encode(messages.Died(str(error), is_config_error=True)))
         raise SystemExit(1) from None
@@ -68,17 +73,21 @@ def run_engine(config: EngineConfig, addresses: Addresses, parent_pid: int, spaw
 class EngineProcess:
     """Serves an engine over two sockets until Stop, or until the API process is gone."""
 
-    def __init__(self, engine: "Engine", inbox: zmq.Socket, outbox: zmq.Socket, parent_pid: int) -> None:
+    def __init__(
+        self, engine: "Engine", inbox: zmq.Socket, outbox: zmq.Socket, heartbeat: Heartbeat, parent_pid: int
+    ) -> None:
         self._engine = engine
         self._inbox = inbox
         self._outbox = outbox
+        self._heartbeat = heartbeat
         self._parent_pid = parent_pid
-        self._next_heartbeat_s = 0.0
+        self._next_state_s = 0.0
         self._stopped = False
 
     def serve(self) -> None:
         self._send(messages.Ready(self._engine.info, self._engine.limits()))
         while not self._stopped and os.getppid() == self._parent_pid:
+            self._heartbeat.beat()
             self._drain_inbox()
             if (moved := self._engine.tick()) is not None:
                 self._send(messages.LimitsMoved(moved))
@@ -111,11 +120,11 @@ class EngineProcess:
                 self._stopped = True
 
     def _idle(self) -> None:
-        """Wait for a message; show life meanwhile."""
-        if time.monotonic() >= self._next_heartbeat_s:
+        """Wait for a message, a while at most; send the state now and then."""
+        if time.monotonic() >= self._next_state_s:
             self._send_state()
-            self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
-        self._inbox.poll(HEARTBEAT_S * 1000)
+            self._next_state_s = time.monotonic() + IDLE_S
+        self._inbox.poll(IDLE_S * 1000)
 
     def _send_state(self) -> None:
         self._send(messages.StepOutput([], [], [], self._engine.state()))

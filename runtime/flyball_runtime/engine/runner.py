@@ -1,6 +1,7 @@
 """Runs one plan on the device: input tensors -> model -> sampler -> token ids."""
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,11 +24,14 @@ from flyball_runtime.scheduler import BatchPlan
 class ModelRunner:
     """Owns everything that lives on the device: weights, KV tensors, sampler state.
 
+    Args:
+        on_progress: called after each layer of a step.
     Raises:
         ConfigError: the checkpoint, a setting or the machine makes start-up impossible.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, on_progress: Callable[[], object]) -> None:
+        self._on_progress = on_progress
         stages = _Stages()
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -90,7 +94,7 @@ class ModelRunner:
 
         A token is None if the model's logits for it hold NaN or +inf, or are all -inf.
         """
-        logits = self._model.forward(self._builder.build(plan), self._kv)
+        logits = self._model.forward(self._builder.build(plan), self._kv, self._on_progress)
         sampled = plan.sampled
         if not sampled:
             return []

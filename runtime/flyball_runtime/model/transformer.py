@@ -3,7 +3,7 @@
 Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and a call costs no more than a call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -175,15 +175,18 @@ class CausalLM:
         del self.head_weight
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, kv: KVTensors) -> Tensor:
+    def forward(self, inputs: StepInputs, kv: KVTensors, after_layer: Callable[[], object] = lambda: None) -> Tensor:
         """Run one step, writing K and V of its tokens into ``kv``.
 
+        Args:
+            after_layer: called after each layer: computed on a CPU, launched on a GPU.
         Returns:
             Logits ``[num_sampled, vocab_size]`` fp32 of the tokens at ``inputs.logits_indices``.
         """
         x, residual = F.embedding(inputs.token_ids, self.embedding), None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x, residual = layer(x, residual, inputs, self.cos_sin, layer_kv)
+            after_layer()
         # most tokens of a prefill are not sampled from: drop them before the largest matmul of all
         wanted = inputs.logits_indices
         if not wanted.shape[0]:

@@ -35,7 +35,7 @@ async def test_draining_is_live_and_not_ready(client: httpx.AsyncClient, engine:
 async def test_stuck_loop_is_neither(client: httpx.AsyncClient, engine: FakeEngine, drains: bool) -> None:
     engine.heartbeat_s, engine.draining, engine.ready = 30.5, drains, not drains
     assert await statuses(client) == {"/livez": 503, "/readyz": 503, "/health": 503}
-    assert "silent for 30.5 s; 30 s are allowed" in error_of(await client.get("/livez"))["message"]
+    assert "no progress for 30.5 s; --max-heartbeat-age allows 30 s" in error_of(await client.get("/livez"))["message"]
 
 
 async def test_dead_engine_is_neither(client: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -158,6 +158,24 @@ async def _post_until_it_fails(client: EngineClient) -> None:
         await client.post_limits(LimitsUpdate(revision=revision, limits=LimitsChange(max_num_seqs=4)))
 
 
+def test_a_stopped_engine_makes_no_progress_until_it_goes_on(path: Path) -> None:
+    """SIGSTOP in the middle of a step is what a deadlock or a dead GPU looks like from outside."""
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        stream = client.submit(request("busy", max_tokens=8000))
+        await anext(stream)
+        os.kill(client.engine_pid, signal.SIGSTOP)
+        while client.heartbeat_age_s() < 1:
+            await asyncio.sleep(0.01)
+        os.kill(client.engine_pid, signal.SIGCONT)
+        while client.heartbeat_age_s() > 1:
+            await asyncio.sleep(0.01)
+        await stream.aclose()
+
+    run(path, scenario, max_model_len=8192)
+
+
 def test_who_stops_waiting_for_a_limits_answer_disturbs_nobody(path: Path) -> None:
     async def scenario(client: EngineClient) -> None:
         await client.wait_ready()

@@ -202,6 +202,24 @@ def test_a_step_that_samples_nothing_still_fills_the_cache(models) -> None:
     assert_close(logits, _reference_logits(theirs, token_ids)[-1:], **FP32_TOLERANCE)
 
 
+def test_progress_is_told_after_each_layer(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = models
+    events: list[str] = []
+
+    def recorded(layer: Callable) -> Callable:
+        def call(*args: Any) -> Any:
+            events.append("layer")
+            return layer(*args)
+
+        return call
+
+    monkeypatch.setattr(model, "layers", [recorded(layer) for layer in model.layers])
+    driver, sequence = PagedDriver(model), Sequence(_tokens(20, seed=5))
+    driver._allocate(sequence, 20)
+    model.forward(_inputs([(sequence, 20)], all_logits=False), driver.kv, lambda: events.append("progress"))
+    assert events == ["layer", "progress"] * model.config.num_hidden_layers
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_low_precision_is_as_close_to_fp32_as_transformers_is(

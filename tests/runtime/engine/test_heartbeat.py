@@ -1,0 +1,41 @@
+"""Progress as the other process sees it."""
+
+import multiprocessing
+from pathlib import Path
+
+from checkpoints import make_checkpoint
+from engines import make_engine, random_prompts
+from flyball_runtime.core.clock import FakeClock
+from flyball_runtime.core.request import Request
+from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.engine.heartbeat import Heartbeat
+
+
+def test_a_beat_in_another_process_counts_here() -> None:
+    clock = FakeClock(100.0)
+    heartbeat = Heartbeat(clock)
+    clock.advance(50)
+    assert heartbeat.age_s() == 50
+    child = multiprocessing.get_context("spawn").Process(target=heartbeat.beat)  # with a copy of the clock, at 150 s
+    clock.advance(5)
+    child.start()
+    child.join()
+    assert (child.exitcode, heartbeat.age_s()) == (0, 0)
+
+
+def test_a_step_is_alive_as_long_as_its_layers_end(tmp_path: Path) -> None:
+    """Each layer takes 20 s here, so a step takes minutes; nothing is ever silent for longer than one layer."""
+    clock = FakeClock()
+    heartbeat, ages = Heartbeat(clock), []
+
+    def after_layer() -> None:
+        clock.advance(20)
+        ages.append(heartbeat.age_s())
+        heartbeat.beat()
+
+    engine = make_engine(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=8), on_progress=after_layer)
+    (prompt,) = random_prompts([200])
+    engine.submit(Request(request_id="a", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=1)))
+    engine.step()
+    assert ages == [20] * 8
+    assert clock.now() == 160
