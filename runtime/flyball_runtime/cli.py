@@ -53,7 +53,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="sampling defaults: auto (the checkpoint's generation_config.json), none (vllm means the same), or a folder",
     )
-    model.add_argument("--seed", type=int, default=0, help="seeds the requests that bring no seed of their own")
+    model.add_argument(
+        "--seed", type=int, help="seeds the requests that bring no seed of their own; None draws one at each start"
+    )
 
     engine = parser.add_argument_group("engine: the envelope inside which limits move live")
     engine.add_argument("--device", default="auto", choices=settings.DEVICES)

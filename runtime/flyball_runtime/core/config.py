@@ -30,6 +30,7 @@ class EngineConfig:
         block_size: tokens per KV block.
         max_queued_requests: most requests that wait; more are refused with 429.
         num_threads: CPU threads of the engine; None takes the cores this process may use.
+        seed: of the seeds that requests without one get; None draws it, so that each start and each replica differ.
         boot_prior: live limits to start with; None starts with the whole envelope.
     """
 
@@ -49,7 +50,7 @@ class EngineConfig:
     max_queued_requests: int = 1024
     attention_backend: str = "auto"
     num_threads: int | None = None
-    seed: int = 0
+    seed: int | None = None
     log_level: str = "info"
     boot_prior: BootPrior | None = None
 

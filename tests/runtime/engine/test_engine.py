@@ -47,6 +47,13 @@ def test_without_a_seed_two_runs_differ_and_the_engine_seed_repeats_them(path: P
     assert [generate(second, [[5, 6, 7]], sampling) for _ in range(2)] == runs
 
 
+def test_without_an_engine_seed_two_engines_differ(path: Path) -> None:
+    """Replicas of one deployment, or one before and after a restart: their clients ask for different outputs."""
+    sampling = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    first, second = make_engine(path), make_engine(path)
+    assert generate(first, [[5, 6, 7]], sampling) != generate(second, [[5, 6, 7]], sampling)
+
+
 def test_abort_frees_the_blocks_at_once_and_is_idempotent(path: Path) -> None:
     engine = make_engine(path, enable_prefix_caching=False)
     engine.submit(request("a", prompt=list(range(4, 100))))
