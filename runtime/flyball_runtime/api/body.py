@@ -9,6 +9,7 @@ import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line
 from flyball_runtime.api.errors import BodyTimeout, BodyTooLarge, HttpError
 from flyball_runtime.core.errors import InvalidRequest
 
@@ -20,7 +21,9 @@ MAX_DROPPED_BODIES = 8
 
 DROP_TIMEOUT_S = 2.0
 
-_FIELD_PATH = re.compile(r"`(?:key in )?\$\.?([^`]*)`")
+MAX_FIELD_CHARS = 160
+
+_FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`\Z")
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
@@ -72,7 +75,9 @@ def parse_object(body: bytes) -> Json:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(
-            400, "invalid_json", f"the body is not JSON in UTF-8: {error}. NaN and Infinity are not JSON."
+            400,
+            "invalid_json",
+            f"the body is not JSON in UTF-8: {one_line(str(error))}. NaN and Infinity are not JSON.",
         ) from None
     if not isinstance(value, dict):
         raise HttpError(400, "invalid_json", f"the body must be a JSON object, not {type(value).__name__}.")
@@ -93,12 +98,14 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
+    """What msgspec found, with the path of the field. The names of unknown fields in it are the client's."""
     text = str(error)
     found = _FIELD_PATH.search(text)
-    param = found.group(1) if found else _quoted_field(text)
-    return InvalidRequest(f"{text.replace('`$.', '`')}.", param=param or None)
+    what, path = (text, "") if found is None else (text[: found.start()], found.group(1))
+    where = f" - at `{path}`" if path else ""
+    return InvalidRequest(f"{one_line(what, MAX_FIELD_CHARS)}{where}.", param=path or _named_field(what))
 
 
-def _quoted_field(text: str) -> str | None:
-    found = re.search(r"field `([^`]+)`", text)
-    return found.group(1) if found else None
+def _named_field(what: str) -> str | None:
+    found = re.search(r"field `([^`]+)`", what)
+    return one_line(found.group(1), MAX_QUOTED_CHARS) if found else None

@@ -5,6 +5,7 @@ import uuid
 
 from fastapi import Request, Response
 
+from flyball_protocol.quoting import quoted
 from flyball_runtime.api.body import convert, parse_object
 from flyball_runtime.api.errors import json_response
 from flyball_runtime.api.generation import Call, Generation
@@ -83,7 +84,9 @@ class CompletionRoutes:
         num_choices = 1 if body.n is None else body.n
         most = self._server.settings.max_choices // len(prompts)
         if not 1 <= num_choices <= most:
-            raise InvalidRequest(f"n is {num_choices}; with {len(prompts)} prompts it may be 1 to {most}.", param="n")
+            raise InvalidRequest(
+                f"n is {quoted(num_choices)}; with {len(prompts)} prompts it may be 1 to {most}.", param="n"
+            )
         return Call(
             request_id=request.state.request_id,
             unique=uuid.uuid4().hex,

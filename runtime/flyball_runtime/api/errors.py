@@ -7,6 +7,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line, quoted
 from flyball_runtime.core.errors import RequestError
 from flyball_runtime.core.request import Failed
 
@@ -31,7 +32,7 @@ class UnknownModel(RequestError):
 
     def __init__(self, model: str, served: tuple[str, ...]) -> None:
         names = ", ".join(served)
-        super().__init__(f"the model {model!r} is not served here; this server has {names}.", param="model")
+        super().__init__(f"the model {quoted(model)} is not served here; this server has {names}.", param="model")
 
 
 class BodyTooLarge(RequestError):
@@ -106,7 +107,7 @@ def _on_request_error(request: Request, exc: Exception) -> Response:
 
 def _on_http_exception(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
-    where = f"{request.method} {request.url.path}"
+    where = f"{one_line(request.method, MAX_QUOTED_CHARS)} {quoted(request.scope['path'])}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error")
     response = error_response(HttpError(exc.status_code, code, f"{where}: {exc.detail}."))
     response.headers.update(exc.headers or {})  # Allow, with a 405

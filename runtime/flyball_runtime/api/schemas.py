@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
 
+from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.sampling import MAX_SEED, SamplingParams
 
@@ -156,7 +157,8 @@ def _max_tokens(body: GenerationFields) -> int | None:
         return newer if body.max_tokens is None else body.max_tokens
     if newer != body.max_tokens:
         raise InvalidRequest(
-            f"max_tokens is {body.max_tokens} and max_completion_tokens is {newer}; they mean the same. Send one of them.",
+            f"max_tokens is {quoted(body.max_tokens)} and max_completion_tokens is {quoted(newer)}; they mean the same. "
+            "Send one of them.",
             param="max_completion_tokens",
         )
     return newer

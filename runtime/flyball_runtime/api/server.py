@@ -33,7 +33,7 @@ class Server:
     def check_model(self, model: str | None) -> None:
         """Raise UnknownModel unless ``model`` is served here; a request without one means the only one there is."""
         if model is not None and model not in self.settings.served_model_names:
-            raise UnknownModel(model[:128], self.settings.served_model_names)
+            raise UnknownModel(model, self.settings.served_model_names)
 
     @staticmethod
     def check_count(param: str, count: int, most: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 import tokenizers
 from jinja2 import TemplateError
 
+from flyball_protocol.quoting import one_line, quoted_list
 from flyball_runtime.api.schemas import Chat, Message
 from flyball_runtime.core.errors import ConfigError, InvalidRequest
 from flyball_runtime.core.sampling import SamplingParams
@@ -99,7 +100,8 @@ class TextCodec:
             )
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
-                f"the model's chat template refused the messages: {error}. Change their roles, order or content.",
+                f"the model's chat template refused the messages: {one_line(str(error))}. "
+                "Change their roles, order or content.",
                 param="messages",
             ) from error
 
@@ -108,7 +110,7 @@ class TextCodec:
         reserved = sorted(self._template_arguments & variables.keys())
         if reserved:
             raise InvalidRequest(
-                f"chat_template_kwargs has {', '.join(reserved)}, which this server sets itself. Leave it out.",
+                f"chat_template_kwargs has {quoted_list(reserved)}, which this server sets itself. Leave it out.",
                 param="chat_template_kwargs",
             )
         return variables

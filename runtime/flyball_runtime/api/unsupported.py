@@ -8,6 +8,7 @@ lacks what was asked for is worse than an error.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line, quoted_list
 from flyball_runtime.core.errors import InvalidRequest
 
 IGNORED_HINTS = frozenset(
@@ -70,16 +71,13 @@ def without_noops(
     others = [name for name in body if name not in known and name not in IGNORED_HINTS]
     unknown = [name for name in others if name not in noops]
     if unknown:
-        raise InvalidRequest(f"unknown field {_names(unknown)}. Check the spelling or leave it out.", param=unknown[0])
+        raise InvalidRequest(
+            f"unknown field {quoted_list(unknown)}. Check the spelling or leave it out.",
+            param=one_line(unknown[0], MAX_QUOTED_CHARS),
+        )
     asking = [name for name in others if not any(body[name] == value for value in noops[name])]
     if asking:
         raise InvalidRequest(
-            f"{_names(asking)} is not supported by this server. Leave it out or send its default.", param=asking[0]
+            f"{quoted_list(asking)} is not supported by this server. Leave it out or send its default.", param=asking[0]
         )
     return {name: value for name, value in body.items() if name in known}
-
-
-def _names(fields: list[str]) -> str:
-    """Field names for a message; a hostile body has many and long ones."""
-    shown = [repr(name[:64]) for name in fields[:8]]
-    return ", ".join(shown) + (f" and {len(fields) - 8} more" if len(fields) > 8 else "")

@@ -1,5 +1,7 @@
 """The three families of errors. Each message gives the value, the limit and the way out."""
 
+from flyball_protocol.quoting import quoted
+
 
 class FlyballError(Exception):
     """Base of every error that Flyball raises on purpose."""
@@ -46,7 +48,7 @@ class PromptTooLong(RequestError):
     def __init__(self, num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
         asked = f"prompt has {num_prompt_tokens} tokens"
         if max_tokens is not None:
-            asked += f" and max_tokens is {max_tokens}, {num_prompt_tokens + max_tokens} together"
+            asked += f" and max_tokens is {quoted(max_tokens)}, {quoted(num_prompt_tokens + max_tokens)} together"
         super().__init__(
             f"{asked}; this model takes {max_model_len}. Shorten the prompt, lower max_tokens, or raise --max-model-len.",
             param="messages" if max_tokens is None else "max_tokens",
@@ -65,7 +67,7 @@ class TokenOutOfVocabulary(RequestError):
 
     def __init__(self, token_id: int, vocab_size: int) -> None:
         super().__init__(
-            f"token id {token_id} is outside the vocabulary; ids go from 0 to {vocab_size - 1}. Check the tokenizer.",
+            f"token id {quoted(token_id)} is outside the vocabulary; ids go from 0 to {vocab_size - 1}. Check the tokenizer.",
             param="prompt",
         )
 

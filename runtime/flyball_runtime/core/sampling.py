@@ -4,6 +4,7 @@ import math
 
 from msgspec import Struct
 
+from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
@@ -75,7 +76,7 @@ def _check_int(name: str, value: int | None, low: int, high: int | None, *, opti
     if value is not None and low <= value and (high is None or value <= high):
         return
     limit = f"at least {low}" if high is None else f"from {low} to {high}"
-    raise InvalidRequest(f"{name} is {value}; it must be {limit}.", param=name)
+    raise InvalidRequest(f"{name} is {quoted(value)}; it must be {limit}.", param=name)
 
 
 def _check_count(name: str, count: int, high: int, *, unit: str = "entries", param: str | None = None) -> None:
