@@ -21,7 +21,15 @@ MAX_DROPPED_BODIES = 8
 
 DROP_TIMEOUT_S = 2.0
 
+MAX_STRUCTURE = 65536
+"""Most texts, brackets and braces of a body: 2048 messages of several parts have a tenth of them."""
+
+MAX_DEPTH = 64
+
 MAX_FIELD_CHARS = 160
+
+_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
+"""A text, or one bracket or brace outside of texts. A text without its end matches too: else each quote in it is tried anew."""
 
 _FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`\Z")
 
@@ -71,6 +79,7 @@ async def _drop_rest(request: Request, max_bytes: int) -> None:
 
 def parse_object(body: bytes) -> Json:
     """The body as a JSON object. Raises InvalidRequest, code ``invalid_json``, for anything else."""
+    check_structure(body)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -82,6 +91,28 @@ def parse_object(body: bytes) -> Json:
     if not isinstance(value, dict):
         raise HttpError(400, "invalid_json", f"the body must be a JSON object, not {type(value).__name__}.")
     return value
+
+
+def check_structure(body: bytes) -> None:
+    """Raise InvalidRequest when a body has too many texts, lists and objects, or nests them too deeply.
+
+    Decoding holds Python's lock to its end, and 4 MB of ``[],[],[],`` take a second. Reading the structure alone stops at the
+    bound. Numbers do not count: a body full of them is decoded in a tenth of the time.
+    """
+    depth = 0
+    for number, token in enumerate(_STRUCTURE.finditer(body)):
+        opened = body[token.start()] in b"[{"
+        depth += opened - (body[token.start()] in b"]}")
+        if depth > MAX_DEPTH:
+            raise HttpError(
+                400,
+                "invalid_json",
+                f"the depth of lists and objects in the body is over {MAX_DEPTH}. Send a flatter one.",
+            )
+        if number >= MAX_STRUCTURE:
+            raise InvalidRequest(
+                f"the body has more than {MAX_STRUCTURE} texts, brackets and braces. Send fewer and longer ones."
+            )
 
 
 def convert(value: Json, kind: type[T]) -> T:
