@@ -7,7 +7,7 @@ STAMP := $(VENV)/.flyball-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow e2e compat check format chart clean
+.PHONY: help setup demo test test-slow sanitize e2e compat check format chart clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ test: $(STAMP) ## run the tests
 
 test-slow: $(STAMP) ## run the slow tests: long property tests, fuzzing, soaks (CI runs them too)
 	@$(BIN)/python -m pytest -q -m slow
+
+sanitize: $(STAMP) ## run the kernel tests on C++ ops compiled with AddressSanitizer and UBSan
+	@PYTHONPATH=tests $(BIN)/python -m sanitize
 
 e2e: $(STAMP) ## run the tests on a whole Kubernetes node: root and Debian packages, or it says which (E2E='--full' for all rounds)
 	@PYTHONPATH=tests $(BIN)/python -m e2e_kit $(E2E)

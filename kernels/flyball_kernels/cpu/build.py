@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,6 +37,7 @@ COMPILE_FLAGS += [
     "-Wno-psabi",
 ]
 NATIVE = "native"
+SANITIZE_FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 class BuildError(RuntimeError):
@@ -98,15 +99,18 @@ def build() -> Path:
     return target
 
 
-def build_for(march: str, target: Path) -> Path:
+def build_for(march: str, target: Path, *, sanitize: bool = False) -> Path:
     """Compile a library for every CPU that has what gcc's ``-march`` value ``march`` stands for, like x86-64-v3.
 
+    Args:
+        sanitize: with AddressSanitizer and UBSan, for tests (``make sanitize``). A process that loads it must have
+            libasan in LD_PRELOAD.
     Raises:
         BuildError: as ``build``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        _compile(find_compiler(), march, target, Path(scratch))
+        _compile(find_compiler(), march, target, Path(scratch), SANITIZE_FLAGS if sanitize else [])
     return target
 
 
@@ -121,12 +125,12 @@ def _compile_once(compiler: str, target: Path) -> None:
     logger.info("Compiled the C++ ops in %.0f s.", time.perf_counter() - start)
 
 
-def _compile(compiler: str, march: str, target: Path, scratch: Path) -> None:
+def _compile(compiler: str, march: str, target: Path, scratch: Path, extra_flags: Sequence[str] = ()) -> None:
     unit = scratch / "ops"
     # torch's headers take most of the time, so all ops are one translation unit
     unit.with_suffix(".cpp").write_text("".join(f'#include "{source}"\n' for source in sources()))
-    _run([compiler, *_compile_flags(march), "-c", f"{unit}.cpp", "-o", f"{unit}.o"])
-    _run([compiler, "-shared", f"{unit}.o", "-o", str(target), *_link_flags()])
+    _run([compiler, *_compile_flags(march), *extra_flags, "-c", f"{unit}.cpp", "-o", f"{unit}.o"])
+    _run([compiler, *extra_flags, "-shared", f"{unit}.o", "-o", str(target), *_link_flags()])
 
 
 def _compile_flags(march: str) -> list[str]:
@@ -168,12 +172,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the C++ CPU ops for this machine, or for others.")
     parser.add_argument("--march", default=NATIVE, help="gcc's name of the CPU to compile for; needs --output")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the library, instead of the cache")
+    parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan; needs --output")
     options = parser.parse_args()
-    if options.march != NATIVE and options.output is None:
-        parser.error("--march needs --output: the cache is for this machine's CPU")
+    if (options.march != NATIVE or options.sanitize) and options.output is None:
+        parser.error("--march and --sanitize need --output: the cache is for this machine's CPU")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        path = build_for(options.march, options.output) if options.output else build()
+        path = build_for(options.march, options.output, sanitize=options.sanitize) if options.output else build()
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
