@@ -54,6 +54,15 @@ def test_refuses_what_does_not_fit():
         kv_write(row.bfloat16(), row, cache, cache, slot)
 
 
+@pytest.mark.parametrize("slot", [-1, 12, 2**40, -(2**63), 2**63 - 1])
+def test_a_slot_outside_the_cache_is_an_error_and_nothing_is_written(slot):
+    caches = [torch.zeros(3, 4, 2, 16) for _ in range(2)]
+    row = torch.ones(2, 2, 16)
+    with pytest.raises(IndexError, match=f"slot_mapping holds {slot}; its values must be at least 0 and below 12"):
+        kv_write(row, row, *caches, torch.tensor([5, slot]))
+    assert not any(cache.any() for cache in caches)
+
+
 @pytest.mark.gpu
 def test_large_cache_on_a_gpu():
     """Slots whose offsets, in elements, are past 2**31."""

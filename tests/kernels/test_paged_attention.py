@@ -130,6 +130,46 @@ def test_refuses_what_does_not_fit(name, change, message):
         paged_attention(**inputs, scale=1.0, max_query_len=5)
 
 
+@pytest.mark.parametrize(
+    ("name", "index", "value", "message"),
+    [
+        ("block_tables", (1, 0), -1, "block_tables holds -1; its values must be at least 0 and below 5"),
+        ("block_tables", (0, 0), 5, "block_tables holds 5; its values must be at least 0 and below 5"),
+        (
+            "context_lens",
+            1,
+            33,
+            "sequence 1 has 5 query tokens and a context of 33; .* within the 32 of its block table",
+        ),
+        ("context_lens", 1, 4, "sequence 1 has 5 query tokens and a context of 4"),
+        ("context_lens", 0, -1, "sequence 0 has 1 query tokens and a context of -1"),
+        ("cu_query_lens", 1, 7, "sequence 1 has -1 query tokens"),
+        ("cu_query_lens", 2, 7, "cu_query_lens goes from 0 to 7; it must go from 0 to 6"),
+        ("cu_query_lens", 0, -1, "cu_query_lens goes from -1 to 6"),
+    ],
+)
+def test_lengths_and_blocks_out_of_range_are_errors(name, index, value, message):
+    inputs = attention_inputs([1, 5], [8, 9])
+    inputs[name][index] = value
+    with pytest.raises(IndexError, match=message):
+        paged_attention(**inputs, scale=1.0, max_query_len=5)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # numpy's, in Triton's interpreter
+def test_a_sequence_of_nan_leaves_the_others_alone(run, dtype):
+    inputs = attention_inputs(*RAGGED, dtype=dtype)
+    clean, dirty = (torch.zeros_like(inputs["query"]) for _ in range(2))
+    run(**inputs, scale=0.125, max_query_len=130, sliding_window=None, out=clean)
+    bad = 3
+    for block in inputs["block_tables"][bad, : -(-RAGGED[1][bad] // 16)].tolist():
+        inputs["k_cache"][block] = inputs["v_cache"][block] = float("nan")
+    run(**inputs, scale=0.125, max_query_len=130, sliding_window=None, out=dirty)
+    rows = slice(inputs["cu_query_lens"][bad], inputs["cu_query_lens"][bad + 1])
+    assert dirty[rows].isnan().all()
+    dirty[rows] = clean[rows]
+    torch.testing.assert_close(dirty, clean, rtol=0, atol=0)
+
+
 def test_window_of_no_tokens():
     with pytest.raises(ValueError, match="sliding_window is 0; it must be at least 1"):
         paged_attention(**attention_inputs([1], [1]), scale=1.0, max_query_len=1, sliding_window=0)

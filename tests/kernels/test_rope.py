@@ -44,6 +44,13 @@ def test_table_of_the_model_dtype():
         assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("position", [-1, 4, 2**62])
+def test_a_position_outside_the_table_is_an_error(position):
+    heads = torch.ones(1, 1, 32)
+    with pytest.raises(IndexError, match=f"positions holds {position}; its values must be at least 0 and below 4"):
+        rope(torch.tensor([position]), heads, heads, cos_sin_cache(4, 32))
+
+
 @pytest.mark.parametrize("rotary_dim", [3, 34])
 def test_table_must_fit_the_head(rotary_dim):
     with pytest.raises(ValueError, match=f"rotary_dim {rotary_dim}; it must be even and at most head_dim 32"):

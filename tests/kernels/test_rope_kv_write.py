@@ -42,6 +42,17 @@ def test_equals_the_composition(shape, norm, dtype, device):
         assert_close(actual.nan_to_num(), want.nan_to_num())
 
 
+@pytest.mark.parametrize(("name", "limit"), [("positions", 50), ("slot_mapping", 40)])
+def test_an_index_out_of_range_is_an_error_and_nothing_is_written(name, limit):
+    tensors = inputs(3, 4, 2, 16, 16, torch.float32)
+    caches = [torch.zeros(8, 5, 2, 16) for _ in range(2)]
+    for bad in (-1, limit):
+        tensors[name][1] = bad
+        with pytest.raises(IndexError, match=f"{name} holds {bad}; its values must be at least 0 and below {limit}"):
+            rope_kv_write(**tensors, k_cache=caches[0], v_cache=caches[1])
+    assert not any(cache.any() for cache in caches)
+
+
 def test_rows_must_hold_whole_heads():
     tensors = inputs(2, 4, 2, 16, 16, torch.float32)
     cache = torch.zeros(8, 5, 2, 16)

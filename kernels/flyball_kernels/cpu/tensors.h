@@ -37,6 +37,17 @@ const T* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? data<const T>(*tensor) : nullptr;
 }
 
+// Raise IndexError unless each value is in [0, limit). Ids that come from the scheduler are cheap to check, and a wrong one
+// would read or overwrite another sequence's tokens.
+template <class I>
+void check_below(const char* name, const I* values, int64_t count, int64_t limit) {
+  using Unsigned = std::make_unsigned_t<I>;
+  Unsigned largest = 0;  // as unsigned, negative values are the largest
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, static_cast<Unsigned>(values[i]));
+  TORCH_CHECK_INDEX(count == 0 || largest < static_cast<Unsigned>(limit), name, " holds ", static_cast<I>(largest),
+                    "; its values must be at least 0 and below ", limit, ".");
+}
+
 // Work below this many elements is done by the calling thread: waking the others costs more.
 constexpr int64_t kParallelGrain = 16384;
 

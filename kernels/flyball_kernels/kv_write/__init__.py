@@ -17,6 +17,7 @@ def kv_write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; no slot twice.
     Raises:
         ValueError: a shape, dtype or layout is not as above.
+        IndexError: a slot is outside the cache, on CPU. A GPU does not check them.
     """
     check_cache(k_cache, v_cache)
     check_shape("key", key, slot_mapping.shape[0], *k_cache.shape[2:])

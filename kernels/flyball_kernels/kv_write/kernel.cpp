@@ -21,6 +21,7 @@ Tensor with_dense_rows(const Tensor& x) {
 
 void kv_write(const Tensor& key, const Tensor& value, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
   const Tensor slot_mapping = slots.contiguous();
+  check_below("slot_mapping", data<const int64_t>(slot_mapping), slot_mapping.numel(), k_cache.size(0) * k_cache.size(1));
   copy_rows(with_dense_rows(key), k_cache, data<const int64_t>(slot_mapping));
   copy_rows(with_dense_rows(value), v_cache, data<const int64_t>(slot_mapping));
 }

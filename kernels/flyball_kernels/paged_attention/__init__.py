@@ -40,7 +40,8 @@ def paged_attention(
     Returns:
         ``out``, or a new ``[num_tokens, num_q_heads, head_dim]``.
     Raises:
-        ValueError: a shape, dtype or layout is not as above. Values are not checked: ids past the cache are undefined.
+        ValueError: a shape, dtype or layout is not as above.
+        IndexError: a length or a block id is out of range, on CPU. A GPU does not check them: what it reads is undefined.
     """
     _check(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, sliding_window)
     if out is None:

@@ -45,6 +45,19 @@ struct Attention {
     return (token * num_q_heads + t.kv_head * group() + row % group()) * head_dim;
   }
 
+  // Every row and block that will be read is there.
+  void check(int64_t num_tokens, int64_t num_blocks) const {
+    TORCH_CHECK_INDEX(cu_query_lens[0] == 0 && cu_query_lens[num_sequences] == num_tokens, "cu_query_lens goes from ",
+                      cu_query_lens[0], " to ", cu_query_lens[num_sequences], "; it must go from 0 to ", num_tokens, ".");
+    for (int64_t i = 0; i < num_sequences; ++i) {
+      const int64_t context_len = context_lens[i], most = max_blocks * block_size;
+      TORCH_CHECK_INDEX(0 <= query_len(i) && query_len(i) <= context_len && context_len <= most, "sequence ", i, " has ",
+                        query_len(i), " query tokens and a context of ", context_len,
+                        "; the query must be within the context, and the context within the ", most, " of its block table.");
+      check_below("block_tables", block_tables + i * max_blocks, (context_len + block_size - 1) / block_size, num_blocks);
+    }
+  }
+
   void add_tile(std::vector<Task>& tasks, Task task, int64_t& num_partial_rows) const {
     const int64_t rows = task.num_tokens * group(), first = position(task), last = first + task.num_tokens;
     const int64_t step = rows <= kFewRows ? kSplitKeys : last + 1, start = std::max<int64_t>(0, first - window + 1);
@@ -196,10 +209,13 @@ void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v
                      const Tensor& cu_query_lens, const Tensor& context_lens, double scale,
                      std::optional<int64_t> sliding_window, const Tensor& out) {
   dispatch(query, "paged_attention", [&]<class T>(T*) {
-    Attention<T>{data<const T>(query), data<const T>(k_cache), data<const T>(v_cache), data<T>(out),
-                 data<const int32_t>(block_tables), data<const int32_t>(cu_query_lens), data<const int32_t>(context_lens),
-                 context_lens.size(0), block_tables.size(1), k_cache.size(1), query.size(1), k_cache.size(2), query.size(2),
-                 sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale)}();
+    const Attention<T> attention{
+        data<const T>(query), data<const T>(k_cache), data<const T>(v_cache), data<T>(out),
+        data<const int32_t>(block_tables), data<const int32_t>(cu_query_lens), data<const int32_t>(context_lens),
+        context_lens.size(0), block_tables.size(1), k_cache.size(1), query.size(1), k_cache.size(2), query.size(2),
+        sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale)};
+    attention.check(query.size(0), k_cache.size(0));
+    attention();
   });
 }
 

@@ -21,6 +21,7 @@ def rope(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -
         New contiguous ``(query, key)``.
     Raises:
         ValueError: a shape or dtype is not as above, or rotary_dim is odd or larger than head_dim.
+        IndexError: a position is outside the table.
     """
     check_shape("positions", positions, None)
     check_dtype("positions", positions, torch.int64)

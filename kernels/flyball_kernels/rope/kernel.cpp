@@ -18,6 +18,7 @@ void rotate(const Tensor& x, const int64_t* positions, const C* cos_sin, int64_t
 
 std::tuple<Tensor, Tensor> rope(const Tensor& positions, const Tensor& query, const Tensor& key, const Tensor& cos_sin_cache) {
   const Tensor q = query.contiguous(), k = key.contiguous(), table = cos_sin_cache.contiguous(), at = positions.contiguous();
+  check_below("positions", data<const int64_t>(at), at.numel(), table.size(0));
   Tensor q_out = at::empty_like(q), k_out = at::empty_like(k);
   dispatch(q, "rope", [&]<class T>(T*) {
     dispatch(table, "rope", [&]<class C>(C*) {

@@ -38,6 +38,7 @@ def rope_kv_write(
         The query, a new contiguous ``[num_tokens, num_q_heads, head_dim]``.
     Raises:
         ValueError: a shape, dtype or layout is not as above.
+        IndexError: a position or, on CPU, a slot is out of range.
     """
     check_cache(k_cache, v_cache)
     num_kv_heads, head_dim = k_cache.shape[2:]

@@ -36,6 +36,8 @@ Tensor rope_kv_write(const Tensor& qkv, const Tensor& positions, const Tensor& c
   const Tensor at = positions.contiguous(), slots = slot_mapping.contiguous();
   const int64_t num_tokens = rows.size(0), width = rows.size(1), num_kv = k_cache.size(2), head_dim = k_cache.size(3);
   const int64_t num_q = width / head_dim - 2 * num_kv, kv_width = num_kv * head_dim, rotary_dim = table.size(1);
+  check_below("positions", data<const int64_t>(at), num_tokens, table.size(0));
+  check_below("slot_mapping", data<const int64_t>(slots), num_tokens, k_cache.size(0) * k_cache.size(1));
   Tensor query = at::empty({num_tokens, num_q, head_dim}, rows.options());
   dispatch(rows, "rope_kv_write", [&]<class T>(T*) {
     dispatch(table, "rope_kv_write", [&]<class C>(C*) {
