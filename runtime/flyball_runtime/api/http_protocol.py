@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 connection, with an end to waiting for a request's headers."""
+"""uvicorn's HTTP/1.1 connection, for clients that send half a request, no HTTP, or HTTP that can be read in two ways."""
 
 import asyncio
 from typing import Any
@@ -31,6 +31,22 @@ class BoundedH11Protocol(H11Protocol):
             self._stop_header_timer()
         elif self._header_timer is None:
             self._header_timer = self.loop.call_later(self._header_timeout_s, self.timeout_keep_alive_handler)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP. It may come within the body of a request that is being handled, or answered already."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    def on_response_complete(self) -> None:
+        """End a connection on which a proxy may see another request than we do, by the other length (RFC 9112, 6.3)."""
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.headers or ()}:
+            self.transport.close()
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()

@@ -126,6 +126,50 @@ async def test_half_sent_requests_hurt_nobody_and_time_out(
         assert len(engine.requests) == 1
 
 
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n"
+NOT_HTTP = {
+    "in the body of a request that is being handled": CHUNKED + b"\r\nnot a length\r\n",
+    "in the body of a request that is refused": CHUNKED + b"X-Request-Id: a b\r\n\r\nnot a length\r\n",
+}
+
+
+@pytest.mark.parametrize("request_bytes", NOT_HTTP.values(), ids=NOT_HTTP)
+async def test_a_body_that_is_not_http_is_answered_once(
+    app: FastAPI, engine: FakeEngine, caplog: pytest.LogCaptureFixture, request_bytes: bytes
+) -> None:
+    async with served(app, **ApiSettings(served_model_names=(MODEL,)).uvicorn_options()) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request_bytes)
+        answered = await reader.read()
+        writer.close()
+    assert answered.startswith(b"HTTP/1.1 400 ") and answered.count(b"HTTP/1.1") == 1
+    assert not engine.requests and "Traceback" not in caplog.text
+
+
+async def test_a_body_that_becomes_no_http_after_the_answer_ends_the_connection(
+    app: FastAPI, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(app, **ApiSettings(served_model_names=(MODEL,)).uvicorn_options()) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(CHUNKED + b"X-Request-Id: a b\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+        writer.write(b"not a length\r\n")
+        await reader.read()
+        writer.close()
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_request_with_two_lengths_is_the_last_of_its_connection(app: FastAPI) -> None:
+    """A proxy in front may take the other length, and the rest for a part of this request."""
+    both = b"GET /livez HTTP/1.1\r\nHost: test\r\nContent-Length: 60\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    async with served(app, **ApiSettings(served_model_names=(MODEL,)).uvicorn_options()) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(both + b"GET /v1/models HTTP/1.1\r\nHost: test\r\n\r\n")
+        answered = await reader.read()
+        writer.close()
+    assert answered.count(b"HTTP/1.1 200") == 1 and MODEL.encode() not in answered
+
+
 async def test_body_that_breaks_off(app: FastAPI, engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     async with served(app) as address:
         _, writer = await asyncio.open_connection(*address)
