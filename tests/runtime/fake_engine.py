@@ -147,16 +147,13 @@ class FakeEngine:
         request_id = request_id or self.requests[-1].request_id
         if request_id in self._streams:
             self._num_output_tokens[request_id] += len(token_ids)
-            self._streams[request_id].put_nowait(Tokens(request_id, token_ids))
+            self._streams[request_id].put_nowait(Tokens(request_id, token_ids, self.num_cached_tokens))
 
     def finish(self, reason: FinishReason = "stop", request_id: str | None = None) -> None:
         request_id = request_id or self.requests[-1].request_id
         if (queue := self._streams.pop(request_id, None)) is not None:
             num_prompt = next(len(one.prompt_token_ids) for one in self.requests if one.request_id == request_id)
-            ending = Finished(
-                request_id, reason, num_prompt, self._num_output_tokens[request_id], self.num_cached_tokens
-            )
-            queue.put_nowait(ending)
+            queue.put_nowait(Finished(request_id, reason, num_prompt, self._num_output_tokens[request_id]))
 
     def fail(self, status: int, code: str, message: str, request_id: str | None = None) -> None:
         request_id = request_id or self.requests[-1].request_id

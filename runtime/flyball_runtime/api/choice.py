@@ -42,7 +42,10 @@ class Choice:
     async def run(
         self, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]
     ) -> Outcome:
-        """Take events until the ending. ``changed`` is called when there is text to take.
+        """Take events until the ending, or until a stop string. ``changed`` is called when there is text to take.
+
+        At a stop string the output is complete: the engine is told to end the request, and its answer, which may be a
+        long step away, changes nothing here.
 
         Raises:
             RequestError: the request failed.
@@ -54,7 +57,11 @@ class Choice:
                 if not isinstance(event, Tokens):
                     outcome = self._end(event)
                     return outcome
-                self._take_tokens(event, timer, abort, changed)
+                self._take_tokens(event, timer, changed)
+                if self._output.stopped:
+                    abort(self.request_id)
+                    self.finish_reason = outcome = "stop"
+                    return outcome
             raise EngineError(f"the events of request {self.request_id} stopped without an ending.")
         except asyncio.CancelledError:
             outcome = "abort"
@@ -62,11 +69,8 @@ class Choice:
         finally:
             timer.ended(outcome, self.num_output_tokens)
 
-    def _take_tokens(
-        self, event: Tokens, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]
-    ) -> None:
-        if self._output.stopped:  # computed before the abort reached the engine
-            return
+    def _take_tokens(self, event: Tokens, timer: RequestTimer, changed: Callable[["Choice"], None]) -> None:
+        self.num_cached_tokens = event.num_cached_tokens
         before = self.num_output_tokens
         text = self._output.add(event.token_ids)
         if num_new := self.num_output_tokens - before:
@@ -74,15 +78,8 @@ class Choice:
         if text:
             self._pieces.append(text)
             changed(self)
-        if self._output.stopped:
-            abort(self.request_id)
 
     def _end(self, event: Finished | Failed) -> Outcome:
-        if isinstance(event, Finished):
-            self.num_cached_tokens = event.num_cached_tokens
-        if self._output.stopped:  # the output was complete before the engine's ending, whatever that is
-            self.finish_reason = "stop"
-            return "stop"
         if isinstance(event, Failed):
             raise from_failed(event)
         if event.reason == "abort":

@@ -28,20 +28,20 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 class Tokens(Struct, frozen=True, tag=True):
-    """New output tokens of one request, in order."""
+    """New output tokens of one request, in order. ``num_cached_tokens``: prompt tokens found in the prefix cache."""
 
     request_id: str
     token_ids: list[int]
+    num_cached_tokens: int = 0
 
 
 class Finished(Struct, frozen=True, tag=True):
-    """The ending of a request that ran. ``num_cached_tokens``: prompt tokens found in the prefix cache."""
+    """The ending of a request that ran."""
 
     request_id: str
     reason: FinishReason
     num_prompt_tokens: int
     num_output_tokens: int
-    num_cached_tokens: int = 0
 
 
 class Failed(Struct, frozen=True, tag=True):

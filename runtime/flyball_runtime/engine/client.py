@@ -259,6 +259,7 @@ class EngineClient:
     def _handle(self, message: messages.FromEngine) -> None:
         match message:
             case messages.StepOutput():
+                self._router.note_cached(message.num_cached_tokens)
                 self._router.push_tokens(message.request_ids, message.token_ids)
                 for ending in message.endings:
                     self._router.end(ending)

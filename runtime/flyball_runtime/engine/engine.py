@@ -101,6 +101,7 @@ class Engine:
             token_ids=[seq.token_ids[-1] for seq, _ in results],
             endings=endings,
             stats=self._stats(plan, time.perf_counter() - start_s),
+            num_cached_tokens=plan.num_cached_tokens(),
         )
 
     def post_limits(self, update: LimitsUpdate) -> LimitsAck:
@@ -126,7 +127,7 @@ class Engine:
         return Failed(seq.request_id, error.status, error.code, error.message)
 
     def _ending(self, seq: Sequence, reason: FinishReason) -> Finished:
-        return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens, seq.num_cached_tokens)
+        return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens)
 
     def _stats(self, plan: BatchPlan | None, duration_s: float) -> StepStats:
         scheduler = self.scheduler

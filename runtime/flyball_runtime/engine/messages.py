@@ -38,6 +38,7 @@ class Ready(Struct, frozen=True, tag=True):
 class StepOutput(Struct, frozen=True, tag=True):
     """Everything one step produced: ``token_ids[i]`` is the new token of ``request_ids[i]``; endings come after tokens.
 
+    ``num_cached_tokens``: prompt tokens found in the prefix cache, of the requests first admitted in this step that had any.
     ``stats`` is None when nothing has changed but for the endings (a request that was refused).
     """
 
@@ -45,6 +46,7 @@ class StepOutput(Struct, frozen=True, tag=True):
     token_ids: list[int]
     endings: list[Finished | Failed]
     stats: StepStats | None
+    num_cached_tokens: dict[str, int] = {}
 
 
 class LimitsAnswer(Struct, frozen=True, tag=True):

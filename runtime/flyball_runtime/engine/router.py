@@ -16,6 +16,7 @@ class RequestStream:
     def __init__(self, request_id: str, on_close: Callable[[str], None]) -> None:
         self.request_id = request_id
         self._on_close = on_close
+        self.num_cached_tokens = 0
         self._token_ids: list[int] = []
         self._ending: Finished | Failed | None = None
         self._exhausted = False
@@ -39,7 +40,7 @@ class RequestStream:
             raise StopAsyncIteration
         await self._news.wait()
         if self._token_ids:
-            tokens, self._token_ids = Tokens(self.request_id, self._token_ids), []
+            tokens, self._token_ids = Tokens(self.request_id, self._token_ids, self.num_cached_tokens), []
             if self._ending is None:
                 self._news.clear()
             return tokens
@@ -78,6 +79,12 @@ class Router:
         for request_id, token_id in zip(request_ids, token_ids, strict=True):
             if (stream := streams.get(request_id)) is not None:
                 stream.push_token(token_id)
+
+    def note_cached(self, num_cached_tokens: dict[str, int]) -> None:
+        """Keep how many prompt tokens of each request the prefix cache held; its next tokens say so."""
+        for request_id, num in num_cached_tokens.items():
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.num_cached_tokens = num
 
     def end(self, ending: Finished | Failed) -> None:
         if (stream := self._streams.pop(ending.request_id, None)) is not None:

@@ -44,6 +44,11 @@ class BatchPlan:
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_decodes
 
+    def num_cached_tokens(self) -> dict[str, int]:
+        """Return prompt tokens found in the prefix cache by request id, for sequences first admitted in this step."""
+        admissions = zip(self.sequences[self.num_decodes :], self.starts[self.num_decodes :], strict=True)
+        return {seq.request_id: start for seq, start in admissions if 0 < start == seq.num_cached_tokens}
+
 
 @dataclass(slots=True)
 class BatchDraft:

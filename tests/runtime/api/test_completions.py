@@ -219,6 +219,29 @@ async def test_stop_string_cuts_aborts_and_counts(
     assert "wo t" in decoded(ids[:used]) and "wo t" not in decoded(ids[: used - 1])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_ends_at_a_stop_string_does_not_wait_for_the_engine(
+    client: httpx.AsyncClient,
+    engine: FakeEngine,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+) -> None:
+    """The engine may be in a long step and acknowledge the abort after it; here it never does."""
+    aborted: list[str] = []
+    monkeypatch.setattr(engine, "abort", aborted.append)
+    monkeypatch.setattr(engine, "finish", lambda *_: None)
+    engine.num_cached_tokens = 2
+    engine.reply = lambda request: encode(tokenizer, "one two three")
+    body = chat(stop="wo t", stream=stream, stream_options={"include_usage": True} if stream else None)
+    async with asyncio.timeout(10):
+        response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    assert '"finish_reason":"stop"' in response.text and '"cached_tokens":2' in response.text
+    assert aborted == [engine.requests[0].request_id]
+    assert 'flyball_requests_total{outcome="stop"} 1.0' in (await client.get("/metrics")).text
+
+
 async def test_one_failed_choice_fails_the_request_and_aborts_the_rest(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

@@ -355,13 +355,16 @@ def test_a_conversation_finds_its_own_answer_in_the_prefix_cache_of_its_salt(pat
         await client.wait_ready()
         for salt in (None, "one tenant", "another"):
             first = Request(request_id="first", prompt_token_ids=prompt, sampling=sampling, cache_salt=salt)
-            answer, ending = await collect(client.submit(first))
-            assert isinstance(ending, Finished)
-            assert ending.num_cached_tokens == 0, "nobody with this salt sent it before"
+            events = [event async for event in client.submit(first)]
+            tokens = [event for event in events if isinstance(event, Tokens)]
+            assert {one.num_cached_tokens for one in tokens} == {0}, "nobody with this salt sent it before"
+            answer = [token_id for one in tokens for token_id in one.token_ids]
             prompt_again = [*prompt, *answer, 5]
             again = Request(request_id="again", prompt_token_ids=prompt_again, sampling=sampling, cache_salt=salt)
-            _, ending = await collect(client.submit(again))
-            assert isinstance(ending, Finished)
-            assert ending.num_cached_tokens == 32, "two blocks: prompt and answer were 40 tokens, 39 of them computed"
+            found = await anext(client.submit(again))
+            assert isinstance(found, Tokens)
+            assert found.num_cached_tokens == 32, "two blocks: prompt and answer were 40 tokens, 39 of them computed"
+            while client.num_unfinished:
+                await asyncio.sleep(0.01)
 
     run(path, scenario, enable_prefix_caching=True, block_size=16)
