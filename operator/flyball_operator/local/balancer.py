@@ -1,33 +1,40 @@
 """One port over all replicas: a streaming HTTP proxy; each request goes to the ready replica with the fewest outstanding."""
 
 import asyncio
-import io
 import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
 
 import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
 
+from flyball_operator.local.answers import RETRY_AFTER_S, client_error, error_body, server_error
+from flyball_operator.local.body import MAX_HELD_BYTES, Body, BrokenBody
+from flyball_operator.local.connections import (
+    HEADER_TIMEOUT_S,
+    WRITE_TIMEOUT_S,
+    Connection,
+    Connections,
+    NoRoom,
+    connection_of,
+    note_beginning,
+)
 from flyball_operator.local.reasons import in_words
 from flyball_operator.local.replica import Replica
 from flyball_protocol.endpoints import HEALTH_PATH, READYZ_PATH
+from flyball_protocol.quoting import one_line
 
 log = logging.getLogger(__name__)
 
 EVENT_STREAM = "text/event-stream"
 REPLICA_HEADER = "X-Flyball-Replica"
 """Says in each answer which replica gave it."""
-RETRY_AFTER_S = 1
-MAX_HELD_BYTES = 1 << 20
-"""A request body up to this size is read before a replica is chosen: a slow sender occupies no replica, and the request can be
-sent again when the replica refuses it. A longer one is passed on as it comes."""
 BODY_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
+BACKLOG = 1024
 
 _HOP_BY_HOP = frozenset(
     name.lower()
@@ -48,47 +55,22 @@ class TryAnother(Exception):
     """A replica did not take the request; nothing of an answer was sent to the client."""
 
 
-class Body:
-    """A request body: held, or the beginning of it and the rest as it comes."""
-
-    def __init__(self, held: bytes, rest: aiohttp.StreamReader | None) -> None:
-        self._held = held
-        self._rest = rest
-        self._spent = False
-
-    @classmethod
-    async def read(cls, content: aiohttp.StreamReader) -> "Body":
-        held = bytearray()
-        while len(held) <= MAX_HELD_BYTES:
-            chunk = await content.readany()
-            if not chunk:
-                return cls(bytes(held), None)
-            held += chunk
-        return cls(bytes(held), content)
-
-    @property
-    def can_be_sent(self) -> bool:
-        """False once a part that is not held has gone to a replica."""
-        return not self._spent
-
-    def data(self) -> io.BytesIO | AsyncIterator[bytes] | None:
-        if self._rest is not None:
-            return self._pass_on(self._rest)
-        return io.BytesIO(self._held) if self._held else None
-
-    async def _pass_on(self, rest: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-        self._spent = True
-        yield self._held
-        async for chunk in rest.iter_any():
-            yield chunk
-
-
 class Balancer:
     """Serves until ``close()``. ``replicas`` is asked for every request; ``stopping`` says that new ones are refused."""
 
-    def __init__(self, replicas: Callable[[], Sequence[Replica]], stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        replicas: Callable[[], Sequence[Replica]],
+        stopping: Callable[[], bool],
+        connections: Connections | None = None,
+        *,
+        header_timeout_s: float = HEADER_TIMEOUT_S,
+    ) -> None:
         self._replicas = replicas
         self._stopping = stopping
+        self._connections = connections or Connections()
+        self._header_timeout_s = header_timeout_s
+        self._server: asyncio.Server | None = None
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
 
@@ -96,17 +78,34 @@ class Balancer:
         # A connection per request: on loopback it costs little, and no request meets one that a replica has just closed.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        app = web.Application()
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are no business of another's
+        )
+        app = web.Application(middlewares=[note_beginning])
         app.router.add_get(READYZ_PATH, self._readyz)
         app.router.add_get(HEALTH_PATH, self._readyz)
         app.router.add_route("*", "/{path:.*}", self._proxy)
         # handler_cancellation: a client that goes away cancels its handler, which closes the connection to the replica.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
+        self._server = await asyncio.get_running_loop().create_server(self._connect, sock=listener, backlog=BACKLOG)
+
+    def _connect(self) -> Connection:
+        if self._runner is None or self._runner.server is None:
+            raise RuntimeError("a connection comes before start()")
+        return Connection(
+            self._runner.server,
+            self._connections,
+            header_timeout_s=self._header_timeout_s,
+            loop=asyncio.get_running_loop(),
+        )
 
     async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._session is not None:
@@ -120,9 +119,19 @@ class Balancer:
     async def _proxy(self, request: web.Request) -> web.StreamResponse:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await Body.read(request.content)
+                body = await Body.read(request.content, connection_of(request))
         except TimeoutError:
-            return _error(408, "request_timeout", f"the request's body did not arrive within {BODY_TIMEOUT_S:.0f} s")
+            return client_error(
+                408, "request_timeout", f"the request's body did not arrive within {BODY_TIMEOUT_S:.0f} s"
+            )
+        except BrokenBody as error:
+            return _broken(error)
+        except NoRoom:
+            return server_error(503, "no_room", "the bodies of other requests leave no room for this one", retry=True)
+        connection_of(request).served()
+        return await self._pass_on(request, body)
+
+    async def _pass_on(self, request: web.Request, body: Body) -> web.StreamResponse:
         tried: dict[int, str] = {}
         while (replica := self._pick(tried)) is not None and body.can_be_sent:
             try:
@@ -145,12 +154,11 @@ class Balancer:
                         raise TryAnother("is draining")
                     if upstream.content_type == EVENT_STREAM:
                         return await _stream(request, upstream, replica)
-                    payload = await upstream.read()
+                    return await _answer(request, upstream, replica)
             except aiohttp.ClientError as error:
-                return _error(502, *_lost(replica, error))
-            headers = _end_to_end(upstream.headers, but=(hdrs.CONTENT_LENGTH,))
-            headers[REPLICA_HEADER] = str(replica.number)
-            return web.Response(status=upstream.status, headers=headers, body=payload)
+                if body.broken is not None:
+                    return _broken(body.broken)
+                return server_error(502, *_lost(replica, error))
 
     async def _send(self, request: web.Request, body: Body, replica: Replica) -> aiohttp.ClientResponse:
         if self._session is None:
@@ -169,25 +177,72 @@ class Balancer:
 
     def _unavailable(self, tried: dict[int, str]) -> web.Response:
         if self._stopping():
-            return _error(503, "draining", "the deployment is stopping and takes no new requests", RETRY_AFTER_S)
+            message = "the deployment is stopping and takes no new requests"
+            return server_error(503, "draining", message, retry=True)
         states = [f"{replica.name} is {replica.state} ({replica.message})" for replica in self._replicas()]
         listed = "; ".join([*tried.values(), *states]) or "there are no replicas; raise spec.replicas"
-        message = f"no replica is ready: {listed}. Retry after {RETRY_AFTER_S} s."
-        return _error(503, "no_ready_replica", message, RETRY_AFTER_S)
+        return server_error(
+            503, "no_ready_replica", f"no replica is ready: {listed}. Retry after {RETRY_AFTER_S} s.", retry=True
+        )
+
+
+async def _answer(request: web.Request, upstream: aiohttp.ClientResponse, replica: Replica) -> web.StreamResponse:
+    """Pass an answer on: whole, so that a replica that is lost is a 502, or when it is long as it comes.
+
+    Raises aiohttp.ClientError when the replica is lost before anything was passed on.
+    """
+    held = bytearray()
+    chunks = upstream.content.iter_any()
+    async for chunk in chunks:
+        held += chunk
+        if len(held) > MAX_HELD_BYTES:
+            break
+    else:
+        headers = _end_to_end(upstream.headers, but=() if request.method == hdrs.METH_HEAD else (hdrs.CONTENT_LENGTH,))
+        headers[REPLICA_HEADER] = str(replica.number)
+        return web.Response(status=upstream.status, headers=headers, body=bytes(held))
+    response = _beginning(upstream, replica)
+    try:
+        await response.prepare(request)
+        await _write(response, bytes(held), request)
+        async for chunk in chunks:
+            await _write(response, chunk, request)
+        await response.write_eof()
+    except aiohttp.ClientPayloadError as error:
+        _lost(replica, error)
+        connection_of(request).drop()  # its length or its last chunk is missing, which tells the client
+    except ConnectionResetError:
+        log.debug("a client went away while it was answered by %s", replica.name)
+    return response
 
 
 async def _stream(request: web.Request, upstream: aiohttp.ClientResponse, replica: Replica) -> web.StreamResponse:
     """Pass events on as they come. A replica that is lost on the way ends the stream with an error event."""
-    response = web.StreamResponse(status=upstream.status, headers=_end_to_end(upstream.headers))
-    response.headers[REPLICA_HEADER] = str(replica.number)
+    response = _beginning(upstream, replica)
     try:
         await response.prepare(request)
         async for chunk in _chunks(upstream, replica):
-            await response.write(chunk)
+            await _write(response, chunk, request)
         await response.write_eof()
     except ConnectionResetError:
         log.debug("a client went away while %s was streaming to it", replica.name)
     return response
+
+
+def _beginning(upstream: aiohttp.ClientResponse, replica: Replica) -> web.StreamResponse:
+    response = web.StreamResponse(status=upstream.status, headers=_end_to_end(upstream.headers))
+    response.headers[REPLICA_HEADER] = str(replica.number)
+    return response
+
+
+async def _write(response: web.StreamResponse, chunk: bytes, request: web.Request) -> None:
+    """Raise ConnectionResetError when the client is gone, or has taken nothing for too long."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await response.write(chunk)
+    except TimeoutError:
+        connection_of(request).drop()
+        raise ConnectionResetError(f"the client took nothing for {WRITE_TIMEOUT_S:g} s") from None
 
 
 async def _chunks(upstream: aiohttp.ClientResponse, replica: Replica) -> AsyncIterator[bytes]:
@@ -199,7 +254,11 @@ async def _chunks(upstream: aiohttp.ClientResponse, replica: Replica) -> AsyncIt
     except aiohttp.ClientError as error:
         # An event that was cut off is ended first, so that the error is an event of its own.
         end = b"" if last == b"\n\n" else b"\n\n"
-        yield end + b"data: " + json.dumps(_error_body(*_lost(replica, error))).encode() + b"\n\n"
+        yield end + b"data: " + json.dumps(error_body(*_lost(replica, error))).encode() + b"\n\n"
+
+
+def _broken(error: BrokenBody) -> web.Response:
+    return client_error(400, "bad_request", f"the request's body cannot be read: {one_line(str(error))}")
 
 
 def _lost(replica: Replica, error: Exception) -> tuple[str, str]:
@@ -207,16 +266,6 @@ def _lost(replica: Replica, error: Exception) -> tuple[str, str]:
     said = in_words(error)
     log.debug("%s was lost while it answered a request (%s)", replica.name, said)
     return "replica_lost", f"{replica.name} was lost before the answer was complete ({said}). Send the request again."
-
-
-def _error_body(code: str, message: str) -> dict[str, Any]:
-    """Return an error in the OpenAI API's shape."""
-    return {"error": {"message": message, "type": "server_error", "param": None, "code": code}}
-
-
-def _error(status: int, code: str, message: str, retry_after_s: int | None = None) -> web.Response:
-    headers = {} if retry_after_s is None else {hdrs.RETRY_AFTER: str(retry_after_s)}
-    return web.json_response(_error_body(code, message), status=status, headers=headers)
 
 
 def _end_to_end(headers: Mapping[str, str], but: Sequence[str] = ()) -> CIMultiDict[str]:
