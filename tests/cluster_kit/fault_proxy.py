@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import selectors
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from aiohttp import web
 
 HOP_HEADERS = {"transfer-encoding", "content-length", "content-encoding", "connection", "host"}
+CLOSE_TIMEOUT_S = 20.0
 
 
 class Fault(NamedTuple):
@@ -41,7 +43,8 @@ class FaultProxy:
         self.faults: Faults = lambda method, path: None
         self.seen: list[tuple[str, str]] = []
         self._watches: set[web.StreamResponse] = set()
-        self._loop = asyncio.new_event_loop()
+        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> Self:
@@ -93,7 +96,9 @@ class FaultProxy:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self._session.close()  # last: what a watch lets go after it would stay open
-        await asyncio.sleep(0.1)  # a transport that closes needs the loop for some rounds more
+        deadline_s = self._loop.time() + CLOSE_TIMEOUT_S
+        while len(self._selector.get_map()) > 1 and self._loop.time() < deadline_s:  # the one wakes the loop
+            await asyncio.sleep(0.01)  # TLS says goodbye to its peer
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         fault = self.faults(request.method, request.path_qs) or Fault()
