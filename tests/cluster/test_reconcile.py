@@ -256,7 +256,7 @@ def test_a_leader_that_loses_the_lease_ends_with_an_error(
         *("-p", '{"spec": {"holderIdentity": "somebody-else"}}'),
     )
     assert operator.wait() != 0
-    assert "was taken by somebody else" in operator.log
+    assert "was taken by somebody-else" in operator.log
 
 
 @pytest.fixture

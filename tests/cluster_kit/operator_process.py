@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -108,6 +109,13 @@ class OperatorProcess:
         """SIGTERM; returns the exit code."""
         self._process.terminate()
         return self._process.wait(30)
+
+    def pause(self) -> None:
+        """Stop the process where it is, as a machine does that hangs or sleeps."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def wait(self) -> int:
         """Return the exit code of a process that ends by itself."""

@@ -5,7 +5,8 @@ would add a dozen packages for the six calls below.
 """
 
 import json
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,22 @@ class Page:
 
 
 class Client:
-    """Every method raises a ClusterError when the call fails; none of them tries again."""
+    """Every method raises a ClusterError when the call fails; none of them tries again.
 
-    def __init__(self, connection: Connection, *, timeout_s: float = TIMEOUT_S) -> None:
+    Args:
+        time_to_write: called before each write; returns for how many seconds it may take at most, or raises.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        time_to_write: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         self._connection = connection
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._timeout_s = timeout_s
+        self._time_to_write = time_to_write
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object:
         return await self._call("GET", kind, "get", namespace, name)
@@ -132,9 +144,12 @@ class Client:
         url = f"{self._connection.server}{path}"
         data = None if body is None else json.dumps(body).encode()
         headers = {"Accept": "application/json", "Content-Type": content_type}
+        timeout_s = self._timeout_s if method == "GET" else min(self._timeout_s, self._time_to_write())
+        # aiohttp would round longer ones up to the next second.
+        timeout = aiohttp.ClientTimeout(total=timeout_s, ceil_threshold=math.inf)
         try:
             async with self._connection.session.request(
-                method, url, params=params, data=data, headers=headers, timeout=self._timeout
+                method, url, params=params, data=data, headers=headers, timeout=timeout
             ) as response:
                 answer = await _read(call, response)
                 if response.status >= 400:

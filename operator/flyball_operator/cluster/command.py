@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--identity",
         default=own_name(),
-        help="this process's name in the lease, no other's (default: the pod's or the host's, here %(default)s)",
+        help="this process's name in the lease, no other's (default: the pod's, or host and process, here %(default)s)",
     )
     parser.add_argument(
         "--resync-seconds",
@@ -99,11 +99,12 @@ def own_namespace() -> str:
 
 
 def own_name() -> str:
-    """Return the name of the pod that this runs in, or the host's.
+    """Return the name of the pod that this runs in; elsewhere that of the host, and the number of the process.
 
-    A pod's host name is its name cut to 63 characters, which two replicas with long names have in common.
+    A pod's host name is its name cut to 63 characters, which two replicas with long names have in common. Of two processes
+    with one name, each would take the lease from the other.
     """
-    return os.environ.get("POD_NAME") or socket.gethostname()
+    return os.environ.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}"
 
 
 def _seconds(text: str) -> float:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import math
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from flyball_operator.cluster import access, handlers
 from flyball_operator.cluster.admin_token import AdminTokens, load_key
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.election import LEASE_NAME, Election, Terms
+from flyball_operator.cluster.election import LEASE_NAME, Election, LeaseLost, Terms
 from flyball_operator.cluster.errors import ClusterError, Forbidden, Invalid, TooManyRequests
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.health import Health, HealthServer
@@ -92,7 +93,8 @@ class Operator:
         self._metrics = metrics
         self._options = options
         self._build = build
-        self._client = Client(connection)
+        self._election = self._find_election()
+        self._client = Client(connection, time_to_write=self._time_to_write)
         self._store = Store()
         self._queue: WorkQueue[Key] = WorkQueue(UNREACHABLE)
         self._intake = Intake(self._store, self._queue.add)
@@ -116,11 +118,10 @@ class Operator:
             await self._connection.close()
 
     async def _lead(self) -> None:
-        terms, options = self._options.lease, self._options
-        if terms is None:
+        election = self._election
+        if election is None:
             await self._act()
             return
-        election = Election(self._client, options.own_namespace, options.identity, terms, options.lease_name)
         self._health.waiting_for = None  # a process that stands by is ready to
         await election.acquire()
         try:
@@ -128,6 +129,27 @@ class Operator:
         finally:
             self._metrics.leader.set(0)
             await _quietly(election.release())
+
+    def _find_election(self) -> Election | None:
+        options = self._options
+        if options.lease is None:
+            return None
+        client = Client(self._connection)
+        return Election(client, options.own_namespace, options.identity, options.lease, options.lease_name)
+
+    def _time_to_write(self) -> float:
+        """Return for how many seconds this process may write. Raises LeaseLost when another may lead."""
+        return math.inf if self._election is None else self._election.time_to_write()
+
+    async def _while_leading(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        """Ask and tell replicas only while this process leads."""
+        try:
+            self._time_to_write()
+        except LeaseLost as error:
+            raise aiohttp.ClientConnectionError(str(error)) from error
+        return await handler(request)
 
     async def _act(self) -> None:
         self._metrics.leader.set(1)
@@ -142,7 +164,7 @@ class Operator:
         self._health.waiting_for = None
         # Each round asks on new connections: a pod may have closed the last round's meanwhile.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(connector=connector) as to_pods:
+        async with aiohttp.ClientSession(connector=connector, middlewares=(self._while_leading,)) as to_pods:
             await self._serve(AdminTokens(key), kinds, to_pods)
 
     async def _serve(self, tokens: AdminTokens, kinds: Sequence[Kind], to_pods: aiohttp.ClientSession) -> None:
@@ -188,6 +210,8 @@ class Operator:
             try:
                 with self._metrics.reconcile_seconds.time():
                     outcome = await reconciler.reconcile(key)
+            except LeaseLost:
+                raise
             except (Invalid, Forbidden) as error:
                 self._retry(key, error, REFUSED)
             except ClusterError as error:
