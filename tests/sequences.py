@@ -21,6 +21,7 @@ def make_sequence(
     eos_token_ids: Iterable[int] = (),
     hashed_by: int | None = None,
     cache_salt: str | None = None,
+    client: str = "",
 ) -> Sequence:
     """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt.
 
@@ -35,5 +36,6 @@ def make_sequence(
         priority=priority,
         block_hashes=[] if hashed_by is None else hash_prompt(token_ids, hashed_by, cache_salt),
         cache_salt=cache_salt,
+        client=client,
     )
     return Sequence(request, max_model_len=max_model_len, eos_token_ids=frozenset(eos_token_ids))

@@ -16,6 +16,7 @@ class Request(Struct, frozen=True, kw_only=True):
         priority: lower runs first; used by the ``priority`` policy only.
         block_hashes: names of the prompt's first full KV blocks (``kv_cache/block_hash.py``), as many as somebody had the
             time for; the KV cache adds those that it needs. The API process does, so that no step waits for it.
+        client: opaque name of the sender, among whose requests and other senders' the scheduler shares.
         cache_salt: prompts share KV blocks only when their salts are equal; None is a salt of its own. A secret.
     """
 
@@ -23,6 +24,7 @@ class Request(Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     priority: int = 0
+    client: str = ""
     block_hashes: list[bytes] = []
     cache_salt: str | None = None
 

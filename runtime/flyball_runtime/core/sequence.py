@@ -28,6 +28,7 @@ class Sequence:
         row: index into the engine's persistent batch tensors while running, else None.
         num_cached_tokens: tokens found in the prefix cache at the first admission.
         arrival_index: how many sequences were submitted before this one.
+        num_charged_tokens: tokens that its client has been charged for; see WaitingQueue.
         num_lost_tokens: computed tokens that the last preemption threw away; 0 while running.
     """
 
@@ -36,8 +37,10 @@ class Sequence:
         "block_hashes",
         "block_table",
         "cache_salt",
+        "client",
         "max_total_tokens",
         "num_cached_tokens",
+        "num_charged_tokens",
         "num_computed_tokens",
         "num_lost_tokens",
         "num_preemptions",
@@ -55,6 +58,7 @@ class Sequence:
         self.request_id = request.request_id
         self.sampling = request.sampling
         self.priority = request.priority
+        self.client = request.client
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         max_tokens = request.sampling.max_tokens
@@ -69,6 +73,7 @@ class Sequence:
         self.cache_salt = request.cache_salt
         self.row: int | None = None
         self.num_cached_tokens = 0
+        self.num_charged_tokens = 0
         self.num_preemptions = 0
         self.num_lost_tokens = 0
         self.arrival_index = 0

@@ -19,6 +19,7 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens in one step.
         enable_chunked_prefill: False computes each prompt whole, in one step.
         policy: ``fcfs`` or ``priority``; see policies.py.
+        fair_share: clients take turns within a priority; see waiting_queue.py.
 
     Raises:
         ConfigError: without chunked prefill, the longest prompt does not fit into a step.
@@ -29,6 +30,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
+    fair_share: bool = True
 
     def __post_init__(self) -> None:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:

@@ -1,10 +1,12 @@
 """In which order sequences run.
 
-A policy is a pure function from a sequence to a sort key: the queue admits the smallest key first, and preemption takes
-the largest key among the running. Keys must be unique and must not change while a sequence waits. One order for both
-ends makes starvation impossible within a key's own terms: the sequence with the smallest key is never preempted while
-another one runs, so it finishes, and then the next one has the smallest key. A preempted sequence keeps its key and so
-waits before everything that would have been admitted after it.
+A policy is a pure function from a sequence to a sort key, whose last part is the arrival: of each client the queue admits
+the smallest key first, and preemption takes the largest key among the running, whoever's it is. Keys must be unique and
+must not change. Some running sequence has the smallest key; it is never preempted, so it finishes, and preemption cannot
+go in circles. A preempted sequence keeps its key, and with it the place before its client's later ones.
+
+Between clients the queue decides (``waiting_queue.py``), within what precedes the arrival in the key: a fair share never
+outweighs a priority.
 """
 
 from collections.abc import Callable, Iterable

@@ -23,7 +23,7 @@ class Scheduler:
     """Continuous batching without phases (after vLLM v1): each sequence has tokens, and some of them are computed.
 
     One step is ``plan()``, the model, ``commit()``. A plan spends one token budget: decodes first, so that a long
-    prompt never holds up running streams; then chunks of prompts in progress; then new sequences, in policy order, the
+    prompt never holds up running streams; then chunks of prompts in progress; then new sequences, clients in turn, the
     head of the queue blocking the rest. A sequence is admitted when a seat, blocks for its whole prompt and some
     budget are there. Only decodes take further blocks; when none is left, sequences are preempted: they lose
     their blocks and are computed again later (nothing new is admitted in such a step).
@@ -42,7 +42,7 @@ class Scheduler:
         self.envelope: Envelope = config.envelope(kv_cache.num_blocks, kv_cache.block_size)
         self._kv = kv_cache
         self._policy = POLICIES[config.policy]
-        self._waiting = WaitingQueue(self._policy)
+        self._waiting = WaitingQueue(self._policy, config.fair_share)
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._unfinished: dict[str, Sequence] = {}
         self._free_rows = list(range(config.max_num_seqs))  # a heap, so that running rows stay dense at the low end
@@ -216,6 +216,8 @@ class Scheduler:
 
     def _admit(self, draft: BatchDraft, budget: int) -> BlockedBy:
         """Admit from the head of the queue while limits allow; return what keeps the next one out."""
+        if len(self._running) < self._limits.max_num_seqs:
+            self._waiting.settle()
         while self._waiting:
             if draft.preempted:
                 return BlockedBy.KV
@@ -227,7 +229,7 @@ class Scheduler:
                 return BlockedBy.KV
             if self._chunk_len(len(seq.token_ids) - match.num_tokens, budget) == 0:
                 return BlockedBy.BUDGET
-            self._start_running(self._waiting.pop(), match)
+            self._start_running(self._waiting.admit_head(match.num_tokens), match)
             _count_admission(draft, seq, match, self._kv.enable_prefix_caching)
             budget -= self._add_chunk(draft, seq, budget)
         return BlockedBy.NONE
@@ -253,9 +255,9 @@ class Scheduler:
         )
         seq.num_lost_tokens = seq.num_computed_tokens
         seq.num_preemptions += 1
+        self._waiting.push(seq)
         self._stop_running(seq)
         seq.status = SequenceStatus.WAITING
-        self._waiting.push(seq)
         return seq
 
     def _start_running(self, seq: Sequence, match: PrefixMatch) -> None:
@@ -269,6 +271,7 @@ class Scheduler:
         heapq.heappush(self._free_rows, seq.row)
         seq.row = None
         del self._running[seq.request_id]
+        self._waiting.release(seq)
         self._kv.free(seq)
 
     def _finish(self, seq: Sequence) -> None:

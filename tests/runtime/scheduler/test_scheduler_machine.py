@@ -3,6 +3,7 @@
 The default run is the same every time. ``FLYBALL_FUZZ_EXAMPLES=5000 pytest <this file>`` explores new ones.
 """
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -16,6 +17,7 @@ from flyball_protocol import Limits
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Scheduler, SchedulerConfig
+from flyball_runtime.scheduler.waiting_queue import OUTPUT_TOKEN_WEIGHT
 from sequences import make_sequence
 
 MAX_MODEL_LEN = 24
@@ -48,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
+        fair_share=st.booleans(),
         prompts=st.lists(PROMPTS, min_size=4, max_size=MAX_WAITING),
     )
     def start(
@@ -59,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked: bool,
         caching: bool,
         policy: str,
+        fair_share: bool,
         prompts: list[list[int]],
     ) -> None:
         num_blocks = -(-MAX_MODEL_LEN // block_size) + spare_tokens // block_size
@@ -69,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=(max_num_seqs if chunked else MAX_MODEL_LEN) + spare_budget,
             enable_chunked_prefill=chunked,
             policy=policy,
+            fair_share=fair_share,
         )
         self.scheduler = Scheduler(config, self.kv)
         self.model = FakeModel(num_blocks, block_size)
@@ -76,7 +81,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live: dict[str, Sequence] = {}
         self.num_submitted = 0
         self.ended: Counter[str] = Counter()
-        self.submit(prompts, 16, 1)
+        self.service: Counter[tuple[int, str]] = Counter()
+        self.ahead: dict[tuple[tuple[int, str], tuple[int, str]], int] = {}
+        self.submit(prompts, 16, 1, "a")
 
     # rules
 
@@ -85,10 +92,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompts=st.lists(PROMPTS, min_size=1, max_size=5),
         max_tokens=st.integers(1, 20),
         priority=st.integers(0, 2),
+        client=st.sampled_from("abc"),
     )
-    def submit(self, prompts: list[list[int]], max_tokens: int, priority: int) -> None:
+    def submit(self, prompts: list[list[int]], max_tokens: int, priority: int, client: str) -> None:
         for prompt in prompts:
-            self.submit_one(prompt, max_tokens, priority)
+            self.submit_one(prompt, max_tokens, priority, client)
 
     @rule(num=st.integers(1, 8))
     def steps(self, num: int) -> None:
@@ -168,11 +176,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # helpers of the rules
 
-    def submit_one(self, prompt: list[int], max_tokens: int, priority: int) -> None:
+    def submit_one(self, prompt: list[int], max_tokens: int, priority: int, client: str) -> None:
         seq = make_sequence(
             prompt,
             max_tokens=max_tokens,
             priority=priority,
+            client=client,
             request_id=str(self.num_submitted),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[STOP_TOKEN],
@@ -231,6 +240,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_admissions(self, plan: BatchPlan, running: list[Sequence]) -> None:
         admitted = [seq for seq in plan.sequences if seq not in running]
+        for seq in admitted:
+            if seq.num_preemptions == 0:
+                self.service[self.account(seq)] += seq.num_prompt_tokens - seq.num_cached_tokens
         if admitted:
             assert not plan.preempted
             assert self.scheduler.num_running <= self.scheduler.limits.max_num_seqs
@@ -256,6 +268,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def record(self, results: list[tuple[Sequence, str | None]]) -> None:
         for seq, reason in results:
             assert self.live[seq.request_id] is seq, "a sequence got a token after its end"
+            self.service[self.account(seq)] += OUTPUT_TOKEN_WEIGHT
             if reason is not None:
                 self.end(seq)
 
@@ -281,6 +294,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.blocks_are_accounted_for()
+        self.backlogged_clients_get_the_same_service()
         self.capacity_holds()
         self.sequences_are_whole()
 
@@ -293,6 +307,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.kv.num_refs(block) == owners[block]
         for seq in self.live.values():
             assert len(set(seq.block_table)) == len(seq.block_table)
+
+    def backlogged_clients_get_the_same_service(self) -> None:
+        """From when two clients both wait until one of them does not, neither gets more than a constant ahead."""
+        config = self.scheduler.config
+        most = 4 * (OUTPUT_TOKEN_WEIGHT * config.max_num_seqs + 1) * MAX_MODEL_LEN
+        backlogged = {self.account(seq) for seq in self.live.values() if seq.status is SequenceStatus.WAITING}
+        pairs = [(one, other) for one, other in itertools.combinations(sorted(backlogged), 2) if one[0] == other[0]]
+        ahead = {(one, other): self.service[one] - self.service[other] for one, other in pairs}
+        self.ahead = {pair: self.ahead.get(pair, now) for pair, now in ahead.items()}
+        if config.fair_share:
+            assert all(abs(now - self.ahead[pair]) <= most for pair, now in ahead.items())
+
+    def account(self, seq: Sequence) -> tuple[int, str]:
+        return (seq.priority if self.scheduler.config.policy == "priority" else 0, seq.client)
 
     def capacity_holds(self) -> None:
         counts, effective = self.kv.counts(), self.scheduler.effective
@@ -334,6 +362,7 @@ def test_long_histories_under_load() -> None:
             chunked=rng.random() < 0.7,
             caching=rng.random() < 0.8,
             policy=rng.choice(["fcfs", "priority"]),
+            fair_share=rng.random() < 0.7,
             prompts=[[1, 2, 1]],
         )
         for _ in range(200):
@@ -346,7 +375,7 @@ def random_call(machine: SchedulerMachine, rng: random.Random) -> None:
     kind = rng.random()
     if kind < 0.25:
         prompt = ([*rng.choice(PREFIXES)[: rng.randint(0, 22)], rng.randint(0, 2)])[: MAX_MODEL_LEN - 1]
-        machine.submit([prompt] * rng.randint(1, 3), rng.randint(1, 20), rng.randint(0, 2))
+        machine.submit([prompt] * rng.randint(1, 3), rng.randint(1, 20), rng.randint(0, 2), rng.choice("abc"))
     elif kind < 0.85:
         machine.steps(rng.randint(1, 4))
     elif kind < 0.92:

@@ -12,7 +12,7 @@ def arrivals(*priorities: int) -> list[Sequence]:
 
 
 def drained(queue: WaitingQueue) -> list[Sequence]:
-    return [queue.pop() for _ in range(len(queue))]
+    return [queue.admit_head(0) for _ in range(len(queue))]
 
 
 def test_fcfs_keeps_the_order_of_arrival_whatever_the_priority():
