@@ -205,16 +205,15 @@ def described(head: h11.Request) -> str:
 
 
 def relayed(head: h11.Request, body: bytes) -> bytes:
-    """Return the request as it is passed on, for a connection of its own."""
+    """Return the request as it is passed on, for a connection of its own.
+
+    Its version stays: a client of HTTP/1.0 sends no Host and reads no chunks.
+    """
     headers = [(name, value) for name, value in head.headers if name not in _NOT_PASSED_ON]
     headers += [(b"connection", b"close"), (RELAYED_HEADER, b"1")]
-    wire = h11.Connection(h11.CLIENT)
-    events = [
-        h11.Request(method=head.method, target=head.target, headers=headers),
-        h11.Data(data=body),
-        h11.EndOfMessage(),
-    ]
-    return b"".join(wire.send(event) or b"" for event in events)
+    lines = [b"%b %b HTTP/%b" % (head.method, head.target, head.http_version)]
+    lines += [b"%b: %b" % header for header in headers]
+    return b"\r\n".join([*lines, b"", body])
 
 
 async def _ask(request: bytes, answer: asyncio.StreamReader, service: asyncio.StreamWriter) -> bytes:

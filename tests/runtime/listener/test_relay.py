@@ -111,6 +111,20 @@ def test_a_request_without_a_body_is_passed_on_too() -> None:
     asyncio.run(check())
 
 
+def test_a_request_of_http_1_0_is_passed_on_as_that() -> None:
+    """It has no Host, and its client could not read the chunks of an answer to HTTP/1.1."""
+
+    async def check() -> None:
+        service = FakeService()
+        async with relaying(service) as (_, port):
+            assert await ask(port, b"POST /v1/completions HTTP/1.0\r\nContent-Length: 19\r\n\r\n" + BODY) == ANSWER
+        head, _, body = service.requests[0].partition(b"\r\n\r\n")
+        assert head.startswith(b"POST /v1/completions HTTP/1.0\r\n") and b"host" not in head.lower()
+        assert body == BODY
+
+    asyncio.run(check())
+
+
 def test_a_replica_that_cannot_take_it_is_asked_again() -> None:
     async def twice_unready(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(ANSWER if len(service.requests) == 3 else unavailable("loading"))
