@@ -16,7 +16,7 @@ from flyball_runtime.api.schemas import (
     StreamOptions,
     sampling_params,
 )
-from flyball_runtime.api.server import Server
+from flyball_runtime.api.server import Server, client_of
 from flyball_runtime.api.sse import EventStream, StreamPlan
 from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS, without_noops
 from flyball_runtime.api.wire import ChatFormat, CompletionFormat, Envelope, Format
@@ -34,18 +34,24 @@ class CompletionRoutes:
     async def chat_completions(self, request: Request) -> Response:
         fields = parse_object(await self._server.read_body(request))
         arrival_s = self._server.metrics.clock.now()
+        self._server.check_messages(fields.get("messages"))
         body = convert(without_noops(fields, ChatRequest.__struct_fields__, CHAT_NOOPS), ChatRequest)
         self._check(body)
-        self._server.check_count("messages", len(body.messages), self._server.settings.max_messages)
-        prompt = await self._server.codec.encode_chat(body, add_special_tokens=bool(body.add_special_tokens))
+        prompt = await self._server.codec.encode_chat(
+            body,
+            add_special_tokens=bool(body.add_special_tokens),
+            max_tokens=self._server.engine_info().max_model_len,
+            client=client_of(request),
+        )
         return await self._answer(request, body, ChatFormat(), [prompt], arrival_s)
 
     async def completions(self, request: Request) -> Response:
         fields = parse_object(await self._server.read_body(request))
         arrival_s = self._server.metrics.clock.now()
+        self._server.check_prompt(fields.get("prompt"))
         body = convert(without_noops(fields, CompletionRequest.__struct_fields__, COMPLETION_NOOPS), CompletionRequest)
         self._check(body)
-        prompts = await self._encode_prompts(body)
+        prompts = await self._encode_prompts(body, client_of(request))
         return await self._answer(request, body, CompletionFormat(), prompts, arrival_s)
 
     def _check(self, body: GenerationFields) -> None:
@@ -59,12 +65,15 @@ class CompletionRoutes:
     def _sampling(self, body: GenerationFields) -> SamplingParams:
         return sampling_params(body, self._server.settings.default_sampling, self._server.engine_info().vocab_size)
 
-    async def _encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
-        adds = body.add_special_tokens is not False
-        return [
-            await self._server.codec.encode(prompt, add_special_tokens=adds) if isinstance(prompt, str) else prompt
-            for prompt in split_prompts(body.prompt, self._server.settings.max_prompts)
-        ]
+    async def _encode_prompts(self, body: CompletionRequest, client: str) -> list[list[int]]:
+        prompts = split_prompts(body.prompt)
+        ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        return ids or await self._server.codec.encode(
+            [prompt for prompt in prompts if isinstance(prompt, str)],
+            add_special_tokens=body.add_special_tokens is not False,
+            max_tokens=self._server.engine_info().max_model_len,
+            client=client,
+        )
 
     async def _answer(
         self, request: Request, body: GenerationFields, format: Format, prompts: list[list[int]], arrival_s: float
@@ -118,23 +127,20 @@ def _check_stream_options(options: StreamOptions, stream: bool | None) -> None:
         )
 
 
-def split_prompts(prompt: str | list[str | int | list[int]], max_prompts: int) -> list[str | list[int]]:
+def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
     """The prompts of a completion request: one text or list of ids, or several of one kind.
 
     Raises:
-        InvalidRequest: no prompts, too many, or kinds mixed.
+        InvalidRequest: no prompts, or kinds mixed.
     """
-    if isinstance(prompt, str):
-        return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if ids and len(ids) == len(prompt):
-        return [ids]
-    several = [item for item in prompt if not isinstance(item, int)]
-    if len(several) != len(prompt) or len({type(item) for item in several}) > 1:
-        raise InvalidRequest(
-            "prompt mixes texts, token ids and lists of token ids. Send a text, a list of texts, a list of token ids, "
-            "or a list of such lists.",
-            param="prompt",
-        )
-    Server.check_count("prompt", len(several), max_prompts)
-    return several
+    texts = [prompt] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, str)]
+    ids = [] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, int)]
+    lists = [] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, list)]
+    kinds = [kind for kind in (texts, [ids] if ids else [], lists) if kind]
+    if len(kinds) == 1:
+        return kinds[0]
+    raise InvalidRequest(
+        "prompt is empty, or mixes texts, token ids and lists of token ids. Send a text, a list of texts, a list of token "
+        "ids, or a list of such lists.",
+        param="prompt",
+    )

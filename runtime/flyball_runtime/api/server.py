@@ -9,7 +9,7 @@ from flyball_runtime.api.errors import UnknownModel
 from flyball_runtime.api.metrics import Metrics
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import TextCodec
-from flyball_runtime.core.errors import EngineDead, InvalidRequest
+from flyball_runtime.core.errors import EngineDead, InvalidRequest, PromptTooLong
 from flyball_runtime.core.stats import EngineInfo
 from flyball_runtime.engine.front import EngineFront
 
@@ -35,8 +35,39 @@ class Server:
         if model is not None and model not in self.settings.served_model_names:
             raise UnknownModel(model, self.settings.served_model_names)
 
+    def check_prompt(self, prompt: object) -> None:
+        """Raise PromptTooLong or InvalidRequest for more prompts or token ids than can run, before they are looked at.
+
+        Args:
+            prompt: the field as it came; what is no list is not judged.
+        """
+        if not isinstance(prompt, list) or not prompt:
+            return
+        if isinstance(prompt[0], int):
+            self._check_num_ids(prompt)
+            return
+        self.check_count("prompt", len(prompt), self.settings.max_prompts)
+        for one in prompt:
+            self._check_num_ids(one)
+
+    def _check_num_ids(self, prompt: object) -> None:
+        max_model_len = self.engine_info().max_model_len
+        if isinstance(prompt, list) and len(prompt) > max_model_len:
+            raise PromptTooLong(len(prompt), None, max_model_len)
+
+    def check_messages(self, messages: object) -> None:
+        """Raise InvalidRequest for too many messages, before they are looked at."""
+        if isinstance(messages, list):
+            self.check_count("messages", len(messages), self.settings.max_messages)
+
     @staticmethod
     def check_count(param: str, count: int, most: int) -> None:
         """Raise InvalidRequest unless ``1 <= count <= most``."""
         if not 1 <= count <= most:
             raise InvalidRequest(f"{param} has {count} entries; 1 to {most} are allowed.", param=param)
+
+
+def client_of(request: Request) -> str:
+    """Who asks: the API key, or the address without one. For taking turns, not for rights."""
+    address = request.client.host if request.client is not None else ""
+    return request.headers.get("authorization") or address

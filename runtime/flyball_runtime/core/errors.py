@@ -45,8 +45,10 @@ class InvalidRequest(RequestError):
 class PromptTooLong(RequestError):
     code = "context_length_exceeded"
 
-    def __init__(self, num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
-        asked = f"prompt has {num_prompt_tokens} tokens"
+    def __init__(
+        self, num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, at_least: bool = False
+    ) -> None:
+        asked = f"prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens"
         if max_tokens is not None:
             asked += f" and max_tokens is {quoted(max_tokens)}, {quoted(num_prompt_tokens + max_tokens)} together"
         super().__init__(

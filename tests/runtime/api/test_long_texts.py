@@ -1,0 +1,158 @@
+"""Long inputs are refused by their size before they are looked at, or handled outside the event loop."""
+
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from flyball_runtime.api import ApiSettings, Metrics, create_app
+from flyball_runtime.api import body as body_module
+from flyball_runtime.api.text import MAX_LONG_CHARS, TextCodec, num_chars
+from flyball_runtime.api.tokenize import MAX_TOKENS
+from runtime.api.support import MODEL, asgi_client, chat, error_of
+from runtime.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_MODEL_LEN = 1024
+
+
+@pytest.fixture
+async def roomy(
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: Metrics
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an app that takes bodies of 4 MiB."""
+    async with asgi_client(create_app(engine, tokenizer, ApiSettings(served_model_names=(MODEL,)), metrics)) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 4_000_000}),
+        (COMPLETIONS, {"prompt": ["a", "b" * 1_000_000]}),
+        (COMPLETIONS, {"prompt": ["a" * 15_000] * 256}),
+        (CHAT, chat("a" * 4_000_000)),
+        (CHAT, chat([{"type": "text", "text": "a" * 4_000_000}])),
+    ],
+    ids=["text", "one of two", "many", "chat", "part"],
+)
+async def test_a_text_that_is_certainly_too_long_is_never_tokenized(
+    roomy: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    monkeypatch.setattr(TextCodec, "_encode", lambda *_: pytest.fail("it was tokenized"))
+    response = await roomy.post(path, json=body)
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "at least" in error["message"] and str(MAX_MODEL_LEN) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        (COMPLETIONS, {"prompt": ["a"] * 257}, "invalid_request"),
+        (COMPLETIONS, {"prompt": [5] * 1_000_000}, "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": [[5], [5] * 1_000_000]}, "context_length_exceeded"),
+        (CHAT, {"messages": [{}] * 2049}, "invalid_request"),
+        ("/tokenize", {"messages": [{}] * 2049}, "invalid_request"),
+        ("/detokenize", {"tokens": [5] * 1_000_000}, "invalid_request"),
+    ],
+    ids=["prompts", "ids", "lists of ids", "messages", "tokenize", "detokenize"],
+)
+async def test_too_many_values_are_refused_before_they_are_converted(
+    roomy: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, code: str
+) -> None:
+    monkeypatch.setattr(body_module.msgspec, "convert", lambda *_: pytest.fail("it was converted"))
+    response = await roomy.post(path, json=body)
+    assert (response.status_code, error_of(response)["code"]) == (400, code)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that rendered or tokenized, in order."""
+    names: list[str] = []
+
+    def noted(name: str) -> None:
+        original = getattr(TextCodec, name)
+
+        def call(self: TextCodec, *args: Any) -> Any:
+            names.append(threading.current_thread().name)
+            return original(self, *args)
+
+        monkeypatch.setattr(TextCodec, name, call)
+
+    noted("_encode")
+    noted("_render")
+    return names
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "lane"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 100}, "MainThread"),
+        (COMPLETIONS, {"prompt": "a" * 5000}, "long-texts"),
+        (COMPLETIONS, {"prompt": ["a" * 100] * 100}, "long-texts"),
+        (COMPLETIONS, {"prompt": ["a" * 4000] * 256}, "huge-texts"),
+        (CHAT, chat("a" * 100), "MainThread"),
+        (CHAT, chat("a" * 5000), "long-texts"),
+        (CHAT, {"messages": [{"role": "system", "content": ""}] * 300}, "long-texts"),
+        (CHAT, chat(chat_template_kwargs={"documents": [["a"] * 100] * 100}), "long-texts"),
+        (CHAT, chat(chat_template_kwargs={"documents": "a" * 1_000_000}), "huge-texts"),
+    ],
+)
+async def test_what_takes_long_runs_in_a_thread(
+    roomy: httpx.AsyncClient, threads: list[str], path: str, body: Any, lane: str
+) -> None:
+    await roomy.post(path, json=body)
+    assert threads and all(name.startswith(lane) for name in threads)
+
+
+async def test_long_texts_are_tokenized_without_pythons_lock(
+    roomy: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlocked: list[int] = []
+    original = TextCodec._encode_unlocked
+
+    def encode(self: TextCodec, text: str, *args: Any) -> Any:
+        unlocked.append(len(text))
+        return original(self, text, *args)
+
+    monkeypatch.setattr(TextCodec, "_encode_unlocked", encode)
+    await roomy.post("/tokenize", json={"prompt": "a" * 100})
+    assert unlocked == [], "the way to another thread costs more than a short text"
+    await roomy.post("/tokenize", json={"prompt": "a" * 5000})
+    assert unlocked == [5000]
+
+
+async def test_huge_texts_are_counted_in_pieces_and_given_up_early(
+    roomy: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TextCodec, "_check_length", lambda *_: None)  # as with a tokenizer that has no bound
+    pieces: list[int] = []
+    original = TextCodec._encode_unlocked
+    monkeypatch.setattr(
+        TextCodec, "_encode_unlocked", lambda self, text, adds: pieces.append(len(text)) or original(self, text, adds)
+    )
+    response = await roomy.post(COMPLETIONS, json={"prompt": "a b " * 500_000})
+    assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
+    assert max(pieces) < MAX_LONG_CHARS and sum(pieces) < 500_000
+
+
+async def test_tokenize_counts_past_the_models_length_up_to_a_bound(roomy: httpx.AsyncClient) -> None:
+    response = await roomy.post("/tokenize", json={"prompt": "a " * 20_000, "return_token_strs": True})
+    assert response.json()["count"] == len(response.json()["token_strs"]) > MAX_MODEL_LEN
+    for body in ({"prompt": "a b " * 100_000}, {"messages": [{"role": "user", "content": "a b " * 100_000}]}):
+        error = error_of(await roomy.post("/tokenize", json=body))
+        assert error["param"] in body and f"more than {MAX_TOKENS} tokens" in error["message"]
+
+
+async def test_detokenize_of_many_tokens(roomy: httpx.AsyncClient) -> None:
+    assert len((await roomy.post("/detokenize", json={"tokens": [5] * MAX_TOKENS})).json()["prompt"]) >= MAX_TOKENS
+
+
+def test_the_size_of_a_chat_counts_every_text_and_every_value() -> None:
+    assert num_chars("abc") == num_chars(["abc"]) - num_chars([]) == num_chars({"abc": 1}) - 2 * num_chars(None)
