@@ -15,6 +15,7 @@ from flyball_operator.model_source import FolderModel, ModelSource, parse_model_
 from flyball_operator.spec import DeploymentSpec, LLMDeployment
 from flyball_protocol.quoting import one_line, quoted
 
+MAX_BYTES = 4 * MAX_CHARS
 NO_FOLDER_ON_A_CLUSTER = "file: models are for flyball-operator local; on a cluster use hf://, pvc:// or oci://"
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
@@ -28,9 +29,20 @@ def read_file(path: Path) -> list[LLMDeployment]:
         SpecError: the file cannot be read, or something in it is wrong.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_CHARS + 1)  # one more than parse() takes, of a file that may have no end
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)  # one more than is taken, of a file that may have no end
+    except OSError as error:
+        raise SpecError(str(path), [f"cannot be read: {one_line(str(error))}"]) from error
+    return parse_bytes(content, path)
+
+
+def parse_bytes(content: bytes, path: Path) -> list[LLMDeployment]:
+    """Return the LLMDeployments of a YAML file's content. Raises SpecError, as ``parse`` does."""
+    if len(content) > MAX_BYTES:
+        raise SpecError(str(path), [f"has more than {MAX_BYTES} bytes, the most of a manifest. Is it the right file?"])
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
         raise SpecError(str(path), [f"cannot be read: {one_line(str(error))}"]) from error
     return parse(text, source=str(path), base=path.parent)
 

@@ -1,5 +1,6 @@
 """The command, as a process and in this one."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -40,10 +41,12 @@ def local(folder: Path, *options: str) -> list[str]:
 class Instance:
     """A running `flyball-operator local`; its standard error is read from a file."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, num_files: int | None = None) -> None:
         self.log = folder / "instance.log"
+        limited = ["sh", "-c", f'ulimit -n {num_files}; exec "$@"', "sh"] if num_files is not None else []
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(local(folder, *options), stderr=log, stdout=log, env=environment())
+            command = [*limited, *local(folder, *options)]
+            self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment())
 
     def until(self, text: str) -> str:
         deadline = time.monotonic() + DEADLINE_S
@@ -134,6 +137,27 @@ def test_replicas_of_an_instance_that_was_killed_end_by_themselves() -> None:
         assert again.end() == 0
 
 
+def test_250_half_sent_heads_and_160_file_handles_end_nothing() -> None:
+    tuning = {"mode": "Recommend", "objectives": {"interTokenLatencyP95Milliseconds": 40}, "intervalSeconds": 1}
+    with workplace() as folder, contextlib.ExitStack() as stack:
+        ManifestFile(folder, tuning=tuning, env={"FAKE_ITL_OVER": "4000"})
+        instance = Instance(folder, num_files=160)
+        said = instance.until("replica 1 ready in")
+        url = said.partition(" at ")[2].partition(": starting")[0]
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        for _ in range(250):
+            one = stack.enter_context(socket.create_connection(address, timeout=DEADLINE_S))
+            with contextlib.suppress(ConnectionError):
+                one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: chat\r\nX: ")
+        with urllib.request.urlopen(url + "/v1/models", timeout=DEADLINE_S) as response:
+            assert response.status == 200
+        instance.until("tuning recommends")
+        instance.process.send_signal(signal.SIGTERM)
+        assert instance.end() == 0
+        assert "Traceback" not in instance.log.read_text()
+        assert (folder / "state" / "chat" / "logs" / "decisions.jsonl").read_bytes()
+
+
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -202,7 +226,7 @@ def test_render_says_in_a_line_what_is_wrong(
 
 def test_a_file_without_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["render", "-f", "/dev/zero"]) == 2
-    assert "more than 1000000 characters" in capsys.readouterr().err
+    assert "more than 4000000 bytes" in capsys.readouterr().err
 
 
 def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,7 +235,14 @@ def test_a_malformed_change_keeps_what_runs_and_says_why() -> None:
     async def scenario() -> None:
         async with running(1) as now:
             before = pids(now)
-            for text, words in (("replicas: [", "not valid YAML"), ("kind: Pod\n", "kind is 'Pod'")):
+            for text, words in (
+                ("replicas: [", "not valid YAML"),
+                ("kind: Pod\n", "kind is 'Pod'"),
+                ("made: 2024-13-45\n", "made is not a field"),
+                ("made: " + "9" * 5000, "a number of 5000 characters"),
+                ("made: " + "[" * 100_000, "levels deep"),
+                ("made: \0", "control characters"),
+            ):
                 now.file.write_text(text)
                 await now.until_line(words)
             now.file.write(replicas=-1)
@@ -245,6 +252,37 @@ def test_a_malformed_change_keeps_what_runs_and_says_why() -> None:
             assert pids(now) == before
             assert "is not taken, what runs goes on" in now.lines
             await now.complete()
+
+    run(scenario())
+
+
+def test_a_fault_of_ours_while_a_manifest_is_taken_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running(1) as now:
+            monkeypatch.setattr("flyball_operator.local.runner.describe_changes", lambda *_: 1 / 0)
+            now.file.write(replicas=2)
+            await now.until_line("is not taken, what runs goes on: ZeroDivisionError, a fault of flyball-operator")
+            await now.complete()
+
+    run(scenario())
+
+
+def test_decisions_that_cannot_be_recorded_are_told_once_and_once_when_they_can() -> None:
+    async def scenario() -> None:
+        tuning = {"mode": "Recommend", "objectives": {"interTokenLatencyP95Milliseconds": 40}, "intervalSeconds": 1}
+        async with running(1, env={"FAKE_ITL_OVER": "4000"}) as now:
+            in_the_way = now.folder.log_dir / "decisions.jsonl"
+            in_the_way.mkdir()
+            now.file.write(tuning=tuning)
+            await now.until_line("decisions are not recorded in")
+            assert "Is a directory" in now.lines
+            await now.until(lambda _: now.runner._tuner._recording._num_failures > 1)
+            in_the_way.rmdir()
+            await now.until_line("are recorded in")
+            assert now.lines.count("decisions are not recorded in") == 1
+            await now.complete()
+            for line in in_the_way.read_bytes().splitlines():
+                from_line(line)
 
     run(scenario())
 

@@ -1,9 +1,15 @@
 """Parts of local mode that need no process."""
 
+import asyncio
 import dataclasses
+import errno
 import io
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
@@ -14,12 +20,16 @@ from flyball_operator.errors import LocalError, SpecError
 from flyball_operator.local.accelerators import AcceleratorPool, visible_devices
 from flyball_operator.local.backoff import Backoff
 from flyball_operator.local.control import InstanceFolder
+from flyball_operator.local.logs import follow_logs
+from flyball_operator.local.probes import Probe, Prober
 from flyball_operator.local.process import explain_exit
 from flyball_operator.local.replica import State
 from flyball_operator.local.runner import select
 from flyball_operator.local.snapshot import Event, ReplicaSnapshot, Snapshot
 from flyball_operator.local.table import render
 from flyball_operator.local.template import ProcessTemplate, local_deployment, process_template
+from flyball_operator.local.trouble import Trouble
+from flyball_operator.local.tuner import append_line
 from flyball_operator.local.watch import WatchedFile
 from operator_kit.evidence import LIMITS, make_evidence, pods
 
@@ -158,6 +168,63 @@ def test_visible_devices(tmp_path: Path) -> None:
     assert visible_devices({}, tmp_path) == ("0", "2", "10")
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "3, GPU-a"}, tmp_path) == ("3", "GPU-a")
     assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+def test_trouble_is_told_once_and_once_more_when_it_is_over(tmp_path: Path) -> None:
+    said: list[str] = []
+    trouble = Trouble(said.append, "nothing is written", lambda count: f"written again, {count} are missing")
+    for path in (tmp_path / "no" / "a", tmp_path / "no" / "b", tmp_path / "a", tmp_path / "b"):
+        with trouble.tolerated():
+            path.touch()
+    missing = f"[Errno 2] No such file or directory: '{tmp_path}/no/a'"
+    assert said == [f"nothing is written: {missing}; everything else goes on", "written again, 2 are missing"]
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_not_written_in_part() -> None:
+    class Short(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:3])
+
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "decisions.jsonl"
+        append_line(path, b"first\n")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "open", lambda self, mode, buffering: Short(self, "ab"))
+            with pytest.raises(OSError, match="No space left"):
+                append_line(path, b"second\n")
+        assert path.read_bytes() == b"first\n"
+
+
+def test_lines_of_logs_are_shown_without_control_characters(tmp_path: Path) -> None:
+    async def follow() -> None:
+        shown: list[str] = []
+        following = asyncio.create_task(follow_logs(tmp_path, lambda _, line: shown.append(line), lambda _: None))
+        await asyncio.sleep(0)
+        (tmp_path / "replica-1.log").write_bytes(b"\x1b[31mred\x07\n" + b"x" * 9000 + b"\n")
+        async with asyncio.timeout(20):
+            while len(shown) < 2:
+                await asyncio.sleep(0.01)
+        following.cancel()
+        assert shown[0] == r"\x1b[31mred\x07"
+        assert len(shown[1]) < 5000
+
+    asyncio.run(follow())
+
+
+def test_a_probe_without_a_file_handle_says_nothing_about_the_replica() -> None:
+    class Session:
+        def __init__(self) -> None:
+            self.answers = [OSError(errno.EMFILE, "Too many open files")] * 3
+
+        @asynccontextmanager
+        async def get(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+            if self.answers:
+                raise self.answers.pop()
+            yield SimpleNamespace(status=200)
+
+    probe = Probe(path="/livez", period_s=0.01, timeout_s=1.0, failure_threshold=1)
+    prober = Prober(cast(Any, Session()), "http://127.0.0.1:1")
+    assert asyncio.run(prober.ask(probe)) is None
 
 
 def test_a_file_has_changed_when_its_content_has(tmp_path: Path) -> None:

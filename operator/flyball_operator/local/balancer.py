@@ -34,6 +34,7 @@ REPLICA_HEADER = "X-Flyball-Replica"
 """Says in each answer which replica gave it."""
 BODY_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
+ACCEPTED_AT_ONCE = 16
 BACKLOG = 1024
 
 _HOP_BY_HOP = frozenset(
@@ -91,7 +92,10 @@ class Balancer:
         # handler_cancellation: a client that goes away cancels its handler, which closes the connection to the replica.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        self._server = await asyncio.get_running_loop().create_server(self._connect, sock=listener, backlog=BACKLOG)
+        # To asyncio the backlog is also how many it accepts before any of them can be closed again.
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connect, sock=listener, backlog=ACCEPTED_AT_ONCE)
+        listener.listen(BACKLOG)
 
     def _connect(self) -> Connection:
         if self._runner is None or self._runner.server is None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flyball_protocol import endpoints
+from flyball_protocol.quoting import one_line
 
 TAIL_BYTES = 65536
 _PR_SET_PDEATHSIG = 1
@@ -81,12 +82,19 @@ class Process:
 
     def last_words(self) -> str:
         """Return the last error that this process logged, else the last line that it wrote, else an empty string."""
+        try:
+            tail = self._tail()
+        except OSError as error:
+            return f"its log cannot be read ({error.strerror})"
+        lines = [one_line(line.strip()) for line in tail.splitlines() if line.strip()]
+        errors = [line for line in lines if " CRITICAL " in line or " ERROR " in line]
+        return (errors or lines or [""])[-1]
+
+    def _tail(self) -> str:
         with self._log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - TAIL_BYTES))
-            lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-        errors = [line for line in lines if " CRITICAL " in line or " ERROR " in line]
-        return (errors or lines or [""])[-1]
+            return log.read(TAIL_BYTES).decode("utf-8", "replace")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:

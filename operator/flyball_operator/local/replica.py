@@ -15,6 +15,7 @@ from flyball_operator.local.backoff import Backoff
 from flyball_operator.local.probes import Prober
 from flyball_operator.local.process import Process, explain_exit
 from flyball_operator.local.template import LOOPBACK, ProcessTemplate
+from flyball_protocol.quoting import one_line
 
 log = logging.getLogger(__name__)
 
@@ -142,12 +143,12 @@ class Replica:
 
     async def _one_process(self) -> str:
         """Run a process to its end, and return what that end was."""
-        self.port, self.admin_port = _free_ports(2)
-        self._set(State.STARTING, f"port {self.port}")
         try:
+            self.port, self.admin_port = _free_ports(2)
+            self._set(State.STARTING, f"port {self.port}")
             process = await Process.start(self.template.argv_for(self.port, self.admin_port), self._env, self.log_path)
-        except OSError as error:
-            return f"cannot be started: {error}"
+        except (OSError, ValueError) as error:  # ValueError: an argument or a variable that no process can have
+            return f"cannot be started: {one_line(str(error))}"
         self._process = process
         exited = asyncio.create_task(process.wait())
         probing = asyncio.create_task(self._probe())

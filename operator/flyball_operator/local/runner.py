@@ -1,6 +1,7 @@
 """LocalRunner: brings this machine to what an LLMDeployment says, and keeps it there."""
 
 import asyncio
+import logging
 import secrets
 import socket
 import time
@@ -29,6 +30,9 @@ from flyball_operator.local.tuner import LocalTuner
 from flyball_operator.local.watch import WatchedFile
 from flyball_operator.spec import LLMDeployment
 from flyball_operator.tuning.admin import AdminClient
+from flyball_protocol.quoting import one_line, quoted
+
+log = logging.getLogger(__name__)
 
 NOTHING_TO_CHANGE = "nothing to change"
 
@@ -126,7 +130,7 @@ class LocalRunner:
         self._fleet.start()
         self._tasks = [asyncio.create_task(self._tuner.run()), asyncio.create_task(self._watch_file())]
         if options.echo is not None:
-            self._tasks.append(asyncio.create_task(follow_logs(options.log_dir, options.echo)))
+            self._tasks.append(asyncio.create_task(follow_logs(options.log_dir, options.echo, self._report)))
 
     async def drain(self) -> bool:
         """Refuse new requests, let running ones finish, end everything. Returns whether nothing had to be killed."""
@@ -155,8 +159,12 @@ class LocalRunner:
 
     def reload(self) -> None:
         """Read the manifest's file again, changed or not."""
-        self._file.changed()
-        self._read_file()
+        try:
+            self._file.read()
+        except OSError as error:
+            self._report(f"{self._file.path} cannot be read, what runs goes on: {one_line(str(error))}")
+        else:
+            self._apply_file()
 
     def apply(self, deployment: LLMDeployment) -> list[str]:
         """Bring the machine to ``deployment`` from now on; returns the plan in words.
@@ -177,6 +185,16 @@ class LocalRunner:
         for line in plan:
             self._report(line)
         return plan or [NOTHING_TO_CHANGE]
+
+    def _take(self, parse: Callable[[], list[LLMDeployment]]) -> tuple[list[str], str]:
+        """Apply a manifest; returns the plan, or why nothing was changed. No manifest ends what runs."""
+        try:
+            return self.apply(select(parse(), self._deployment.name)), ""
+        except OperatorError as error:
+            return [], str(error)
+        except Exception as error:
+            log.exception("a manifest could not be handled")
+            return [], f"{type(error).__name__}, a fault of flyball-operator; its log has the traceback"
 
     def snapshot(self) -> Snapshot:
         """Return how things stand."""
@@ -214,23 +232,23 @@ class LocalRunner:
         while True:
             await asyncio.sleep(self._options.watch_period_s)
             if self._file.changed():
-                self._read_file()
+                self._apply_file()
 
-    def _read_file(self) -> None:
-        """Apply the file. What is wrong with it is reported, and what runs goes on."""
-        try:
-            if self.apply(select(manifest.read_file(self._file.path), self._deployment.name)) == [NOTHING_TO_CHANGE]:
-                self._report(f"{self._file.path} was read again: {NOTHING_TO_CHANGE}")
-        except OperatorError as error:
-            self._report(f"{self._file.path} is not taken, what runs goes on: {error}")
+    def _apply_file(self) -> None:
+        """Apply the file's content. What is wrong with it is reported, and what runs goes on."""
+        plan, problem = self._take(lambda: manifest.parse_bytes(self._file.content, self._file.path))
+        if problem:
+            self._report(f"{self._file.path} is not taken, what runs goes on: {problem}")
+        elif plan == [NOTHING_TO_CHANGE]:
+            self._report(f"{self._file.path} was read again: {NOTHING_TO_CHANGE}")
 
     def _take_handover(self, handover: Handover) -> HandoverAnswer:
         source = Path(handover.source)
-        try:
-            deployments = manifest.parse(handover.manifest, source=handover.source, base=source.parent)
-            plan = self.apply(select(deployments, self._deployment.name))
-        except OperatorError as error:
-            return HandoverAnswer(error=str(error), url=self._url)
+        plan, problem = self._take(
+            lambda: manifest.parse(handover.manifest, source=handover.source, base=source.parent)
+        )
+        if problem:
+            return HandoverAnswer(error=problem, url=self._url)
         self._file = WatchedFile(source)
         return HandoverAnswer(plan=tuple(plan), url=self._url)
 
@@ -246,7 +264,7 @@ def select(deployments: list[LLMDeployment], name: str | None) -> LLMDeployment:
         raise SpecError("manifest", [f"holds {len(deployments)} deployments ({known}); choose one with --name"])
     chosen = [deployment for deployment in deployments if name in (None, deployment.name)]
     if not chosen:
-        raise SpecError("manifest", [f"holds no deployment named {name!r}, only {known}"])
+        raise SpecError("manifest", [f"holds no deployment named {quoted(name)}, only {known}"])
     return chosen[0]
 
 

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from flyball_operator.local.fleet import Fleet
+from flyball_operator.local.trouble import Trouble
 from flyball_operator.spec import Tuning
 from flyball_operator.tuning import Action, Decision, PodEvidence, Reason
 from flyball_operator.tuning.admin import AdminClient, Target
@@ -43,6 +46,11 @@ class LocalTuner:
         self._report = report
         self._loop = SlowLoop(name, admin, on_record=self._write)
         self._changed = asyncio.Event()
+        self._recording = Trouble(
+            report,
+            f"decisions are not recorded in {record_path}",
+            lambda count: f"decisions are recorded in {record_path} again; {count} are missing",
+        )
 
     def tune(self, tuning: Tuning) -> None:
         """Change objectives, bounds or pace; the next round follows at once."""
@@ -61,11 +69,17 @@ class LocalTuner:
             if self._tuning.mode == "Off":
                 self.decision = None
             else:
-                self._take_note(await self._loop.round(self._tuning, self._targets()))
+                await self._round()
             with contextlib.suppress(TimeoutError):
                 # Not asyncio.wait_for: in Python 3.11 it can lose a cancellation that comes together with the event.
                 async with asyncio.timeout(self._tuning.interval_seconds):
                     await self._changed.wait()
+
+    async def _round(self) -> None:
+        try:
+            self._take_note(await self._loop.round(self._tuning, self._targets()))
+        except Exception:  # the loop's boundary: the replicas serve on, with the limits that they have
+            log.exception("a round of tuning failed")
 
     async def _watch_forever(self, period_s: float) -> None:
         while True:
@@ -97,5 +111,14 @@ class LocalTuner:
         self.evidence = {pod.pod: pod for pod in evidence}
 
     def _write(self, record: DecisionRecord) -> None:
-        with self._record_path.open("ab") as file:
-            file.write(to_line(record))
+        with self._recording.tolerated():
+            append_line(self._record_path, to_line(record))
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line whole, or nothing of it. Raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if file.write(line) < len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

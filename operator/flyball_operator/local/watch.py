@@ -2,26 +2,39 @@
 
 from pathlib import Path
 
+from flyball_operator.manifest import MAX_BYTES
+
 
 class WatchedFile:
-    """Looks at the file's metadata first, and at its content only when that changed."""
+    """Looks at the file's metadata first, and at its content only when that changed.
+
+    Attributes:
+        content: what was read last, up to one byte more than a manifest may have; empty before the first success.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.content = b""
         self._stamp: tuple[int, int, int] | None = None
-        self._content: bytes | None = None
         self.changed()
 
     def changed(self) -> bool:
         """Return whether the content differs from the last time this was asked. A file that cannot be read has not changed."""
+        before = self.content
         try:
-            stat = self.path.stat()
-            stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            if stamp == self._stamp:
-                return False
-            content = self.path.read_bytes()
+            if self._stamp_now() != self._stamp:
+                self.read()
         except OSError:
-            return False  # editors replace files in two steps; what runs goes on
+            return False  # editors replace files in two steps; what runs goes on, and the next look tries again
+        return self.content != before
+
+    def read(self) -> None:
+        """Read the file, changed or not. Raises OSError."""
+        stamp = self._stamp_now()
+        with self.path.open("rb") as file:
+            self.content = file.read(MAX_BYTES + 1)
         self._stamp = stamp
-        before, self._content = self._content, content
-        return content != before
+
+    def _stamp_now(self) -> tuple[int, int, int]:
+        stat = self.path.stat()
+        return (stat.st_mtime_ns, stat.st_size, stat.st_ino)

@@ -13,6 +13,7 @@ from flyball_operator.tuning.evidence import PodEvidence
 from flyball_protocol import Evidence, LimitsAck, LimitsUpdate
 from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_LIMITS_PATH
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
+from flyball_protocol.quoting import one_line
 
 MAX_CONCURRENT = 32
 MAX_ANSWER_BYTES = 1 << 20
@@ -120,12 +121,12 @@ async def _or_problem(ask: Callable[[], Awaitable[T]], problem: Callable[[str], 
     except TimeoutError:
         return problem(f"no answer in {time.monotonic() - started:.1f} s")
     except (aiohttp.ClientError, OSError) as error:
-        return problem(f"{type(error).__name__}: {error}")
+        return problem(one_line(f"{type(error).__name__}: {error}"))
     except msgspec.MsgspecError as error:
-        return problem(f"an answer that cannot be read: {error}")
+        return problem(f"an answer that cannot be read: {one_line(str(error))}")
     except TooLong as error:
         return problem(str(error))
 
 
 def _head(body: bytes) -> str:
-    return body[:200].decode("utf-8", "replace")
+    return one_line(body[:200].decode("utf-8", "replace"))
