@@ -1,4 +1,4 @@
-// 16 x 16 blocks in registers.
+// Square blocks in registers.
 #pragma once
 
 #include <utility>
@@ -33,11 +33,11 @@ inline void swap_all_blocks(Vec* rows) {
     if ((i & H) == 0) swap_blocks<H>(rows[i], rows[i + H], std::make_index_sequence<kLanes>());
 }
 
+// kLanes rows.
+template <int H = kLanes / 2>
 inline void transpose(Vec* rows) {
-  swap_all_blocks<8>(rows);
-  swap_all_blocks<4>(rows);
-  swap_all_blocks<2>(rows);
-  swap_all_blocks<1>(rows);
+  swap_all_blocks<H>(rows);
+  if constexpr (H > 1) transpose<H / 2>(rows);
 }
 
 template <int H>
@@ -50,11 +50,10 @@ inline void fold_blocks(Vec* rows) {
 }
 
 // Lane i of the result is the sum of rows[i]: a transposition that adds what it would exchange.
+template <int H = kLanes / 2>
 inline Vec sum_each(Vec* rows) {
-  fold_blocks<8>(rows);
-  fold_blocks<4>(rows);
-  fold_blocks<2>(rows);
-  fold_blocks<1>(rows);
+  fold_blocks<H>(rows);
+  if constexpr (H > 1) return sum_each<H / 2>(rows);
   return rows[0];
 }
 

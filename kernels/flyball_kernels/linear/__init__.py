@@ -11,10 +11,10 @@ from flyball_kernels.checks import check_dtype, check_shape
 class PackedLinear:
     """``x @ weight.T + bias`` for inference.
 
-    On CPU the C++ kernel keeps the weight in panels of 32 output features, whatever the number of rows it will meet,
-    and this packed copy is the only one held: drop your own reference to ``weight``. Its out_features are rounded up
-    to 32, its in_features to 2. Elsewhere, and with the ``torch`` backend, the weight is kept as it is for
-    ``torch.nn.functional.linear``.
+    On CPU the C++ kernel keeps the weight in panels of output features, whatever the number of rows it will meet, and
+    this packed copy is the only one held: drop your own reference to ``weight``. Its out_features are rounded up to the
+    panel's (32 with AVX-512, 16 with AVX2, else 8), its in_features to 2. Elsewhere, and with the ``torch`` backend, the
+    weight is kept as it is for ``torch.nn.functional.linear``.
 
     Args:
         weight: ``[out_features, in_features]`` bf16, fp16 or fp32.

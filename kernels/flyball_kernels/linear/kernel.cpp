@@ -1,6 +1,6 @@
 // Linear layer: 16-bit weights, fp32 sums.
 //
-// A weight is stored once, as panels of 32 columns (output features) that a thread streams through, for one row as for
+// A weight is stored once, as panels of two vectors of columns (output features) that a thread streams through, for one row as for
 // hundreds. There are two arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
 // dot product instruction of AVX512_BF16, which does twice the work of an FMA where a core issues two of them a cycle
 // (AMD's do; Intel's issue one, and there Fma was faster). Products are exact in both. See benchmarks/linear.py.
@@ -10,31 +10,25 @@ namespace flyball {
 namespace {
 
 constexpr int64_t kPanel = 2 * kLanes;
-#if defined(__AVX512F__)
-constexpr int64_t kTileRows = 14;  // 28 accumulators, 2 weights and a broadcast fill the 32 registers
-#elif defined(__aarch64__)
-constexpr int64_t kTileRows = 3;
-#else
-constexpr int64_t kTileRows = 2;
-#endif
+constexpr int64_t kTileRows = kRegisters / 2 - 2;  // 2 sums for each row, 2 weights and a broadcast fill the registers
 constexpr int64_t kAhead = 32;  // how many in_features to prefetch ahead
 constexpr int64_t kBlockRows = 8 * kTileRows;  // their fp32 copy stays in the second-level cache
 
 struct Pair {
-  Vec low, high;  // columns 0..15 and 16..31 of a panel
+  Vec low, high;  // the first and the second half of a panel's columns
 };
 
 inline Pair load_pair(const float* from) { return {load(from), load(from + kLanes)}; }
 inline Pair load_pair(const c10::Half* from) { return {load(from), load(from + kLanes)}; }
 
-// bf16 panels are interleaved (0, 16, 1, 17, ...), so that a shift and a mask make two vectors of one load.
+// bf16 panels are interleaved (with 16 lanes 0, 16, 1, 17, ...), so that a shift and a mask make two vectors of one load.
 inline Pair load_pair(const c10::BFloat16* from) {
   const VecU both = load_raw<VecU>(from);
   return {(Vec)(both << 16), (Vec)(both & 0xffff0000u)};
 }
 
-// An arithmetic says how many features a step takes, where a step's weights lie in its 32 * kDepth elements, what an
-// input looks like that is broadcast to 16 columns, and how both are added to 16 sums.
+// An arithmetic says how many features a step takes, where a step's weights lie in its kPanel * kDepth elements, what an
+// input looks like that is broadcast to a vector of columns, and how both are added to a vector of sums.
 template <class T>
 struct Fma {
   using Weight = T;
@@ -69,7 +63,7 @@ int64_t num_steps(int64_t k) {
   return round_up(k, A::kDepth) / A::kDepth;
 }
 
-// weight [n, k] -> packed [ceil(n / 32), steps, 32 * depth], missing columns and features zero
+// weight [n, k] -> packed [ceil(n / kPanel), steps, kPanel * depth], missing columns and features zero
 template <class A>
 void pack_weight(const typename A::Weight* weight, int64_t n, int64_t k, typename A::Weight* packed) {
   constexpr int64_t kWidth = kPanel * A::kDepth;

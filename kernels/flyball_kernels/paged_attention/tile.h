@@ -36,11 +36,7 @@ inline void multiply_add(const float* a, int64_t a_stride, int64_t k, B b, float
     for (int v = 0; v < V; ++v) store(c + r * c_stride + v * kLanes, acc[r][v]);
 }
 
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kMaxR = 6;
-#else
-constexpr int kMaxR = 2;  // sixteen registers hold no more
-#endif
+constexpr int kMaxR = 6, kMaxV = kRegisters / 8;  // what the registers hold: kMaxR * kMaxV sums, kMaxV of b and one of a
 
 // The same for any number of rows, in strips of equal height.
 template <int V, int R = kMaxR, class B>
@@ -158,8 +154,10 @@ inline void pack_values(const KeyTile<T>& tile, int64_t head_dim, int64_t dim, f
 
 inline void score_many(const Workspace& work, int64_t rows) {
   std::fill_n(work.scores, rows * kTileKeys, 0.0f);
-  const auto key = [&](int64_t d) { return work.keys + d * kTileKeys; };
-  multiply_add_rows<kTileKeys / kLanes>(rows, work.query, work.dim, work.dim, key, work.scores, kTileKeys);
+  for (int64_t first = 0; first < kTileKeys; first += kMaxV * kLanes) {
+    const auto key = [&](int64_t d) { return work.keys + d * kTileKeys + first; };
+    multiply_add_rows<kMaxV>(rows, work.query, work.dim, work.dim, key, work.scores + first, kTileKeys);
+  }
 }
 
 // out += weights * values; value<V>(j, d) points to the j-th value's elements from d on, of which V vectors are read
@@ -171,7 +169,7 @@ inline void weigh(const Workspace& work, int64_t rows, int64_t num_keys, F value
       multiply_add_rows<V>(rows, work.scores, kTileKeys, num_keys, at, work.out + d, work.dim);
       d += V * kLanes;
     };
-    if (work.dim - d >= 4 * kLanes) add(std::integral_constant<int, 4>());
+    if (work.dim - d >= kMaxV * kLanes) add(std::integral_constant<int, kMaxV>());
     else if (work.dim - d >= 2 * kLanes) add(std::integral_constant<int, 2>());
     else add(std::integral_constant<int, 1>());
   }
