@@ -27,7 +27,7 @@ class Sequence:
         cache_salt: what the first of those hashes starts from.
         row: index into the engine's persistent batch tensors while running, else None.
         num_cached_tokens: tokens found in the prefix cache at the first admission.
-        arrival_index: how many sequences were submitted before this one.
+        arrival_index: how many sequences were submitted before this one; unique within an engine.
         num_charged_tokens: tokens that its client has been charged for; see WaitingQueue.
         num_lost_tokens: computed tokens that the last preemption threw away; 0 while running.
     """

@@ -3,9 +3,11 @@
 import numpy as np
 import torch
 
-from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.model.inputs import StepInputs
 from flyball_runtime.scheduler.batch import BatchPlan
+
+NOBODY = -1
+"""The arrival index of no sequence."""
 
 
 class InputBuilder:
@@ -21,8 +23,9 @@ class InputBuilder:
         max_blocks = -(-max_model_len // block_size)
         self._block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._last_token_ids = np.zeros(max_num_seqs, dtype=np.int64)
-        # Which blocks a row holds: the sequence, its preemptions (a resumed one has new blocks) and how many are copied.
-        self._copied: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_num_seqs
+        # Which blocks a row holds: the sequence's arrival index, its preemptions (a resumed one has new blocks) and how
+        # many are copied. Not the sequence itself, which would then live on after its end.
+        self._copied: list[tuple[int, int, int]] = [(NOBODY, 0, 0)] * max_num_seqs
 
     def build(self, plan: BatchPlan) -> StepInputs:
         """Lay out the plan's tokens one sequence after the other, without padding."""
@@ -63,12 +66,12 @@ class InputBuilder:
             rows.append(row)
             owner, num_preemptions, num_copied = self._copied[row]
             num_blocks = len(sequence.block_table)
-            if owner is not sequence or num_preemptions != sequence.num_preemptions:
+            if owner != sequence.arrival_index or num_preemptions != sequence.num_preemptions:
                 num_copied = 0
                 self._last_token_ids[row] = sequence.token_ids[-1]
             if num_copied != num_blocks:
                 self._block_tables[row, num_copied:num_blocks] = sequence.block_table[num_copied:]
-                self._copied[row] = (sequence, sequence.num_preemptions, num_blocks)
+                self._copied[row] = (sequence.arrival_index, sequence.num_preemptions, num_blocks)
         return np.array(rows, dtype=np.int64)
 
     def _token_ids(self, plan: BatchPlan, rows: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.core.stats import EngineInfo
-from flyball_runtime.engine.inputs import InputBuilder
+from flyball_runtime.engine.inputs import NOBODY, InputBuilder
 from flyball_runtime.engine.kv_tensors import allocate_kv_tensors
 from flyball_runtime.engine.resolve import resolve_device, resolve_kv_cache, resolve_max_model_len
 from flyball_runtime.engine.warm_up import WarmUp, peak_bytes
@@ -67,8 +67,8 @@ class ModelRunner:
             max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, block_size=config.block_size, device=device
         )
         self._sampling = SamplingTensors(config.max_num_seqs, device)
-        # Which sequence a row's sampling settings are of.
-        self._sampling_of: list[Sequence | None] = [None] * config.max_num_seqs
+        # Which sequence a row's sampling settings are of, by arrival index.
+        self._sampling_of = [NOBODY] * config.max_num_seqs
         self.eos_token_ids = model_config.eos_token_ids
         self.info = EngineInfo(
             model=config.served_model_name,
@@ -111,9 +111,9 @@ class ModelRunner:
         for seq in sampled:
             row = seq.row
             rows.append(row)
-            if self._sampling_of[row] is not seq:
+            if self._sampling_of[row] != seq.arrival_index:
                 self._sampling.set_row(row, seq.sampling)
-                self._sampling_of[row] = seq
+                self._sampling_of[row] = seq.arrival_index
         return np.array(rows)
 
 

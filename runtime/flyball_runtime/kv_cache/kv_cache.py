@@ -80,6 +80,18 @@ class KVCache:
     def can_admit(self, match: PrefixMatch) -> bool:
         return match.num_blocks_needed <= self._pool.num_admissible
 
+    def still_blocked(self, seq: Sequence, match: PrefixMatch) -> bool:
+        """Tell without a look-up whether a waiting sequence cannot be admitted; False if only a look-up can tell.
+
+        Args:
+            match: of an earlier look-up. The cache holds more of the sequence now only if it holds the next block.
+        """
+        num_matched = len(match.blocks)
+        next_hash = seq.block_hashes[num_matched : num_matched + 1]
+        if self.enable_prefix_caching and self._pool.find(next_hash):
+            return False
+        return self.num_blocks_for(len(seq.token_ids)) - num_matched > self._pool.num_admissible
+
     def admit(self, seq: Sequence, match: PrefixMatch) -> None:
         """Give a waiting sequence blocks for all its tokens. ``match`` is fresh and ``can_admit`` said yes."""
         for block in match.blocks:  # before anything is taken, which might evict them

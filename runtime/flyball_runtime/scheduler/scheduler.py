@@ -48,6 +48,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs))  # a heap, so that running rows stay dense at the low end
         self._num_submitted = 0
         self._blocked_by = BlockedBy.NONE
+        self._last_look_up: tuple[int, PrefixMatch] | None = None  # of the waiting sequence with this arrival index
         self.set_limits(config.start_limits())
 
     @property
@@ -224,15 +225,26 @@ class Scheduler:
             if len(self._running) >= self._limits.max_num_seqs:
                 return BlockedBy.SEQS
             seq = self._waiting.head()
-            match = self._kv.match_prefix(seq)
+            match = self._look_up(seq, budget)
             if not self._kv.can_admit(match):
                 return BlockedBy.KV
             if self._chunk_len(len(seq.token_ids) - match.num_tokens, budget) == 0:
                 return BlockedBy.BUDGET
+            self._last_look_up = None  # it would not hold any more if the sequence were preempted
             self._start_running(self._waiting.admit_head(match.num_tokens), match)
             _count_admission(draft, seq, match, self._kv.enable_prefix_caching)
             budget -= self._add_chunk(draft, seq, budget)
         return BlockedBy.NONE
+
+    def _look_up(self, seq: Sequence, budget: int) -> PrefixMatch:
+        """Look the head of the queue up in the prefix cache; return its last look-up if that is enough to refuse it again."""
+        if self._last_look_up is not None and self._last_look_up[0] == seq.arrival_index:
+            match = self._last_look_up[1]
+            if self._kv.still_blocked(seq, match) or (budget <= 0 and self._kv.can_admit(match)):
+                return match
+        match = self._kv.match_prefix(seq)
+        self._last_look_up = (seq.arrival_index, match)
+        return match
 
     def _add_chunk(self, draft: BatchDraft, seq: Sequence, budget: int) -> int:
         """Schedule as much of the sequence as the budget allows; return how many tokens that is."""
@@ -250,7 +262,7 @@ class Scheduler:
         """Take the blocks of the sequence that the policy would run last; it waits and is computed again."""
         assert len(self._running) > 1, "a lone sequence always fits: the envelope says so"
         seq = choose_victim(self._running.values(), self._policy)
-        logger.info(
+        logger.debug(
             "request_id=%s preempted: no free KV block for decodes; %r, %s", seq.request_id, seq, self._kv.counts()
         )
         seq.num_lost_tokens = seq.num_computed_tokens

@@ -1,5 +1,6 @@
 """What an engine does beside tokens: abort, limits, seeds, refusals."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.core.sequence import Sequence
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,16 @@ def test_without_an_engine_seed_two_engines_differ(path: Path) -> None:
     sampling = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
     first, second = make_engine(path), make_engine(path)
     assert generate(first, [[5, 6, 7]], sampling) != generate(second, [[5, 6, 7]], sampling)
+
+
+def test_an_ended_sequence_is_not_kept(path: Path) -> None:
+    engine = make_engine(path)
+    for name in ("ended-a", "ended-b"):
+        engine.submit(request(name, temperature=1.0))
+    while engine.has_work():
+        engine.step()
+    kept = [one for one in gc.get_objects() if type(one) is Sequence and one.request_id.startswith("ended-")]
+    assert kept == []
 
 
 def test_abort_frees_the_blocks_at_once_and_is_idempotent(path: Path) -> None:

@@ -19,7 +19,9 @@ BLOCK_SIZE, MAX_LEN, MAX_SEQS = 4, 64, 5
 def make_sequence(name: str, num_prompt_tokens: int, rng: random.Random) -> Sequence:
     prompt = [rng.randrange(100) for _ in range(num_prompt_tokens)]
     request = Request(request_id=name, prompt_token_ids=prompt, sampling=SamplingParams())
-    return Sequence(request, max_model_len=MAX_LEN, eos_token_ids=frozenset())
+    sequence = Sequence(request, max_model_len=MAX_LEN, eos_token_ids=frozenset())
+    sequence.arrival_index = int(name)
+    return sequence
 
 
 def plan_of(chunks: list[tuple[Sequence, int]]) -> BatchPlan:

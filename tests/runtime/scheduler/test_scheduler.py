@@ -1,9 +1,11 @@
+import logging
+
 import pytest
 
 from flyball_protocol import Limits
 from flyball_runtime.core.errors import ConfigError, EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
-from flyball_runtime.kv_cache import KVCache
+from flyball_runtime.kv_cache import KVCache, PrefixMatch
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Scheduler, SchedulerConfig
 from sequences import make_sequence
 
@@ -181,6 +183,60 @@ def test_missing_blocks_are_named_before_a_spent_budget():
     scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=20)
     submit(scheduler, 20, 20)
     assert step(scheduler).blocked_by is BlockedBy.KV
+
+
+class CountingKVCache(KVCache):
+    """Counts look-ups."""
+
+    num_looked_up = 0
+
+    def match_prefix(self, seq: Sequence) -> PrefixMatch:
+        self.num_looked_up += 1
+        return super().match_prefix(seq)
+
+
+def test_a_head_that_lacks_blocks_is_not_looked_up_in_every_step():
+    kv = CountingKVCache(8, BLOCK_SIZE)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, max_num_batched_tokens=64), kv)
+    submit(scheduler, 20, 16, max_tokens=9)
+    assert [step(scheduler).blocked_by for _ in range(8)] == [BlockedBy.KV] * 8
+    assert kv.num_looked_up == 2
+    step(scheduler)
+    assert step(scheduler).blocked_by is BlockedBy.NONE, "the first has ended"
+    assert kv.num_looked_up == 3
+
+
+def test_a_head_is_not_looked_up_in_steps_without_budget():
+    kv = CountingKVCache(64, BLOCK_SIZE)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, max_num_batched_tokens=4), kv)
+    submit(scheduler, 30, 4)
+    assert [step(scheduler).blocked_by for _ in range(7)] == [BlockedBy.BUDGET] * 7
+    assert kv.num_looked_up == 2
+    assert step(scheduler).blocked_by is BlockedBy.NONE, "2 of 4 tokens are left, so it is admitted"
+
+
+def test_a_head_that_lacks_blocks_is_looked_up_when_another_sequence_has_computed_more_of_its_prefix():
+    """8 blocks: the first takes 5 for its 20 tokens, the second shares them as soon as they are computed, and needs 1 more."""
+    kv = CountingKVCache(8, BLOCK_SIZE)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, max_num_batched_tokens=4), kv)
+    prompt = list(range(1, 21))
+    submit(scheduler, prompt, [*prompt, 21, 22], max_tokens=2)
+    blocked = []
+    while scheduler.num_waiting:
+        blocked.append(step(scheduler).blocked_by)
+    assert blocked == [BlockedBy.KV] * 3 + [BlockedBy.BUDGET] * 2 + [BlockedBy.NONE]
+
+
+def test_preemptions_are_no_line_of_the_log_each(caplog: pytest.LogCaptureFixture):
+    scheduler = make_scheduler(num_blocks=8, caching=False)
+    submit(scheduler, 14, 14, max_tokens=10)
+    preempted: list[Sequence] = []
+    with caplog.at_level(logging.INFO):
+        while (plan := scheduler.plan()) is not None:
+            preempted += plan.preempted
+            scheduler.commit(plan, [TOKEN] * sum(plan.samples))
+    assert preempted
+    assert caplog.records == []
 
 
 def test_blocked_by_nothing_when_nobody_waits():
