@@ -71,6 +71,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--enable-prefix-caching", default=True, action=on_off)
     engine.add_argument("--enable-chunked-prefill", default=True, action=on_off)
     engine.add_argument("--scheduling-policy", default="fcfs", choices=settings.SCHEDULING_POLICIES)
+    engine.add_argument("--fair-share", default=True, action=on_off, help="clients take turns, by tokens")
     engine.add_argument(
         *("--max-queued-requests", "--max-num-queued-reqs"),
         type=int,
@@ -90,6 +91,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="0.0.0.0", help="address to listen on")
     server.add_argument("--port", type=int, default=endpoints.API_PORT)
+    server.add_argument(
+        "--forwarded-allow-ips",
+        default=settings.LOOPBACK_PROXIES,
+        metavar="LIST",
+        help="addresses and networks of proxies whose X-Forwarded-For names the client; * for all",
+    )
     server.add_argument("--admin-host", default="127.0.0.1")
     server.add_argument("--admin-port", type=int, default=endpoints.ADMIN_PORT)
     server.add_argument(
@@ -138,6 +145,7 @@ def run_serve(args: argparse.Namespace) -> int:
             served_model_names=tuple(args.served_model_name or [args.model]),
             max_heartbeat_age_s=args.max_heartbeat_age,
             default_sampling=generation_config.default_sampling(args.generation_config, path),
+            forwarded_allow_ips=args.forwarded_allow_ips,
         ),
         drain_timeout_s=args.drain_timeout,
     )
@@ -161,6 +169,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         enable_prefix_caching=args.enable_prefix_caching,
         enable_chunked_prefill=args.enable_chunked_prefill,
         scheduling_policy=args.scheduling_policy,
+        fair_share=args.fair_share,
         max_queued_requests=args.max_queued_requests,
         attention_backend=args.attention_backend,
         num_threads=args.num_threads,

@@ -7,6 +7,7 @@ from fastapi import Request, Response
 
 from flyball_protocol.quoting import quoted
 from flyball_runtime.api.body import convert, parse_object
+from flyball_runtime.api.client_id import client_of
 from flyball_runtime.api.errors import json_response
 from flyball_runtime.api.generation import Call, Generation
 from flyball_runtime.api.schemas import (
@@ -16,7 +17,7 @@ from flyball_runtime.api.schemas import (
     StreamOptions,
     sampling_params,
 )
-from flyball_runtime.api.server import Server, client_of
+from flyball_runtime.api.server import Server
 from flyball_runtime.api.sse import EventStream, StreamPlan
 from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS, without_noops
 from flyball_runtime.api.wire import ChatFormat, CompletionFormat, Envelope, Format
@@ -104,6 +105,7 @@ class CompletionRoutes:
             sampling=self._sampling(body),
             num_choices=num_choices,
             priority=body.priority or 0,
+            client=client_of(request),
             cache_salt=body.cache_salt,
         )
 

@@ -44,6 +44,7 @@ class Call:
     sampling: SamplingParams
     num_choices: int
     priority: int
+    client: str
     cache_salt: str | None
 
     def engine_requests(self) -> list[Request]:
@@ -55,6 +56,7 @@ class Call:
                 prompt_token_ids=prompt,
                 sampling=choice_sampling(self.sampling, choice),
                 priority=self.priority,
+                client=self.client,
                 cache_salt=self.cache_salt,
             )
             for index, (prompt, choice) in enumerate(pairs)

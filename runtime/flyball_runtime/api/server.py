@@ -65,9 +65,3 @@ class Server:
         """Raise InvalidRequest unless ``1 <= count <= most``."""
         if not 1 <= count <= most:
             raise InvalidRequest(f"{param} has {count} entries; 1 to {most} are allowed.", param=param)
-
-
-def client_of(request: Request) -> str:
-    """Who asks: the API key, or the address without one. For taking turns, not for rights."""
-    address = request.client.host if request.client is not None else ""
-    return request.headers.get("authorization") or address

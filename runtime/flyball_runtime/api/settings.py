@@ -1,10 +1,13 @@
 """Limits and timeouts of the HTTP face."""
 
+import ipaddress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from flyball_protocol.quoting import quoted
 from flyball_runtime.api.http_protocol import BoundedH11Protocol
+from flyball_runtime.core.config import LOOPBACK_PROXIES
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.sampling import DEFAULT_SAMPLING, SamplingParams
 
@@ -27,6 +30,7 @@ class ApiSettings:
         keep_alive_s: how long an idle connection stays open, a new one too; longer than the 60 s of common load
             balancers, so that they close first.
         max_heartbeat_age_s: /livez turns red when the engine has made no progress for longer.
+        forwarded_allow_ips: addresses and networks, comma-separated, whose X-Forwarded-For is believed; ``*`` for all.
         max_inline_chars: longer prompts are rendered and tokenized in a thread, so that they do not hold up the tokens
             of other requests.
     """
@@ -44,6 +48,7 @@ class ApiSettings:
     keep_alive_s: int = 75
     max_heartbeat_age_s: float = 30.0
     max_inline_chars: int = 4096
+    forwarded_allow_ips: str = LOOPBACK_PROXIES
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -51,8 +56,9 @@ class ApiSettings:
                 "served_model_names needs at least one name, and none may be empty (--served-model-name)."
             )
         for name, value in vars(self).items():
-            if name not in ("served_model_names", "default_sampling") and not value > 0:
+            if isinstance(value, int | float) and not value > 0:
                 raise ConfigError(f"{name} is {value}; it must be above 0.")
+        _check_networks(self.forwarded_allow_ips)
 
     @property
     def model_name(self) -> str:
@@ -66,4 +72,17 @@ class ApiSettings:
             "timeout_keep_alive": self.keep_alive_s,
             "server_header": False,
             "access_log": False,
+            "forwarded_allow_ips": self.forwarded_allow_ips,
         }
+
+
+def _check_networks(listed: str) -> None:
+    """uvicorn takes what is no address for the name of a host, which no connection has. Raises ConfigError instead."""
+    for one in [] if listed == "*" else listed.split(","):
+        try:
+            ipaddress.ip_network(one.strip())
+        except ValueError:
+            raise ConfigError(
+                f"--forwarded-allow-ips has {quoted(one.strip())}; each must be an address or a network such as 10.0.0.0/8, "
+                "separated by commas, or the whole be *."
+            ) from None

@@ -3,9 +3,10 @@
 from fastapi import Request, Response
 
 from flyball_runtime.api.body import convert, parse_object
+from flyball_runtime.api.client_id import client_of
 from flyball_runtime.api.errors import json_response
 from flyball_runtime.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from flyball_runtime.api.server import Server, client_of
+from flyball_runtime.api.server import Server
 from flyball_runtime.core.errors import InvalidRequest, PromptTooLong, TokenOutOfVocabulary
 
 MAX_TOKENS = 65536

@@ -12,6 +12,8 @@ ATTENTION_BACKENDS = ("auto", "cpp", "torch", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+LOOPBACK_PROXIES = "127.0.0.1,::1"
+"""Proxies on this machine, such as local mode's balancer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's total memory for weights, activations and KV cache, in (0, 1].
         kv_cache_memory_bytes: size of the KV cache; None derives it from the device's memory.
         block_size: tokens per KV block.
+        fair_share: clients take turns, by tokens, within what the policy treats alike.
         max_queued_requests: most requests that wait; more are refused with 429.
         num_threads: CPU threads of the engine; None takes the cores this process may use.
         seed: of the seeds that requests without one get; None draws it, so that each start and each replica differ.
@@ -47,6 +50,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
+    fair_share: bool = True
     max_queued_requests: int = 1024
     attention_backend: str = "auto"
     num_threads: int | None = None

@@ -55,6 +55,7 @@ class Engine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 enable_chunked_prefill=config.enable_chunked_prefill,
                 policy=config.scheduling_policy,
+                fair_share=config.fair_share,
             ),
             self.kv_cache,
         )
