@@ -28,6 +28,7 @@ MANAGED_FLAGS = frozenset(
         "--kv-cache-memory-bytes",
         "--boot-prior",
         "--drain-timeout",
+        "--drain-quiet",
         "--shutdown-timeout",
     }
 )

@@ -113,6 +113,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds that running requests get after SIGTERM",
     )
     server.add_argument(
+        "--drain-quiet",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="after SIGTERM accept requests until none has come for S seconds, at most for half of --drain-timeout",
+    )
+    server.add_argument(
         "--max-heartbeat-age",
         type=float,
         default=30.0,
@@ -148,6 +155,7 @@ def run_serve(args: argparse.Namespace) -> int:
             forwarded_allow_ips=args.forwarded_allow_ips,
         ),
         drain_timeout_s=args.drain_timeout,
+        drain_quiet_s=args.drain_quiet,
     )
     return run(config, engine_config, load_tokenizer(path))
 

@@ -44,6 +44,7 @@ class ServeConfig:
         listener: Unix socket of a ``flyball listener`` that has the API port; None opens ``host``:``port`` here.
         admin_token: bearer token of the admin port; None leaves the port closed.
         drain_timeout_s: how long running requests may go on after SIGTERM.
+        drain_quiet_s: after SIGTERM requests are accepted until none has come for so long; 0 refuses them at once.
     """
 
     host: str
@@ -54,6 +55,7 @@ class ServeConfig:
     admin_token: str | None
     api: ApiSettings
     drain_timeout_s: float
+    drain_quiet_s: float
 
 
 class QuietServer(uvicorn.Server):
@@ -190,9 +192,10 @@ class Replica:
         return True
 
     async def _drain(self) -> int:
-        self._client.start_drain()
         deadline_s = time.monotonic() + self._config.drain_timeout_s
-        deadline = asyncio.sleep(self._config.drain_timeout_s)
+        await self._first_of(self._wait_quiet(), self._kill_asked.wait(), self._client.died.wait())
+        self._client.start_drain()
+        deadline = asyncio.sleep(deadline_s - time.monotonic())
         await self._first_of(self._client.wait_drained(), deadline, self._kill_asked.wait(), self._client.died.wait())
         if self._client.died.is_set():
             return endpoints.EXIT_ENGINE_DIED
@@ -208,6 +211,19 @@ class Replica:
         logger.info("drained: every accepted request was finished")
         self._deliver_until_s = deadline_s
         return endpoints.EXIT_OK
+
+    async def _wait_quiet(self) -> None:
+        """Accept what load balancers that are behind still send here, until nothing comes; at most for half of the drain.
+
+        Connections end with their next answer, so that clients which keep them open go elsewhere.
+        """
+        self._client.announce_drain()
+        for server, _ in self._servers:
+            server.config.encoded_headers.append((b"connection", b"close"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_timeout_s / 2):
+                while (left_s := self._config.drain_quiet_s - self._client.seconds_since_request()) > 0:
+                    await asyncio.sleep(left_s)
 
     def _take_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -146,7 +146,7 @@ def test_the_pod_outlives_pre_stop_and_drain() -> None:
     built = build(rollout={"drain": {"preStopSeconds": 5, "timeoutSeconds": 30}})
     assert built["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 45
     assert container(built)["lifecycle"]["preStop"] == {"sleep": {"seconds": 5}}
-    assert "--drain-timeout=30" in container(built)["args"]
+    assert {"--drain-timeout=30", "--drain-quiet=5"} <= set(container(built)["args"])
     assert "lifecycle" not in container(build(rollout={"drain": {"preStopSeconds": 0}}))
 
 

@@ -169,6 +169,24 @@ def test_sigterm_drains_even_when_the_engine_gets_it_too(model: Path, tmp_path: 
         assert server.process.wait(30) == endpoints.EXIT_OK
 
 
+def test_a_drain_takes_what_load_balancers_that_are_behind_still_send(model: Path, tmp_path: Path) -> None:
+    with replica(model, "--drain-quiet=300", "--drain-timeout=600", log=tmp_path / "log") as server:
+        assert "connection" not in server.complete().headers
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.client.get("/readyz").status_code == 503, "still ready while draining")
+        wait_until(lambda: server.client.get("/livez").headers.get("connection") == "close", "connections stay open")
+        assert server.complete().status_code == 200
+        server.process.send_signal(signal.SIGTERM)  # enough of that
+        assert server.process.wait(60) == endpoints.EXIT_OK
+
+
+def test_a_drain_ends_when_no_request_comes_any_more(model: Path, tmp_path: Path) -> None:
+    with replica(model, "--drain-quiet=0.5", log=tmp_path / "log") as server:
+        assert server.complete().status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == endpoints.EXIT_OK
+
+
 def test_a_drain_waits_for_slow_readers(model: Path, tmp_path: Path) -> None:
     with replica(model, log=tmp_path / "log") as server, socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -29,6 +29,7 @@ def serve_args(llm: LLMDeployment) -> list[str]:
         "--max-num-batched-tokens": runtime.max_num_batched_tokens,
         "--boot-prior": f"{names.BOOT_PRIOR_MOUNT}/{names.BOOT_PRIOR_FILE}",
         "--drain-timeout": spec.rollout.drain.timeout_seconds,
+        "--drain-quiet": spec.rollout.drain.pre_stop_seconds,  # a kube-proxy that is behind goes on sending requests
         **{flag: value for flag, value in optional.items() if value is not None},
     }
     words = [f"{flag}={value}" for flag, value in flags.items()]

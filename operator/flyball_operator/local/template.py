@@ -44,7 +44,13 @@ class ProcessTemplate:
 
     def argv_for(self, port: int, admin_port: int) -> list[str]:
         """Return the command for a replica that listens on these loopback ports."""
-        here = {"--host": LOOPBACK, "--port": port, "--admin-host": LOOPBACK, "--admin-port": admin_port}
+        here = {
+            "--host": LOOPBACK,
+            "--port": port,
+            "--admin-host": LOOPBACK,
+            "--admin-port": admin_port,
+            "--drain-quiet": 0,
+        }
         return [f"{flag}={here[flag]}" if (flag := word.partition("=")[0]) in here else word for word in self.argv]
 
 
@@ -57,8 +63,8 @@ def local_deployment(llm: LLMDeployment) -> Manifest:
 def process_template(deployment: Manifest, executable: tuple[str, ...]) -> ProcessTemplate:
     """Read the Deployment's pod template; ``executable`` takes the place of the image's ``flyball``.
 
-    Security context, CPU and memory amounts are the kubelet's business and have no effect here; neither has the preStop sleep,
-    which gives load balancers time to notice: ours knows before the process does.
+    Security context, CPU and memory amounts are the kubelet's business and have no effect here; neither have the preStop sleep
+    and --drain-quiet, which give load balancers time to notice: ours knows before the process does.
 
     Raises:
         LocalError: the pod needs something that only a cluster has.

@@ -188,7 +188,7 @@ class Metrics(Collector):
             yield from _kv_gauges(self.latest.kv_blocks)
             yield from _limit_gauges(self.latest)
         if self._front is not None:
-            yield _gauge("flyball_draining", "1 while new requests are refused for a drain.", self._front.draining)
+            yield _gauge("flyball_draining", "1 from the beginning of a drain on.", self._front.draining)
             if self._front.ready:
                 yield from self._collect_info(self._front.info)
         yield _labelled_gauge("flyball_build_info", "Always 1; the labels say what runs.", {"version": __version__})

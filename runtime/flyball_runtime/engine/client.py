@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import shutil
@@ -67,6 +68,8 @@ class EngineClient:
         self._blocked = False  # whether the last step left requests waiting
         self._heartbeat = Heartbeat()
         self._draining = False
+        self._refusing = False
+        self._last_request_s = -math.inf
         self._dead: Exception | None = None
         self._stopping = False
         self._acks: dict[int, asyncio.Future[LimitsAck]] = {}  # by post_id
@@ -148,6 +151,7 @@ class EngineClient:
 
     def submit(self, request: Request) -> RequestStream:
         self._check_accepting()
+        self._last_request_s = self._clock.now()
         validate_request(request, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         self._check_queue()
         if request.request_id in self._router:
@@ -188,10 +192,18 @@ class EngineClient:
     def heartbeat_age_s(self) -> float:
         return self._heartbeat.age_s()
 
-    def start_drain(self) -> None:
-        if not self._draining:
-            logger.info("draining: no new requests; %d to finish", self.num_unfinished)
+    def seconds_since_request(self) -> float:
+        """Return how long ago the latest request came; infinity before the first."""
+        return self._clock.now() - self._last_request_s
+
+    def announce_drain(self) -> None:
+        """Turn /readyz red, so that no more requests are sent here, and accept those that come all the same."""
         self._draining = True
+
+    def start_drain(self) -> None:
+        if not self._refusing:
+            logger.info("draining: no new requests; %d to finish", self.num_unfinished)
+        self._draining = self._refusing = True
         self._note_drained()
 
     @property
@@ -213,7 +225,7 @@ class EngineClient:
     def _check_accepting(self) -> None:
         if self._dead is not None:
             raise EngineDead(str(self._dead))
-        if self._draining:
+        if self._refusing:
             raise Draining
         if self._info is None:
             raise NotReady
@@ -297,7 +309,7 @@ class EngineClient:
             self._observer.step(stats)
 
     def _note_drained(self) -> None:
-        if self._draining and not self._router:
+        if self._refusing and not self._router:
             self._drained.set()
 
     def _process_ended(self) -> None:
