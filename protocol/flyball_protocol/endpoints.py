@@ -13,7 +13,7 @@ ADMIN_EVIDENCE_PATH = "/admin/evidence"
 ADMIN_DRAIN_PATH = "/admin/drain"
 
 ADMIN_TOKEN_ENV = "FLYBALL_ADMIN_TOKEN"
-"""The admin port's bearer token. An environment variable (from a Secret), because arguments are visible to every process."""
+"""The admin port's token. An environment variable (from a Secret), because arguments are visible to every process."""
 
 LISTENER_ENV = "FLYBALL_LISTENER"
 """Path of the Unix socket at which ``flyball listener`` gives out the API port; without it ``flyball serve`` opens the port."""

@@ -103,7 +103,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--admin-token-file",
         type=Path,
         metavar="FILE",
-        help=f"bearer token of the admin port (or set {endpoints.ADMIN_TOKEN_ENV}); without one the port is off",
+        help=f"token of the admin port (or set {endpoints.ADMIN_TOKEN_ENV}); without one the port is off",
     )
     server.add_argument(
         *("--drain-timeout", "--shutdown-timeout"),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -42,7 +43,7 @@ class ServeConfig:
 
     Attributes:
         listener: Unix socket of a ``flyball listener`` that has the API port; None opens ``host``:``port`` here.
-        admin_token: bearer token of the admin port; None leaves the port closed.
+        admin_token: token of the admin port; None leaves the port closed.
         drain_timeout_s: how long running requests may go on after SIGTERM.
         drain_quiet_s: after SIGTERM requests are accepted until none has come for so long; 0 refuses them at once.
     """
@@ -103,7 +104,9 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Cha
             replica = Replica(config, client)
             replica.add_server(create_app(client, tokenizer, config.api, metrics), listener)
             if admin_listener is not None and config.admin_token is not None:
-                replica.add_server(create_admin_app(client, metrics, config.admin_token), admin_listener)
+                admin = create_admin_app(client, metrics, config.admin_token)
+                # X-Forwarded-For says nothing about who may use a bearer token.
+                replica.add_server(admin, admin_listener, proxy_headers=False)
             else:
                 logger.info("admin port is off: set %s or --admin-token-file to open it", endpoints.ADMIN_TOKEN_ENV)
             return await replica.run()
@@ -131,9 +134,10 @@ class Replica:
         self._deliver_until_s = 0.0  # on the monotonic clock; past without a drain that went well
         self._shutting_down = False
 
-    def add_server(self, app: FastAPI, listener: socket.socket) -> None:
+    def add_server(self, app: FastAPI, listener: socket.socket, **uvicorn_options: Any) -> None:
         # Endings are ours: by the time a server shuts down, every request has been answered or failed.
-        settings = uvicorn.Config(app, log_config=None, lifespan="off", **self._config.api.uvicorn_options())
+        options = self._config.api.uvicorn_options() | uvicorn_options
+        settings = uvicorn.Config(app, log_config=None, lifespan="off", **options)
         self._servers.append((QuietServer(settings), listener))
 
     async def run(self) -> int:

@@ -1,12 +1,13 @@
 """The admin ports of a model's pods, spoken to as the operator does."""
 
+import time
 import urllib.request
 from dataclasses import dataclass
 
 import msgspec
 
 from e2e_kit.models import Model
-from flyball_protocol import LimitsAck, LimitsReport
+from flyball_protocol import LimitsAck, LimitsReport, signing
 from flyball_protocol.endpoints import ADMIN_LIMITS_PATH, ADMIN_PORT, ADMIN_TOKEN_ENV
 
 
@@ -25,10 +26,14 @@ class AdminPort:
         return msgspec.json.decode(self._ask(body), type=LimitsAck)
 
     def _ask(self, body: bytes | None = None) -> bytes:
-        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://{self.ip}:{ADMIN_PORT}{ADMIN_LIMITS_PATH}", body, headers)
+        method, target = "GET" if body is None else "POST", signing.target_of(self.ip, ADMIN_PORT)
+        signed = signing.new_request(method, ADMIN_LIMITS_PATH, target, body or b"", time.time())
+        headers = {"Authorization": signed.header(self.token), "Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://{target}{ADMIN_LIMITS_PATH}", body, headers)
         with urllib.request.urlopen(request, timeout=10) as answer:
             found: bytes = answer.read()
+            signature = answer.headers[signing.ANSWER_HEADER]
+            assert signing.is_signed_answer(self.token, signed.nonce, answer.status, found, signature)
             return found
 
 

@@ -226,7 +226,7 @@ async def test_steady_state_says_nothing_new() -> None:
         assert (now.tuning, now.num_changed, len(now.events)) == (status, num_changed, num_events)
 
 
-@pytest.mark.parametrize("fault", ["garbage", "endless", 500, 401])
+@pytest.mark.parametrize("fault", ["garbage", "endless", "stranger", 500, 401])
 def test_replicas_that_do_not_answer_freeze_tuning(fault: str | int) -> None:
     async def test() -> None:
         async with scene(sees=good_below(400)) as now:
@@ -254,7 +254,10 @@ async def test_a_wrong_token_is_told() -> None:
         now.start()
         await now.rounds(2)
         assert now.condition("TuningHealthy") == ("False", "NoEvidence")
-        assert "answered 401: who are you?" in now.tuning["lastDecision"]["message"]
+        assert (
+            "answered 401, not signed with this deployment's token: the signature is not one"
+            in now.tuning["lastDecision"]["message"]
+        )
 
 
 @run

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from flyball_operator.cluster.store import Pod
-from flyball_protocol import Limits, LimitsAck, LimitsStatus, LimitsUpdate
+from flyball_protocol import Limits, LimitsAck, LimitsStatus, LimitsUpdate, signing
 from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_LIMITS_PATH, ADMIN_PORT
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from operator_kit.evidence import LIMITS, make_evidence
@@ -28,7 +29,7 @@ class FakeReplica:
 
     Attributes:
         sees: fields of the evidence, made from the limits in force.
-        fault: None, "hang", "garbage", "endless" or an HTTP status to answer with.
+        fault: None, "hang", "garbage", "endless", "stranger" (it answers, and has no token) or an HTTP status to answer with.
         deaf: takes no limits.
         updates: every update that was posted.
     """
@@ -36,6 +37,7 @@ class FakeReplica:
     def __init__(self, name: str, sees: Callable[[Limits], dict[str, Any]]) -> None:
         self.name = name
         self.ip = any_loopback_address()
+        self._verifier = signing.Verifier(TOKEN, time.time())
         self.sees = sees
         self.fault: str | int | None = None
         self.deaf = False
@@ -47,7 +49,7 @@ class FakeReplica:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["FakeReplica"]:
-        app = web.Application()
+        app = web.Application(middlewares=[self._sign])
         app.router.add_get(ADMIN_EVIDENCE_PATH, self._evidence)
         app.router.add_post(ADMIN_LIMITS_PATH, self._limits)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
@@ -69,6 +71,15 @@ class FakeReplica:
             metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         ready = {"type": "Ready", "status": str(self.ready)}
         return Pod.of({"metadata": metadata, "status": {"podIP": self.ip, "conditions": [ready]}})
+
+    @web.middleware
+    async def _sign(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.Response:
+        answer: web.Response = await handler(request)
+        if "signed" in request and self.fault != "stranger":
+            body = answer.body if isinstance(answer.body, bytes) else b""
+            signature = signing.sign_answer(TOKEN, request["signed"].nonce, answer.status, body)
+            answer.headers[signing.ANSWER_HEADER] = signature
+        return answer
 
     async def _evidence(self, request: web.Request) -> web.Response:
         if (answer := await self._faulty(request)) is not None:
@@ -98,8 +109,18 @@ class FakeReplica:
 
     async def _faulty(self, request: web.Request) -> web.Response | None:
         self.num_requests += 1
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return web.Response(status=401, text="who are you?")
+        try:
+            request["signed"] = self._verifier.check(
+                request.headers.get("Authorization", ""),
+                method=request.method,
+                path=request.raw_path,
+                target=signing.target_of(self.ip, ADMIN_PORT),
+                now_s=time.time(),
+            )
+        except signing.SignatureError as error:
+            return web.Response(status=401, text=str(error))
+        if not request["signed"].covers(await request.read()):
+            return web.Response(status=401, text="another body")
         if self.fault == "hang":
             await asyncio.sleep(60)
         if self.fault == "garbage":

@@ -26,6 +26,7 @@ class FakeRuntime:
         self.max_running = 0
         self.revision, self.limits = 0, None
         self.window_s = 60.0
+        self.started_s, self.verifier = time.time(), None
 
     async def serve(self):
         await asyncio.start_server(self.api, self.flags["--host"], int(self.flags["--port"]))
@@ -106,9 +107,28 @@ class FakeRuntime:
             send(writer, 200, {"pid": os.getpid(), "max_running": self.max_running})
 
     async def admin_route(self, writer, method, path, headers, body):
-        if headers.get("authorization") != f"Bearer {os.environ['FLYBALL_ADMIN_TOKEN']}":
-            return send(writer, 401, {})
         sys.path.append(str(Path(__file__).parents[1]))  # a script's path begins at its own folder
+        from flyball_protocol import signing
+
+        token, given = os.environ["FLYBALL_ADMIN_TOKEN"], headers.get("authorization", "")
+        if given == f"Bearer {token}":
+            send_bytes(writer, *self.admin_answer(path, body))
+            return
+        self.verifier = self.verifier or signing.Verifier(token, self.started_s)
+        target = signing.target_of(*writer.get_extra_info("sockname")[:2])
+        try:
+            signed = self.verifier.check(given, method=method, path=path, target=target, now_s=time.time())
+        except signing.SignatureError as error:
+            send(writer, 401, {"error": str(error)})
+            return
+        if not signed.covers(body):
+            send(writer, 401, {"error": "another body"})
+            return
+        status, payload = self.admin_answer(path, body)
+        signature = signing.sign_answer(token, signed.nonce, status, payload)
+        send_bytes(writer, status, payload, f"{signing.ANSWER_HEADER}: {signature}\r\n")
+
+    def admin_answer(self, path, body):
         import msgspec
 
         from flyball_protocol import Limits, LimitsAck, LimitsUpdate
@@ -126,7 +146,7 @@ class FakeRuntime:
                 envelope=ENVELOPE,
                 num_running=self.running,
             )
-            return send_bytes(writer, 200, msgspec.json.encode(evidence))
+            return 200, msgspec.json.encode(evidence)
         update = msgspec.json.decode(body, type=LimitsUpdate)
         if update.revision < self.revision:
             ack, status = "stale", 409
@@ -136,7 +156,7 @@ class FakeRuntime:
             self.revision, self.limits = update.revision, update.limits.applied_to(self.limits)
             ack, status = "applied", 200
         answer = LimitsAck(status=ack, revision=self.revision, target=self.limits, effective=self.limits)
-        return send_bytes(writer, status, msgspec.json.encode(answer))
+        return status, msgspec.json.encode(answer)
 
 
 async def stream(writer, tokens, gap_s):

@@ -1,4 +1,4 @@
-"""The Secret with the bearer token of the pods' admin port."""
+"""The Secret with the token of the pods' admin port."""
 
 from flyball_operator import names
 from flyball_operator.children.manifest import Manifest, metadata

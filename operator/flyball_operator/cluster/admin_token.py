@@ -1,4 +1,4 @@
-"""The bearer tokens of the replicas' admin ports, derived from one key so that the operator never reads a Secret of a user."""
+"""The tokens of the replicas' admin ports, derived from one key so that the operator never reads a Secret of a user."""
 
 import base64
 import hashlib

@@ -46,7 +46,7 @@ class ClusterTuner:
     """Tunes every LLMDeployment of the store whose spec asks for it. ``run()`` goes on until it is cancelled.
 
     Args:
-        token_of: the bearer token of a deployment's admin ports.
+        token_of: the token of a deployment's admin ports.
         changed: called when what ``status``, ``conditions`` or ``boot_prior`` say has changed.
         event: called with what people should see.
         clock: seconds, only forward.

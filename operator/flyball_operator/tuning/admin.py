@@ -8,9 +8,10 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from flyball_operator.tuning.evidence import PodEvidence
-from flyball_protocol import Evidence, LimitsAck, LimitsUpdate
+from flyball_protocol import Evidence, LimitsAck, LimitsUpdate, signing
 from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_LIMITS_PATH
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from flyball_protocol.quoting import one_line
@@ -18,6 +19,8 @@ from flyball_protocol.quoting import one_line
 MAX_CONCURRENT = 32
 MAX_ANSWER_BYTES = 1 << 20
 """Evidence is some kilobytes. What answers on a replica's address may be anything, and many are asked at once."""
+
+UNSIGNED = "not signed with this deployment's token"
 
 T = TypeVar("T")
 
@@ -42,6 +45,9 @@ class Posted:
 class AdminClient:
     """Reads evidence and posts limits. A replica that does not answer is a result, not an exception.
 
+    Requests are signed with ``token``, which never travels, and so are the answers: what is at a replica's address may be
+    anything, and its evidence must not tune anybody.
+
     Args:
         slots: how many requests may be under way; several clients may share it.
     """
@@ -53,9 +59,11 @@ class AdminClient:
         *,
         timeout_s: float = 2.0,
         slots: asyncio.Semaphore | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._session = session
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._token = token
+        self._wall_clock = wall_clock
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._slots = slots or asyncio.Semaphore(MAX_CONCURRENT)
 
@@ -69,7 +77,7 @@ class AdminClient:
 
     async def evidence(self, target: Target) -> PodEvidence:
         async def read() -> PodEvidence:
-            status, body = await self._request("GET", target.url + ADMIN_EVIDENCE_PATH)
+            status, body = await self._request("GET", target, ADMIN_EVIDENCE_PATH)
             if status != 200:
                 return PodEvidence(
                     pod=target.name, problem=f"GET {ADMIN_EVIDENCE_PATH} answered {status}: {_head(body)}"
@@ -80,29 +88,33 @@ class AdminClient:
 
     async def post(self, target: Target, update: LimitsUpdate) -> Posted:
         async def send() -> Posted:
-            status, body = await self._request("POST", target.url + ADMIN_LIMITS_PATH, msgspec.json.encode(update))
+            status, body = await self._request("POST", target, ADMIN_LIMITS_PATH, msgspec.json.encode(update))
             if status not in LIMITS_HTTP_STATUS.values():
                 return Posted(target.name, None, f"POST {ADMIN_LIMITS_PATH} answered {status}: {_head(body)}")
             return Posted(target.name, msgspec.json.decode(body, type=LimitsAck))
 
         return await _or_problem(send, lambda problem: Posted(target.name, None, problem))
 
-    async def _request(self, method: str, url: str, body: bytes | None = None) -> tuple[int, bytes]:
-        headers = self._headers | ({"Content-Type": "application/json"} if body else {})
-        async with (
-            self._slots,
-            self._session.request(
-                method, url, data=body, headers=headers, timeout=self._timeout, allow_redirects=False
-            ) as response,
-        ):
-            return response.status, await _read(response)
+    async def _request(self, method: str, target: Target, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        """Return status and body of an answer, which is signed unless it is a refusal. Raises UnusableAnswer."""
+        url = URL(target.url + path)
+        async with self._slots:
+            signed = signing.new_request(
+                method, url.raw_path_qs, signing.target_of(url.host or "", url.port), body, self._wall_clock()
+            )
+            headers = {"Authorization": signed.header(self._token), "Content-Type": "application/json"}
+            async with self._session.request(
+                method, url, data=body or None, headers=headers, timeout=self._timeout, allow_redirects=False
+            ) as response:
+                answer = await _read(response)
+        signature = response.headers.get(signing.ANSWER_HEADER, "")
+        if not signing.is_signed_answer(self._token, signed.nonce, response.status, answer, signature):
+            raise UnusableAnswer(f"{method} {path} answered {response.status}, {UNSIGNED}: {_head(answer)}")
+        return response.status, answer
 
 
-class TooLong(Exception):
-    """An answer that goes on beyond ``MAX_ANSWER_BYTES``."""
-
-    def __init__(self) -> None:
-        super().__init__(f"the answer is longer than {MAX_ANSWER_BYTES} bytes: this is no admin port of a runtime")
+class UnusableAnswer(Exception):
+    """An answer that cannot be a runtime's."""
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
@@ -110,7 +122,9 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > MAX_ANSWER_BYTES:
-            raise TooLong
+            raise UnusableAnswer(
+                f"the answer is longer than {MAX_ANSWER_BYTES} bytes: this is no admin port of a runtime"
+            )
     return bytes(body)
 
 
@@ -124,7 +138,7 @@ async def _or_problem(ask: Callable[[], Awaitable[T]], problem: Callable[[str], 
         return problem(one_line(f"{type(error).__name__}: {error}"))
     except msgspec.MsgspecError as error:
         return problem(f"an answer that cannot be read: {one_line(str(error))}")
-    except TooLong as error:
+    except UnusableAnswer as error:
         return problem(str(error))
 
 

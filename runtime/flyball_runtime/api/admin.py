@@ -1,18 +1,18 @@
-"""The app of port 8001: live limits, evidence and drain, for the operator only. Every path needs the bearer token."""
+"""The app of port 8001: live limits, evidence and drain, for the operator only. Every path needs the token, see admin_auth."""
 
-import hmac
 import logging
+import time
+from collections.abc import Callable
 
 from fastapi import FastAPI, Request, Response
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flyball_protocol import LimitsUpdate, endpoints
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
+from flyball_runtime.api.admin_auth import AdminAuth, read_admin_body
 from flyball_runtime.api.app import bare_app
-from flyball_runtime.api.body import decode, read_body
-from flyball_runtime.api.errors import Unauthorized, json_response
+from flyball_runtime.api.body import decode
+from flyball_runtime.api.errors import json_response
 from flyball_runtime.api.evidence import build_evidence
 from flyball_runtime.api.metrics import Metrics
 from flyball_runtime.core.errors import ConfigError
@@ -20,38 +20,22 @@ from flyball_runtime.engine.front import EngineFront
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 1024
-BODY_TIMEOUT_S = 10.0
 
-
-def create_admin_app(front: EngineFront, metrics: Metrics, token: str) -> FastAPI:
+def create_admin_app(
+    front: EngineFront, metrics: Metrics, token: str, wall_clock: Callable[[], float] = time.time
+) -> FastAPI:
     """The admin app. Raises ConfigError when ``token`` is empty: there is no admin port without one."""
     if not token.strip():
         raise ConfigError(f"the admin token is empty; set {endpoints.ADMIN_TOKEN_ENV} or leave the admin port off.")
-    app = bare_app("Flyball admin", Middleware(BearerAuth, token=token.strip()))
+    app = bare_app(
+        "Flyball admin", Middleware(AdminAuth, token=token.strip(), wall_clock=wall_clock, started_s=wall_clock())
+    )
     routes = AdminRoutes(front, metrics)
     app.add_api_route(endpoints.ADMIN_LIMITS_PATH, routes.get_limits)
     app.add_api_route(endpoints.ADMIN_LIMITS_PATH, routes.post_limits, methods=["POST"])
     app.add_api_route(endpoints.ADMIN_EVIDENCE_PATH, routes.get_evidence)
     app.add_api_route(endpoints.ADMIN_DRAIN_PATH, routes.post_drain, methods=["POST"])
     return app
-
-
-class BearerAuth:
-    """Lets nothing through without ``Authorization: Bearer TOKEN``; compares in constant time."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._expected = token.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._allows(Headers(scope=scope)):
-            raise Unauthorized
-        await self._app(scope, receive, send)
-
-    def _allows(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        return hmac.compare_digest(given.strip().encode(), self._expected) and scheme.lower() == "bearer"
 
 
 class AdminRoutes:
@@ -64,7 +48,7 @@ class AdminRoutes:
 
     async def post_limits(self, request: Request) -> Response:
         """Apply a LimitsUpdate; the status follows the ack: 200 applied, 202 deferred, 409 stale, 422 rejected."""
-        update = decode(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S), LimitsUpdate)
+        update = decode(await read_admin_body(request), LimitsUpdate)
         ack = await self._front.post_limits(update)
         logger.info(
             "request %s: limits revision %d: %s %s", request.state.request_id, update.revision, ack.status, ack.reason

@@ -54,8 +54,8 @@ class BodyTimeout(RequestError):
 class Unauthorized(RequestError):
     status, code = 401, "invalid_token"
 
-    def __init__(self) -> None:
-        super().__init__("a valid token is needed. Send the header 'Authorization: Bearer TOKEN'.")
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}.")
 
 
 def from_failed(event: Failed) -> HttpError:
