@@ -1,6 +1,6 @@
 """Flyball against vLLM on one machine, both loaded and measured in turns, so that noise hits both.
 
-    python benchmarks/versus_vllm.py --vllm /path/to/vllm-venv/bin/python [--runs 5]
+    python benchmarks/versus_vllm.py --vllm /path/to/vllm-venv/bin/python [--runs 5] [--vllm-env NAME=VALUE ...]
 
 Offline: output tokens per second on three loads. Online: `flyball bench` in a closed loop at concurrency 1, 8 and 32
 against both servers. Each run has a seed of its own, the same for both sides, so that no prompt is sent twice; the tokens
@@ -9,8 +9,9 @@ changes from run to run. The side that is not measured is stopped (SIGSTOP), so 
 from the other.
 
 Beside it, a profile of this engine's time while it decodes and while it computes prompts. Writes results/versus_vllm.json,
-with vLLM's versions, settings and warnings. For a CPU build of vLLM set VLLM_CPU_KVCACHE_SPACE (GiB). Figures of different
-runs do not compare: machines and neighbours differ.
+with vLLM's versions, settings and warnings. For a CPU build of vLLM set VLLM_CPU_KVCACHE_SPACE (GiB), and give it the libraries
+that it recommends: --vllm-env LD_PRELOAD=/path/libtcmalloc_minimal.so.4:/path/libiomp5.so. Figures of different runs do not
+compare: machines and neighbours differ.
 """
 
 import argparse
@@ -47,6 +48,14 @@ MAX_WARNINGS, MAX_WARNING_CHARS = 20, 200
 Engines = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Vllm:
+    """``python`` of its environment; ``variables`` that its processes get beside this process's."""
+
+    python: str
+    variables: Mapping[str, str]
+
+
 def in_turns(engines: Engines, runs: int) -> Iterator[tuple[str, Any]]:
     """Yield every engine once a run, the first of one run last in the next."""
     for run in range(runs):
@@ -64,10 +73,11 @@ def awake(group: int) -> Iterator[None]:
 class OfflineEngine:
     """`offline.py --serve` in a process."""
 
-    def __init__(self, python: str, engine: str, checkpoint: Path) -> None:
+    def __init__(self, python: str, engine: str, checkpoint: Path, variables: Mapping[str, str]) -> None:
         command = [python, str(Path(__file__).with_name("offline.py")), engine, "--serve"]
         self._process = subprocess.Popen(
             [*command, "--checkpoint", str(checkpoint)],
+            env=os.environ | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -96,11 +106,11 @@ class OfflineEngine:
         raise RuntimeError(f"the engine ended: {self._process.args}")
 
 
-def offline(vllm_python: str, checkpoint: Path, runs: int) -> dict[str, Any]:
+def offline(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         engines = {
-            name: stack.enter_context(contextlib.closing(OfflineEngine(python, name, checkpoint)))
-            for name, python in (("vllm", vllm_python), ("flyball", sys.executable))
+            name: stack.enter_context(contextlib.closing(OfflineEngine(python, name, checkpoint, variables)))
+            for name, python, variables in (("vllm", vllm.python, vllm.variables), ("flyball", sys.executable, {}))
         }
         for engine in engines.values():  # the first run of a shape is slower
             for load in LOADS:
@@ -134,18 +144,23 @@ class Server:
     def warnings(self) -> list[str]:
         """Return the different warnings that the server has printed, cut to a readable length."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if "WARNING" in line]
-        messages = (line.partition("WARNING")[2].strip()[:MAX_WARNING_CHARS] for line in lines)
+        # vLLM has a time and a source line between the level and the text
+        messages = (re.split(r"WARNING.*?[\]:] ", line, maxsplit=1)[-1].strip()[:MAX_WARNING_CHARS] for line in lines)
         return list(dict.fromkeys(messages))[:MAX_WARNINGS]
 
 
 @contextlib.contextmanager
-def server(command: list[str], log: Path) -> Iterator[Server]:
+def server(command: list[str], log: Path, variables: Mapping[str, str]) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--port", str(port)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            [*command, "--port", str(port)],
+            env=os.environ | variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -169,15 +184,15 @@ def answers(url: str) -> bool:
         return False
 
 
-def online(vllm_python: str, checkpoint: Path, runs: int) -> dict[str, Any]:
+def online(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
     flags = [str(checkpoint), "--dtype", "bfloat16", "--max-model-len", "4096", "--served-model-name", "m"]
-    vllm = [str(Path(vllm_python).with_name("vllm")), "serve", *flags]
-    flyball = [sys.executable, "-m", "flyball_runtime.cli", "serve", *flags]
+    theirs = [str(Path(vllm.python).with_name("vllm")), "serve", *flags]
+    ours = [sys.executable, "-m", "flyball_runtime.cli", "serve", *flags]
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {
-            "vllm": stack.enter_context(server(vllm, logs / "vllm")),
-            "flyball": stack.enter_context(server(flyball, logs / "flyball")),
+            "vllm": stack.enter_context(server(theirs, logs / "vllm", vllm.variables)),
+            "flyball": stack.enter_context(server(ours, logs / "flyball", {})),
         }
         seeds = itertools.count(1)
         warm_up(servers, checkpoint, seeds)
@@ -280,16 +295,16 @@ def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
     return result
 
 
-def vllm_environment(python: str) -> dict[str, Any]:
+def vllm_environment(vllm: Vllm) -> dict[str, Any]:
     """Return the versions in vLLM's environment, and the variables that configure it."""
     script = (
         "import importlib.metadata as m, json, sys\n"
         "found = {d.metadata['Name']: d.version for d in m.distributions()}\n"
         "print(json.dumps({name: found.get(name, 'none') for name in sys.argv[1:]}))"
     )
-    done = subprocess.run([python, "-c", script, *VLLM_PACKAGES], check=True, capture_output=True, text=True)
+    done = subprocess.run([vllm.python, "-c", script, *VLLM_PACKAGES], check=True, capture_output=True, text=True)
     variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
-    return json.loads(done.stdout) | {"variables": variables}
+    return json.loads(done.stdout) | {"variables": variables | vllm.variables}
 
 
 def summary(values: dict[str, list[float]], *, higher_is_better: bool) -> dict[str, Any]:
@@ -306,6 +321,9 @@ def show(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, metavar="PYTHON", help="Python of an environment with vLLM")
+    parser.add_argument(
+        "--vllm-env", metavar="NAME=VALUE", action="append", default=[], help="for vLLM's processes alone"
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", default="small")
     parser.add_argument("--part", choices=("offline", "online", "profile"), action="append", help="default: all three")
@@ -317,11 +335,12 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
     parts = args.part or ["offline", "online", "profile"]
-    result: dict[str, Any] = {"shape": args.shape, "vllm": vllm_environment(args.vllm)}
+    vllm = Vllm(args.vllm, dict(variable.split("=", 1) for variable in args.vllm_env))
+    result: dict[str, Any] = {"shape": args.shape, "vllm": vllm_environment(vllm)}
     if "offline" in parts:
-        result["offline_output_tokens_per_s"] = offline(args.vllm, checkpoint, args.runs)
+        result["offline_output_tokens_per_s"] = offline(vllm, checkpoint, args.runs)
     if "online" in parts:
-        result["online_128_in_64_out"] = online(args.vllm, checkpoint, args.runs)
+        result["online_128_in_64_out"] = online(vllm, checkpoint, args.runs)
     if "profile" in parts:
         result["share_of_time"] = profile(checkpoint)
     save("versus_vllm", result)
