@@ -295,9 +295,7 @@ class EngineClient:
         left_s = report.lease_expires_in_s
         self._limits, self._lease_end_s = report, None if left_s is None else self._clock.now() + left_s
 
-    def _note_stats(self, stats: StepStats | None) -> None:
-        if stats is None:
-            return
+    def _note_stats(self, stats: StepStats) -> None:
         self._stats = stats
         if stats.num_tokens or not stats.num_running:  # else a report between two steps, which has planned nothing
             self._blocked = stats.blocked_by != BlockedBy.NONE

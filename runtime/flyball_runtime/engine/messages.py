@@ -30,6 +30,16 @@ class Stop(Struct, frozen=True, tag=True):
 ToEngine = Submit | Abort | PostLimits | Stop
 
 
+class _RequestId(Struct, frozen=True):
+    request_id: str
+
+
+class Arrival(Struct, frozen=True, tag="Submit"):
+    """A Submit of which only the id was decoded."""
+
+    request: _RequestId
+
+
 class Ready(Struct, frozen=True, tag=True):
     info: EngineInfo
     limits: LimitsReport
@@ -39,13 +49,13 @@ class StepOutput(Struct, frozen=True, tag=True):
     """Everything one step produced: ``token_ids[i]`` is the new token of ``request_ids[i]``; endings come after tokens.
 
     ``num_cached_tokens``: prompt tokens found in the prefix cache, of the requests first admitted in this step that had any.
-    ``stats`` is None when nothing has changed but for the endings (a request that was refused).
+    Between two steps the engine sends one with endings alone, or with nothing but its state.
     """
 
     request_ids: list[str]
     token_ids: list[int]
     endings: list[Finished | Failed]
-    stats: StepStats | None
+    stats: StepStats
     num_cached_tokens: dict[str, int] = {}
 
 
@@ -71,7 +81,8 @@ class Died(Struct, frozen=True, tag=True):
 FromEngine = Ready | StepOutput | LimitsAnswer | LimitsMoved | Died
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_submit = msgspec.msgpack.Decoder(Submit)
+_head_to_engine = msgspec.msgpack.Decoder(Arrival | Abort | PostLimits | Stop)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
@@ -79,8 +90,13 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_to_engine(frame: bytes) -> ToEngine:
-    return _to_engine.decode(frame)
+def decode_submit(frame: bytes) -> Submit:
+    return _submit.decode(frame)
+
+
+def decode_head_to_engine(frame: bytes) -> Arrival | Abort | PostLimits | Stop:
+    """Decode a message, of a Submit no more than its id: the rest takes time in proportion to the prompt."""
+    return _head_to_engine.decode(frame)
 
 
 def decode_from_engine(frame: bytes) -> FromEngine:

@@ -5,13 +5,17 @@ import os
 import signal
 import time
 import traceback
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
+from msgspec import structs
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.garbage import freeze_startup_objects
+from flyball_runtime.core.request import Failed, Finished
 from flyball_runtime.engine import messages
 from flyball_runtime.engine.heartbeat import Heartbeat
 
@@ -22,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5
 """How long an idle engine waits for a message before it looks after leases and its parent and sends its state."""
+
+ARRIVALS_S = 0.005
+"""How long the sequences that run wait for new requests to be taken in between two steps. A request takes tens of
+microseconds, a prompt of 100,000 tokens some milliseconds; a burst of them would stop every stream."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ def run_engine(
     outbox.connect(addresses.from_engine)
     try:
         engine = Engine(config, import_s=import_s, on_progress=heartbeat.beat)
+        freeze_startup_objects()
         EngineProcess(engine, inbox, outbox, heartbeat, parent_pid).serve()
     except ConfigError as error:
         outbox.send(messages.encode(messages.Died(str(error), is_config_error=True)))
@@ -81,6 +90,8 @@ class EngineProcess:
         self._outbox = outbox
         self._heartbeat = heartbeat
         self._parent_pid = parent_pid
+        self._arrivals: OrderedDict[str, bytes] = OrderedDict()  # Submit frames by request id
+        self._endings: list[Finished | Failed] = []
         self._next_state_s = 0.0
         self._stopped = False
 
@@ -88,36 +99,64 @@ class EngineProcess:
         self._send(messages.Ready(self._engine.info, self._engine.limits()))
         while not self._stopped and os.getppid() == self._parent_pid:
             self._heartbeat.beat()
-            self._drain_inbox()
-            if (moved := self._engine.tick()) is not None:
-                self._send(messages.LimitsMoved(moved))
-            if self._engine.has_work():
-                self._send(self._engine.step())
-            else:
-                self._idle()
+            self._read_inbox()
+            if not self._stopped:
+                self._turn()
 
-    def _drain_inbox(self) -> None:
+    def _turn(self) -> None:
+        self._take_arrivals()
+        self._send_endings()
+        if (moved := self._engine.tick()) is not None:
+            self._send(messages.LimitsMoved(moved))
+        if self._engine.has_work():
+            self._send_output(self._engine.step())
+        elif not self._arrivals:
+            self._idle()
+
+    def _read_inbox(self) -> None:
+        """Take every message. New requests are put aside, so that what comes behind them does not wait for them."""
         while not self._stopped:
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(messages.decode_to_engine(frame))
+            self._handle(messages.decode_head_to_engine(frame), frame)
 
-    def _handle(self, message: messages.ToEngine) -> None:
-        match message:
-            case messages.Submit(request):
-                if (failed := self._engine.submit(request)) is not None:
-                    self._send(messages.StepOutput([], [], [failed], None))
+    def _handle(self, head: messages.Arrival | messages.ToEngine, frame: bytes) -> None:
+        match head:
+            case messages.Arrival(request):
+                self._arrivals[request.request_id] = frame
             case messages.Abort(request_id):
-                if (finished := self._engine.abort(request_id)) is not None:
-                    self._send(messages.StepOutput([], [], [finished], self._engine.state()))
+                self._abort(request_id)
             case messages.PostLimits(post_id, update):
                 ack = self._engine.post_limits(update)
                 self._send_state()  # before the answer, so that metrics show the limits to whoever waited for it
                 self._send(messages.LimitsAnswer(post_id, ack, self._engine.limits()))
             case messages.Stop():
                 self._stopped = True
+
+    def _take_arrivals(self) -> None:
+        """Hand new requests to the engine: one at least, and as many as there is time for."""
+        deadline_s = time.monotonic() + ARRIVALS_S
+        while self._arrivals:
+            _, frame = self._arrivals.popitem(last=False)
+            if (failed := self._engine.submit(messages.decode_submit(frame).request)) is not None:
+                self._endings.append(failed)
+            if time.monotonic() >= deadline_s:
+                return
+
+    def _abort(self, request_id: str) -> None:
+        if (frame := self._arrivals.pop(request_id, None)) is not None:
+            num_prompt_tokens = len(messages.decode_submit(frame).request.prompt_token_ids)
+            self._endings.append(Finished(request_id, "abort", num_prompt_tokens, 0))
+        elif (finished := self._engine.abort(request_id)) is not None:
+            self._endings.append(finished)
+
+    def _send_endings(self) -> None:
+        """Send what ended between two steps, with the state that it leaves."""
+        if self._endings:
+            self._send_output(messages.StepOutput([], [], self._endings, self._engine.state()))
+            self._endings = []
 
     def _idle(self) -> None:
         """Wait for a message, a while at most; send the state now and then."""
@@ -127,7 +166,14 @@ class EngineProcess:
         self._inbox.poll(IDLE_S * 1000)
 
     def _send_state(self) -> None:
-        self._send(messages.StepOutput([], [], [], self._engine.state()))
+        self._send_output(messages.StepOutput([], [], [], self._engine.state()))
+
+    def _send_output(self, output: messages.StepOutput) -> None:
+        """Send an output; requests that the engine has not been handed yet wait as well."""
+        if self._arrivals:
+            stats = structs.replace(output.stats, num_waiting=output.stats.num_waiting + len(self._arrivals))
+            output = structs.replace(output, stats=stats)
+        self._send(output)
 
     def _send(self, message: messages.FromEngine) -> None:
         self._outbox.send(messages.encode(message))

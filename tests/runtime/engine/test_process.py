@@ -1,0 +1,190 @@
+"""What the engine process does between two steps, over an inbox and an outbox in memory."""
+
+import gc
+import os
+import signal
+from collections import deque
+from typing import Any
+
+import pytest
+import zmq
+
+from flyball_protocol import LimitsAck, LimitsChange, LimitsReport, LimitsStatus, LimitsUpdate
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.request import Failed, Finished, Request
+from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.core.stats import StepStats
+from flyball_runtime.engine import engine as engine_module
+from flyball_runtime.engine import messages, process
+from flyball_runtime.engine.heartbeat import Heartbeat
+from flyball_runtime.engine.process import Addresses, EngineProcess, run_engine
+from runtime.fake_engine import ENVELOPE, LIMITS, FakeEngine, step_stats
+
+REPORT = LimitsReport(revision=0, target=LIMITS, effective=LIMITS, envelope=ENVELOPE, last_known_good=LIMITS)
+
+
+class Inbox:
+    """Frames that have arrived."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+
+    def put(self, *arrived: messages.ToEngine) -> None:
+        self.frames += [messages.encode(message) for message in arrived]
+
+    def recv(self, flags: int) -> bytes:
+        if not self.frames:
+            raise zmq.Again
+        return self.frames.popleft()
+
+    def poll(self, timeout_ms: float) -> None:
+        self.put(messages.Stop())  # nothing else will come
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self.sent: list[messages.FromEngine] = []
+
+    def send(self, frame: bytes) -> None:
+        self.sent.append(messages.decode_from_engine(frame))
+
+    @property
+    def endings(self) -> list[Finished | Failed]:
+        return [
+            ending for message in self.sent if isinstance(message, messages.StepOutput) for ending in message.endings
+        ]
+
+
+class StubEngine:
+    """Ends every request it has in a step; notes what happened in which order."""
+
+    info = FakeEngine(384).engine_info
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.requests: dict[str, Request] = {}
+
+    def submit(self, request: Request) -> Failed | None:
+        self.events.append(f"submit {request.request_id}")
+        if request.request_id.startswith("bad"):
+            return Failed(request.request_id, 400, "bad", "it is bad")
+        self.requests[request.request_id] = request
+        return None
+
+    def abort(self, request_id: str) -> Finished | None:
+        self.events.append(f"abort {request_id}")
+        request = self.requests.pop(request_id, None)
+        return None if request is None else Finished(request_id, "abort", len(request.prompt_token_ids), 0)
+
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> messages.StepOutput:
+        self.events.append("step")
+        endings: list[Finished | Failed] = [Finished(name, "length", 1, 1) for name in self.requests]
+        self.requests.clear()
+        return messages.StepOutput([], [], endings, step_stats())
+
+    def post_limits(self, update: LimitsUpdate) -> LimitsAck:
+        self.events.append(f"limits {update.revision}")
+        return LimitsAck(status=LimitsStatus.APPLIED, revision=update.revision, target=LIMITS, effective=LIMITS)
+
+    def limits(self) -> LimitsReport:
+        return REPORT
+
+    def tick(self) -> None:
+        return None
+
+    def state(self) -> StepStats:
+        return step_stats()
+
+
+def submit(name: str) -> messages.Submit:
+    return messages.Submit(Request(request_id=name, prompt_token_ids=[5, 6, 7], sampling=SamplingParams()))
+
+
+def serve(*arrived: messages.ToEngine) -> tuple[StubEngine, Outbox]:
+    """Serve what has arrived until there is nothing left to do."""
+    engine, inbox, outbox = StubEngine(), Inbox(), Outbox()
+    inbox.put(*arrived)
+    EngineProcess(engine, inbox, outbox, Heartbeat(), os.getppid()).serve()  # type: ignore[arg-type]
+    return engine, outbox
+
+
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request is more than there is time for between two steps."""
+    monkeypatch.setattr(process, "ARRIVALS_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_time")
+def test_a_flood_of_requests_does_not_hold_up_steps() -> None:
+    engine, outbox = serve(*[submit(name) for name in "abc"])
+    assert engine.events == ["submit a", "step", "submit b", "step", "submit c", "step"]
+    assert [ending.request_id for ending in outbox.endings] == ["a", "b", "c"]
+    steps = [message for message in outbox.sent if isinstance(message, messages.StepOutput) and message.endings]
+    assert [message.stats.num_waiting for message in steps] == [2, 1, 0], "those that are not taken yet"
+
+
+def test_requests_for_which_there_is_time_start_together() -> None:
+    engine, _ = serve(*[submit(name) for name in "abc"])
+    assert engine.events == ["submit a", "submit b", "submit c", "step"]
+
+
+@pytest.mark.usefixtures("no_time")
+def test_aborts_and_limits_overtake_requests_that_wait_to_be_taken() -> None:
+    update = LimitsUpdate(revision=3, limits=LimitsChange())
+    arrived = [
+        *(submit(name) for name in "abc"),
+        messages.PostLimits(7, update),
+        messages.Abort("b"),
+        messages.Abort("x"),
+    ]
+    engine, outbox = serve(*arrived)
+    assert engine.events == ["limits 3", "abort x", "submit a", "step", "submit c", "step"]
+    assert outbox.endings[0] == Finished("b", "abort", 3, 0)
+    assert [ending.request_id for ending in outbox.endings] == ["b", "a", "c"]
+    (answer,) = [message for message in outbox.sent if isinstance(message, messages.LimitsAnswer)]
+    assert (answer.post_id, answer.ack.revision) == (7, 3)
+
+
+@pytest.mark.usefixtures("no_time")
+def test_stop_overtakes_everything() -> None:
+    engine, outbox = serve(*[submit(name) for name in "abc"], messages.Stop())
+    assert (engine.events, outbox.endings) == ([], [])
+
+
+@pytest.mark.usefixtures("no_time")
+def test_a_refused_request_does_not_leave_the_next_one_waiting() -> None:
+    """Nothing runs after the refusal, and the engine must not take that for idleness."""
+    engine, outbox = serve(submit("bad"), submit("good"))
+    assert engine.events == ["submit bad", "submit good", "step"]
+    assert [ending.request_id for ending in outbox.endings] == ["bad", "good"]
+
+
+def test_endings_between_two_steps_are_one_message_with_the_state_they_leave() -> None:
+    aborts = [messages.Abort(name) for name in "abc"]
+    _, outbox = serve(*[submit(name) for name in "abc"], *aborts)
+    (message,) = [one for one in outbox.sent if isinstance(one, messages.StepOutput) and one.endings]
+    assert (len(message.endings), message.stats) == (3, step_stats())
+
+
+def test_what_loading_made_is_left_out_of_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[int] = []
+
+    class Recorder:
+        def __init__(self, *_: Any) -> None: ...
+
+        def serve(self) -> None:
+            frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(engine_module, "Engine", lambda *_, **__: StubEngine())
+    monkeypatch.setattr(process, "EngineProcess", Recorder)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    gc.unfreeze()
+    try:
+        addresses = Addresses(to_engine="inproc://to", from_engine="inproc://from")
+        run_engine(EngineConfig(model="", served_model_name=""), addresses, Heartbeat(), os.getppid(), 0.0)
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 1000
