@@ -125,6 +125,20 @@ def test_a_compressed_body_goes_through_as_it_came() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("headers", [(), (b"X-Forwarded-For: 198.51.100.1", b"X-Forwarded-For: 198.51.100.2")])
+def test_a_replica_learns_the_clients_address_last_whatever_the_client_says(headers: tuple[bytes, ...]) -> None:
+    async def check() -> None:
+        async with balanced() as world:
+            await world.ask(post(b"", b"Content-Length: 0", *headers))
+            ((head, _),) = world.requests
+        lines = head.lower().split(b"\r\n")
+        (addresses,) = [line.partition(b": ")[2] for line in lines if line.startswith(b"x-forwarded-for:")]
+        said = [header.partition(b": ")[2] for header in headers]
+        assert addresses.split(b", ") == [*said, b"127.0.0.1"]
+
+    asyncio.run(check())
+
+
 def test_a_compressed_answer_goes_through_as_it_came() -> None:
     compressed = gzip.compress(b"{}" * 1000)
 

@@ -171,7 +171,7 @@ class Balancer:
             return await self._session.request(
                 request.method,
                 URL(replica.url + request.rel_url.raw_path_qs, encoded=True),
-                headers=_end_to_end(request.headers, but=(hdrs.HOST, hdrs.EXPECT)),
+                headers=_forwarded(request),
                 data=body.data(),
                 allow_redirects=False,
                 skip_auto_headers=(hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE),
@@ -270,6 +270,14 @@ def _lost(replica: Replica, error: Exception) -> tuple[str, str]:
     said = in_words(error)
     log.debug("%s was lost while it answered a request (%s)", replica.name, said)
     return "replica_lost", f"{replica.name} was lost before the answer was complete ({said}). Send the request again."
+
+
+def _forwarded(request: web.Request) -> CIMultiDict[str]:
+    """Return the headers for the replica, which tells clients apart by the last address in X-Forwarded-For."""
+    headers = _end_to_end(request.headers, but=(hdrs.HOST, hdrs.EXPECT))
+    addresses = [*headers.popall(hdrs.X_FORWARDED_FOR, []), request.remote or "unknown"]
+    headers[hdrs.X_FORWARDED_FOR] = ", ".join(addresses)
+    return headers
 
 
 def _end_to_end(headers: Mapping[str, str], but: Sequence[str] = ()) -> CIMultiDict[str]:

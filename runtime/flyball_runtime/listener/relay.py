@@ -104,7 +104,8 @@ class Relay:
                 body = await incoming.body(share)
                 share.complete()
                 reading.reschedule(None)
-                await self._pass_on(described(head), relayed(head, body), writer)
+                client, *_ = writer.get_extra_info("peername") or ("unknown",)
+                await self._pass_on(described(head), relayed(head, body, client), writer)
 
     async def _pass_on(self, what: str, request: bytes, writer: asyncio.StreamWriter) -> None:
         """Send the request to the Service until a replica takes it, and copy the answer."""
@@ -204,13 +205,13 @@ def described(head: h11.Request) -> str:
     return one_line(f"{head.method.decode()} {path_of(head).decode()}")
 
 
-def relayed(head: h11.Request, body: bytes) -> bytes:
-    """Return the request as it is passed on, for a connection of its own.
+def relayed(head: h11.Request, body: bytes, client: str) -> bytes:
+    """Return the request as it is passed on, for a connection of its own, with the client's address.
 
     Its version stays: a client of HTTP/1.0 sends no Host and reads no chunks.
     """
     headers = [(name, value) for name, value in head.headers if name not in _NOT_PASSED_ON]
-    headers += [(b"connection", b"close"), (RELAYED_HEADER, b"1")]
+    headers += [(b"x-forwarded-for", client.encode()), (b"connection", b"close"), (RELAYED_HEADER, b"1")]
     lines = [b"%b %b HTTP/%b" % (head.method, head.target, head.http_version)]
     lines += [b"%b: %b" % header for header in headers]
     return b"\r\n".join([*lines, b"", body])

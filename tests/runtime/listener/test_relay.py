@@ -101,6 +101,18 @@ def test_a_request_reaches_another_replica_whole_and_so_does_the_answer() -> Non
     asyncio.run(check())
 
 
+def test_the_last_address_it_was_forwarded_for_is_its_clients_whatever_that_one_says() -> None:
+    async def check() -> None:
+        service = FakeService()
+        async with relaying(service) as (_, port):
+            await ask(port, POST.replace(b"X-Id: 7", b"X-Forwarded-For: 198.51.100.1"))
+        lines = service.requests[0].partition(b"\r\n\r\n")[0].lower().split(b"\r\n")
+        addresses = [line.partition(b": ")[2] for line in lines if line.startswith(b"x-forwarded-for:")]
+        assert addresses == [b"198.51.100.1", b"127.0.0.1"]
+
+    asyncio.run(check())
+
+
 def test_a_request_without_a_body_is_passed_on_too() -> None:
     async def check() -> None:
         service = FakeService()
