@@ -211,6 +211,46 @@ def test_watches_that_expire_lose_nothing(cluster: Cluster, namespace: str, worl
         world.appears(SERVICE, where=lambda obj: obj["metadata"]["uid"] != before)
 
 
+def test_watches_that_break_are_opened_again(cluster: Cluster, namespace: str, world: World) -> None:
+    """Each by itself, with a list of what was missed."""
+    grant(cluster, namespace, child_rules())
+    with FaultProxy(cluster.kubeconfig) as proxy, OperatorProcess(cluster, namespace, server=proxy.url) as operator:
+        world.create()
+        before = world.appears(SERVICE)["metadata"]["uid"]
+        until(lambda: proxy.num_watches == 9, "a watch for each kind")
+        proxy.faults = lambda method, path: Fault(500) if method == "GET" and "/services?" in path else None
+        proxy.break_watches()
+        until(lambda: "the watch of services in" in operator.log, "the word of the watch")
+        world.api.delete(SERVICE, namespace, NAME)
+        proxy.faults = lambda method, path: None
+        world.appears(SERVICE, where=lambda obj: obj["metadata"]["uid"] != before)
+        world.create("second")
+        world.appears(DEPLOYMENT, "second")
+        until(lambda: proxy.num_watches == 9, "all watches again")
+        assert "injected by the test" in operator.log
+        assert operator.stop() == 0, "Kopf's handlers of signals are not left behind"
+        assert "Traceback" not in operator.log
+
+
+def test_the_crd_may_go_and_come_again(control_plane: ControlPlane, namespace: str, world: World, crds: Any) -> None:
+    grant(control_plane, namespace, child_rules())
+    with OperatorProcess(control_plane, namespace) as operator:
+        world.create()
+        world.appears(SERVICE)
+        try:
+            control_plane.kubectl("delete", "crd", "llmdeployments.flyball.dev")
+            missing = "the CustomResourceDefinition llmdeployments.flyball.dev"
+            until(lambda: operator.waits_for(missing), "the word of the CRD")
+            assert operator.metric("flyball_operator_llmdeployments") == 0
+        finally:
+            crds(control_plane)
+        operator.wait_ready()
+        world.goes(SERVICE)
+        world.create()
+        world.appears(SERVICE)
+        assert "Traceback" not in operator.log
+
+
 def test_a_resource_whose_end_no_watch_told_of_is_forgotten(cluster: Cluster, namespace: str, world: World) -> None:
     """At the first news of a child, and long before the next list."""
     grant(cluster, namespace, child_rules())

@@ -69,7 +69,11 @@ class FaultProxy:
 
     def expire_watches(self) -> None:
         """Tell every open watch that its resource version is gone, as etcd's compaction does."""
-        self._do(self._expire())
+        self._do(self._send({"code": 410, "reason": "Expired", "message": "too old resource version"}))
+
+    def break_watches(self) -> None:
+        """Send every open watch an error of another kind, as an API server does that has trouble with its storage."""
+        self._do(self._send({"code": 500, "reason": "InternalError", "message": "injected by the test"}))
 
     def writes(self) -> list[tuple[str, str]]:
         """What went through and writes, other than the lease."""
@@ -134,10 +138,10 @@ class FaultProxy:
                 self._watches.discard(response)
             return response
 
-    async def _expire(self) -> None:
-        gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
-        for watch in [*self._watches]:
-            await watch.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
+    async def _send(self, error: dict[str, Any]) -> None:
+        told, self._watches = self._watches, set()  # their client opens others
+        for watch in told:
+            await watch.write(json.dumps({"type": "ERROR", "object": {"kind": "Status", **error}}).encode() + b"\n")
 
 
 def _refusal(fault: Fault) -> web.Response:

@@ -164,9 +164,10 @@ def test_a_key_that_anybody_could_guess_is_refused() -> None:
 
 
 def test_kopf_writes_nothing_and_watches_our_objects_only() -> None:
-    made = handlers.settings([LLM_DEPLOYMENT, POD])
+    made = handlers.settings(POD)
     assert (made.posting.enabled, made.scanning.disabled, made.peering.standalone) == (False, True, True)
     assert [*made.watching.label_selectors.values()] == ["app.kubernetes.io/managed-by=flyball-operator"]
+    assert not handlers.settings(LLM_DEPLOYMENT).watching.label_selectors
 
 
 def test_the_delays_between_tries_never_run_out() -> None:

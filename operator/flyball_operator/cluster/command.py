@@ -69,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run until SIGTERM; returns the exit code. Raises OperatorError when it cannot start or go on."""
     if not arguments.verbose:
         logging.getLogger("kopf").setLevel(logging.WARNING)
+    for part in ("orchestration", "running"):  # the tracebacks of a watch that failed; the operator logs its reason
+        logging.getLogger(f"kopf._core.reactor.{part}").setLevel(logging.CRITICAL)
     options = OperatorOptions(
         namespaces=tuple(arguments.namespace or ()),
         own_namespace=arguments.own_namespace,

@@ -3,17 +3,24 @@
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import aiohttp
 import kopf
 
 from flyball_operator.cluster.errors import ClusterError
+from flyball_operator.cluster.kinds import Kind
 from flyball_operator.cluster.metrics import Metrics, target_of
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TOKEN_PERIOD_S = 60.0
 """The kubelet writes a new token long before the old one ends; a minute is what client-go takes too."""
+
+
+class Asked(Protocol):
+    """Is told of a list or a watch of a kind."""
+
+    def __call__(self, *, watch: bool) -> None: ...
 
 
 class TokenFile:
@@ -33,13 +40,15 @@ class TokenFile:
 
 
 class Connection:
-    """Credentials and session. The session counts every call, and sends a token that is never old."""
+    """Credentials and sessions. These count every call, and send a token that is never old."""
 
     def __init__(self, info: kopf.ConnectionInfo, metrics: Metrics, token: TokenFile | None = None) -> None:
         self._info = info
         self._metrics = metrics
         self._token = token
+        self._ssl = info.as_ssl_context()
         self._session: aiohttp.ClientSession | None = None
+        self._kopfs: list[aiohttp.ClientSession] = []
 
     @classmethod
     def find(cls, metrics: Metrics) -> "Connection":
@@ -64,25 +73,43 @@ class Connection:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The open session; a new one after Kopf has closed it, as it does when the API server refuses the credentials."""
-        if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=self._info.as_ssl_context()),
-                headers={"User-Agent": "flyball-operator", **self._info.as_http_headers()},
-                proxy=self._info.proxy_url,
-                middlewares=(self._count, self._authorize),
-            )
+        """The session of the operator's own calls."""
+        if self._session is None:
+            self._session = self._open()
         return self._session
 
-    def for_kopf(self, **_: Any) -> kopf.AiohttpSession:
-        """Return the session the way Kopf's login handlers do."""
+    def for_kopf(self, kind: Kind, asked: Asked) -> kopf.AiohttpSession:
+        """Return a new session the way Kopf's login handlers do.
+
+        Kopf closes it when its watch ends, and when the API server refuses the credentials.
+
+        Args:
+            asked: called at each request for the kind.
+        """
+
+        async def notice(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+            if request.url.path.endswith(f"/{kind.plural}"):
+                asked(watch="watch" in request.url.query)
+            return await handler(request)
+
+        session = self._open(notice)
+        self._kopfs = [session, *(one for one in self._kopfs if not one.closed)]
         return kopf.AiohttpSession(
-            server=self.server, aiohttp_session=self.session, default_namespace=self._info.default_namespace
+            server=self.server, aiohttp_session=session, default_namespace=self._info.default_namespace
         )
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        for session in (self._session, *self._kopfs):
+            if session is not None:
+                await session.close()
+
+    def _open(self, *middlewares: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl),
+            headers={"User-Agent": "flyball-operator", **self._info.as_http_headers()},
+            proxy=self._info.proxy_url,
+            middlewares=(self._count, self._authorize, *middlewares),
+        )
 
     async def _authorize(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType

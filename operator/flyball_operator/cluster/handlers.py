@@ -1,11 +1,11 @@
 """Kopf as transport: it logs in and watches. Everything else of it is switched off."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import kopf
 
-from flyball_operator.cluster.connection import Connection
+from flyball_operator.cluster.connection import Asked, Connection
 from flyball_operator.cluster.intake import Intake, selector_of
 from flyball_operator.cluster.kinds import Kind
 
@@ -54,7 +54,7 @@ class NoDiffBase(kopf.DiffBaseStorage):
     def store(self, **_: Any) -> None: ...
 
 
-def settings(kinds: Sequence[Kind]) -> kopf.OperatorSettings:
+def settings(kind: Kind) -> kopf.OperatorSettings:
     """Return Kopf's settings: server-side selectors, watches that notice when they hang, and no writes."""
     made = kopf.OperatorSettings()
     made.posting.enabled = False
@@ -70,26 +70,26 @@ def settings(kinds: Sequence[Kind]) -> kopf.OperatorSettings:
     made.watching.client_timeout = SERVER_TIMEOUT_S + 30
     made.watching.chunk_size = PAGE_SIZE
     made.queueing.idle_timeout = 0.1  # a task per object that has news, and no longer than that
-    for kind in kinds:
-        if selector := selector_of(kind):
-            made.watching.label_selectors[kind.group, kind.version, kind.plural] = selector
+    made.process.ultimate_exiting_timeout = None  # Kopf would end the process some minutes after a watch has failed
+    if selector := selector_of(kind):
+        made.watching.label_selectors[kind.group, kind.version, kind.plural] = selector
     return made
 
 
-def registry(connection: Connection, intake: Intake, kinds: Sequence[Kind]) -> kopf.OperatorRegistry:
-    """Return the handlers: a login, and for each kind one that passes events on."""
+def registry(connection: Connection, intake: Intake, kind: Kind, asked: Asked) -> kopf.OperatorRegistry:
+    """Return the handlers: a login, and one that passes events of the kind on."""
     made = kopf.OperatorRegistry()
-    kopf.on.login(registry=made, id="connection")(connection.for_kopf)
-    for kind in kinds:
-        _watch(made, intake, kind)
-    return made
 
+    @kopf.on.login(registry=made, id="connection")
+    async def on_login(**_: Any) -> kopf.AiohttpSession:
+        return connection.for_kopf(kind, asked)
 
-def _watch(registry: kopf.OperatorRegistry, intake: Intake, kind: Kind) -> None:
-    @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=kind.plural)
+    @kopf.on.event(kind.group, kind.version, kind.plural, registry=made, id=kind.plural)
     async def on_event(event: kopf.RawEvent, **_: Any) -> None:
         obj: Any = event["object"]
         if event["type"] == "DELETED":
             intake.gone(kind, obj)
         else:
             intake.seen(kind, obj)
+
+    return made

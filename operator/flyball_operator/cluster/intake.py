@@ -49,6 +49,11 @@ class Intake:
             if is_listed and uid not in uids:
                 self._forget(kind, key, name, uid, resource_version)
 
+    def forget(self, kind: Kind) -> None:
+        """Forget every object of a kind that the cluster no longer has."""
+        for key, name, uid, version in self._store.known(kind.kind):
+            self._forget(kind, key, name, uid, version)
+
     def _forget(self, kind: Kind, key: Key, name: str, uid: str, resource_version: str) -> None:
         if kind == LLM_DEPLOYMENT:
             self._store.remove_resource(key, uid, resource_version)

@@ -5,22 +5,22 @@ import itertools
 import logging
 import math
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
-import kopf
 
 from flyball_operator import children
 from flyball_operator.children import Platform
-from flyball_operator.cluster import access, handlers
+from flyball_operator.cluster import access
 from flyball_operator.cluster.admin_token import AdminTokens, load_key
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.election import LEASE_NAME, Election, LeaseLost, Terms
-from flyball_operator.cluster.errors import ClusterError, Forbidden, Invalid, TooManyRequests
+from flyball_operator.cluster.errors import ClusterError, Forbidden, Invalid, NotFound, TooManyRequests
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.health import Health, HealthServer
 from flyball_operator.cluster.intake import Intake, read_all
@@ -37,7 +37,9 @@ from flyball_operator.cluster.metrics import Metrics
 from flyball_operator.cluster.queue import Backoff, WorkQueue
 from flyball_operator.cluster.reconciler import Build, Outcome, Reconciler
 from flyball_operator.cluster.store import Key, Store
+from flyball_operator.cluster.tasks import first_of
 from flyball_operator.cluster.tuner import ClusterTuner
+from flyball_operator.cluster.watches import WatchFailed, watch
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ T = TypeVar("T")
 
 WAIT_S = 2.0
 """Between two looks for something that has to be there before the start: the CRD, a right."""
+
+ALL_KINDS = (LLM_DEPLOYMENT, POD, *BUILT_IN_CHILDREN, *OPTIONAL_CHILDREN)
 
 UNREACHABLE = Backoff(first_s=0.1, most_s=10.0)
 REFUSED = Backoff(first_s=1.0, most_s=120.0)
@@ -102,6 +106,7 @@ class Operator:
         self._health = Health()
         self._platform = self._platform_with(keda=False, pod_monitor=False)
         self._platform_changed = asyncio.Event()
+        self._signal = asyncio.Event()
         metrics.queue_depth.set_function(lambda: self._queue.num_due)
         metrics.queue_retries.set_function(lambda: self._queue.num_failing)
         metrics.refused.set_function(lambda: sum(one.is_refused for one in self._store.resources.values()))
@@ -112,10 +117,20 @@ class Operator:
         server = HealthServer(self._health, self._metrics, self._options.host, self._options.metrics_port)
         await server.start()
         try:
-            await _until_signalled(self._lead())
+            self._catch_signals()
+            await first_of(self._lead(), self._signalled())
         finally:
             await server.close()
             await self._connection.close()
+
+    def _catch_signals(self) -> None:
+        """Make SIGTERM and SIGINT end the operator. Each Kopf puts handlers of its own in the place of these."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signal.set)
+
+    async def _signalled(self) -> None:
+        await self._signal.wait()
 
     async def _lead(self) -> None:
         election = self._election
@@ -125,7 +140,7 @@ class Operator:
         self._health.waiting_for = None  # a process that stands by is ready to
         await election.acquire()
         try:
-            await _first_of(election.hold(), self._act())
+            await first_of(election.hold(), self._act())
         finally:
             self._metrics.leader.set(0)
             await _quietly(election.release())
@@ -160,14 +175,22 @@ class Operator:
         key = await self._insist(lambda: load_key(self._client, self._options.own_namespace))
         # Lists before watches: a reconcile that has not seen all children would look for each by itself.
         for kind, namespace in itertools.product(kinds, self._options.scopes):
-            await self._insist(partial(read_all, self._client, self._intake, kind, namespace))
+            await self._insist(partial(self._list, kind, namespace))
         self._health.waiting_for = None
         # Each round asks on new connections: a pod may have closed the last round's meanwhile.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, middlewares=(self._while_leading,)) as to_pods:
-            await self._serve(AdminTokens(key), kinds, to_pods)
+            await self._serve(AdminTokens(key), to_pods)
 
-    async def _serve(self, tokens: AdminTokens, kinds: Sequence[Kind], to_pods: aiohttp.ClientSession) -> None:
+    async def _list(self, kind: Kind, namespace: str | None) -> None:
+        """List a kind for the first time; an optional one may be gone since the platform was looked at."""
+        try:
+            await read_all(self._client, self._intake, kind, namespace)
+        except NotFound:
+            if kind not in OPTIONAL_CHILDREN:
+                raise
+
+    async def _serve(self, tokens: AdminTokens, to_pods: aiohttp.ClientSession) -> None:
         tuner = ClusterTuner(
             self._store, token_of=tokens.token, session=to_pods, changed=self._queue.add, event=self._events
         )
@@ -181,27 +204,46 @@ class Operator:
             event=self._events,
         )
         workers = [self._work(reconciler) for _ in range(self._options.workers)]
-        others = (self._events.run(), tuner.run(), self._resync(), self._watch_platform(), self._watch(kinds))
-        await _first_of(*workers, *others)
+        watches = [self._keep_watching(*what) for what in itertools.product(ALL_KINDS, self._options.scopes)]
+        others = (self._events.run(), tuner.run(), self._resync(), self._watch_platform())
+        await first_of(*workers, *watches, *others)
 
-    async def _watch(self, kinds: Sequence[Kind], watched: Sequence[Kind] = ()) -> None:
-        """Watch these kinds, and those that the cluster gets later from then on. Ends when Kopf does."""
-        await _first_of(self._watch_now(kinds), self._watch_later([*watched, *kinds]))
+    async def _keep_watching(self, kind: Kind, namespace: str | None) -> None:
+        """Watch a kind in a scope: again after each failure, and not while the cluster lacks the kind."""
+        num_failures, what = 0, f"the watch of {kind.resource} in {namespace or 'all namespaces'}"
+        while True:
+            started_s = time.monotonic()
+            try:
+                await self._until_served(kind, again=num_failures > 0)
+                await watch(
+                    self._connection,
+                    self._intake,
+                    kind,
+                    namespace,
+                    started=self._catch_signals,
+                    catch_up=partial(read_all, self._client, self._intake, kind, namespace),
+                )
+            except (WatchFailed, ClusterError) as error:
+                ran_well = time.monotonic() - started_s > UNREACHABLE.most_s
+                num_failures = 1 if ran_well else num_failures + 1
+                delay_s = UNREACHABLE.after(num_failures)
+                log.warning("%s ended, again in %.1f s: %s", what, delay_s, error)
+                await asyncio.sleep(delay_s)
 
-    async def _watch_later(self, watched: Sequence[Kind]) -> None:
-        while not (new := [kind for kind in self._kinds() if kind not in watched]):
+    async def _until_served(self, kind: Kind, *, again: bool) -> None:
+        """Wait until the cluster has the kind.
+
+        Args:
+            again: it was watched before, so the cluster may have lost it.
+        """
+        if kind == LLM_DEPLOYMENT:
+            await self._wait_for_kind(kind)
+            self._health.waiting_for = None
+        elif kind in OPTIONAL_CHILDREN and again:
+            await self._look_at_platform()
+        while kind not in self._kinds():
             self._platform_changed.clear()
             await self._platform_changed.wait()
-        await self._watch(new, watched)
-
-    async def _watch_now(self, kinds: Sequence[Kind]) -> None:
-        await kopf.operator(
-            registry=handlers.registry(self._connection, self._intake, kinds),
-            settings=handlers.settings(kinds),
-            clusterwide=not self._options.namespaces,
-            namespaces=self._options.namespaces,
-            standalone=True,
-        )
 
     async def _work(self, reconciler: Reconciler) -> None:
         while True:
@@ -258,6 +300,9 @@ class Operator:
             log.info("KEDA: %s, PodMonitor: %s", *("yes" if one else "no" for one in (found.keda, found.pod_monitor)))
             self._platform = found
             self._platform_changed.set()
+            for kind in OPTIONAL_CHILDREN:
+                if kind not in self._kinds():
+                    self._intake.forget(kind)
             for key in self._store.resources:
                 self._queue.add(key)
 
@@ -302,32 +347,6 @@ class Operator:
         if self._health.waiting_for != what:
             log.warning("waiting for %s", what)
         self._health.waiting_for = what
-
-
-async def _first_of(*parts: Coroutine[Any, Any, None]) -> None:
-    """Run all until one ends, then end the others; raises what it raised."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
-
-
-async def _until_signalled(main: Coroutine[Any, Any, None]) -> None:
-    """Run until SIGTERM or SIGINT. Kopf listens for them too while it runs, and then ends."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    await _first_of(main, _wait(stop))
-
-
-async def _wait(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 async def _quietly(call: Awaitable[None]) -> None:
