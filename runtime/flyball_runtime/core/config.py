@@ -31,7 +31,8 @@ class EngineConfig:
         kv_cache_memory_bytes: size of the KV cache; None derives it from the device's memory.
         block_size: tokens per KV block.
         fair_share: clients take turns, by tokens, within what the policy treats alike.
-        max_queued_requests: most requests that wait; more are refused with 429.
+        max_queued_requests: most requests that wait; more are refused with 429. With ``fair_share`` twice as many may wait
+            in all: a client below its share of a full queue is still taken.
         num_threads: CPU threads of the engine; None takes the cores this process may use.
         seed: of the seeds that requests without one get; None draws it, so that each start and each replica differ.
         boot_prior: live limits to start with; None starts with the whole envelope.

@@ -153,13 +153,13 @@ class EngineClient:
         self._check_accepting()
         self._last_request_s = self._clock.now()
         validate_request(request, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
-        self._check_queue()
+        self._check_queue(request.client)
         if request.request_id in self._router:
             raise InvalidRequest(f"request_id {request.request_id} is in use; wait for it to end or choose another.")
         if not self._router:
             self._retry_after.forget()
         self._post(messages.Submit(self._with_block_hashes(request)))
-        return self._router.open(request.request_id, self.abort)
+        return self._router.open(request.request_id, self.abort, request.client)
 
     def abort(self, request_id: str) -> None:
         if request_id in self._router:
@@ -230,12 +230,21 @@ class EngineClient:
         if self._info is None:
             raise NotReady
 
-    def _check_queue(self) -> None:
-        """Refuse a request that would have to wait behind ``max_queued_requests`` others."""
-        num_waiting = self.num_unfinished - self._num_seats()
-        if num_waiting >= self._config.max_queued_requests:
-            retry_after_s = self._retry_after.estimate_s(num_waiting, self._clock.now())
-            raise QueueFull(self._config.max_queued_requests, retry_after_s)
+    def _check_queue(self, client: str) -> None:
+        """Refuse a request that would have to wait behind ``max_queued_requests`` others.
+
+        A client below its share of a queue that others have filled may still wait, until twice as many do.
+        """
+        num_waiting, most = self.num_unfinished - self._num_seats(), self._config.max_queued_requests
+        if num_waiting < most or (num_waiting < 2 * most and self._is_below_its_share(client)):
+            return
+        raise QueueFull(most, self._retry_after.estimate_s(num_waiting, self._clock.now()))
+
+    def _is_below_its_share(self, client: str) -> bool:
+        """Return whether a client has fewer requests than an even split of the queue would give it."""
+        num_own = self._router.num_streams_of(client)
+        num_clients = self._router.num_clients + (num_own == 0)
+        return self._config.fair_share and num_own < self._config.max_queued_requests // num_clients
 
     def _num_seats(self) -> int:
         """Return how many requests run or can start to run in the next step.

@@ -1,6 +1,7 @@
 """Hands each token to the stream of its request; every stream ends in exactly one Finished or Failed."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from flyball_runtime.core.request import Failed, Finished, RequestEvent, Tokens
@@ -13,8 +14,9 @@ class RequestStream:
     ids (at most ``max_tokens``) and never for events.
     """
 
-    def __init__(self, request_id: str, on_close: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, on_close: Callable[[str], None], client: str) -> None:
         self.request_id = request_id
+        self.client = client
         self._on_close = on_close
         self.num_cached_tokens = 0
         self._token_ids: list[int] = []
@@ -61,6 +63,7 @@ class Router:
 
     def __init__(self) -> None:
         self._streams: dict[str, RequestStream] = {}
+        self._num_streams_of: Counter[str] = Counter()  # by client
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -68,9 +71,17 @@ class Router:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 
-    def open(self, request_id: str, on_close: Callable[[str], None]) -> RequestStream:
-        stream = RequestStream(request_id, on_close)
+    @property
+    def num_clients(self) -> int:
+        return len(self._num_streams_of)
+
+    def num_streams_of(self, client: str) -> int:
+        return self._num_streams_of[client]
+
+    def open(self, request_id: str, on_close: Callable[[str], None], client: str = "") -> RequestStream:
+        stream = RequestStream(request_id, on_close, client)
         self._streams[request_id] = stream
+        self._num_streams_of[client] += 1
         return stream
 
     def push_tokens(self, request_ids: list[str], token_ids: list[int]) -> None:
@@ -89,6 +100,9 @@ class Router:
     def end(self, ending: Finished | Failed) -> None:
         if (stream := self._streams.pop(ending.request_id, None)) is not None:
             stream.end(ending)
+            self._num_streams_of[stream.client] -= 1
+            if not self._num_streams_of[stream.client]:
+                del self._num_streams_of[stream.client]
 
     def fail_all(self, status: int, code: str, message: str) -> None:
         for request_id in list(self._streams):

@@ -1,6 +1,7 @@
 """The engine as a process: streams, abort, limits, drain, death."""
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -267,6 +268,35 @@ def test_the_queue_is_bounded_before_the_engine_sees_it(path: Path) -> None:
         assert [len((await collect(client.submit(request("e"))))[0])] == [8]
 
     run(path, scenario, max_queued_requests=2, max_num_seqs=1)
+
+
+def test_a_queue_that_one_client_filled_has_room_for_others(path: Path) -> None:
+    def of(client: str, number: int) -> Request:
+        return msgspec.structs.replace(request(f"{client}-{number}"), client=client)
+
+    def num_taken(client: EngineClient, name: str) -> int:
+        for number in itertools.count():
+            try:
+                client.submit(of(name, number))
+            except QueueFull:
+                return number
+        raise AssertionError
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        os.kill(client.engine_pid, signal.SIGSTOP)
+        assert num_taken(client, "hog") == 12 + 1, "alone it has the whole queue, and the seat"
+        assert num_taken(client, "second") == 12 // 2
+        assert num_taken(client, "third") == 12 // 3
+        for number in range(5):
+            num_taken(client, f"many {number}")
+        assert client.num_unfinished == 2 * 12 + 1, "however many names there are"
+        os.kill(client.engine_pid, signal.SIGCONT)
+        while client.num_unfinished:
+            await asyncio.sleep(0.01)
+        assert num_taken(client, "late") == 12 + 1, "who has ended counts no more"
+
+    run(path, scenario, max_queued_requests=12, max_num_seqs=1)
 
 
 def test_requests_that_find_a_seat_do_not_wait(path: Path) -> None:
