@@ -13,6 +13,7 @@ from flyball_operator.cluster import command as cluster_command
 from flyball_operator.errors import OperatorError
 from flyball_operator.local import command
 from flyball_protocol import endpoints
+from flyball_protocol.quoting import lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except OperatorError as error:
-        print(f"flyball-operator: {error}", file=sys.stderr)
+        print(f"flyball-operator: {lines(str(error))}", file=sys.stderr)
         return endpoints.EXIT_CONFIG_ERROR
 
 

@@ -4,6 +4,7 @@ Scalars mean what they mean to kubectl: dates and ``1:30`` stay text.
 """
 
 import math
+import re
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,10 @@ MAX_NODES = 20_000
 MAX_DEPTH = 64
 """Deepest nesting, aliases included. A pod template has about fifteen levels."""
 MAX_NUMBER_CHARS = 64
+MAX_DIRECTIVES = 16
+"""libyaml compares each directive with all before it."""
+
+_DIRECTIVE = re.compile(r"(?:\A|[\r\n\x85\u2028\u2029])\ufeff?%")
 
 _MERGE_KEY = "<<"
 _CORE = "tag:yaml.org,2002:"
@@ -118,11 +123,15 @@ def read_documents(text: str, source: str) -> list[Document]:
 
     Raises:
         SpecError: not YAML, a repeated key, a value that JSON does not have, a document that is no mapping, no document at all,
-            or more than MAX_CHARS, MAX_NODES or MAX_DEPTH.
+            or more than MAX_CHARS, MAX_NODES, MAX_DEPTH or MAX_DIRECTIVES.
     """
     if len(text) > MAX_CHARS:
         raise SpecError(
             source, [f"has more than {MAX_CHARS} characters, the most that a manifest may have. Is it the right file?"]
+        )
+    if len(_DIRECTIVE.findall(text)) > MAX_DIRECTIVES:
+        raise SpecError(
+            source, [f"has more than {MAX_DIRECTIVES} lines that begin with %; a manifest needs none of them"]
         )
     try:
         meter = _Meter()

@@ -11,6 +11,7 @@ from itertools import islice
 MAX_QUOTED_CHARS = 64
 MAX_LISTED = 8
 MAX_LINE_CHARS = 500
+MAX_MESSAGE_LINE_CHARS = 2000
 MAX_INT_BITS = 256
 
 
@@ -32,6 +33,11 @@ def quoted_list(values: Collection[object], most: int = MAX_LISTED) -> str:
 def one_line(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
     """Return ``text`` without quotes: what is not printable is escaped, and the end is cut. For messages of libraries."""
     return "".join(_printable(text[:max_chars])) + _cut_note(len(text) - max_chars)
+
+
+def lines(text: str, max_chars: int = MAX_MESSAGE_LINE_CHARS) -> str:
+    """Return ``text`` with each of its lines as ``one_line`` shows it. For messages of ours that list several problems."""
+    return "\n".join(one_line(line, max_chars) for line in text.split("\n"))
 
 
 class _Quoted(reprlib.Repr):

@@ -40,6 +40,7 @@ def merges(num_levels: int) -> str:
         ("- " * 100_000, f"more than {MAX_DEPTH} levels"),
         ("[" + "1," * MAX_NODES + "]", f"more than {MAX_NODES} values"),
         ("---\n" * (MAX_NODES + 2), f"more than {MAX_NODES} values"),
+        ("".join(f"%TAG !a{i}! x\n" for i in range(60_000)) + "---\n", "lines that begin with %"),
         ("made: " + "9" * 5000, "a number of 5000 characters"),
         ("made: " + "9" * 25, "does not fit into 64 bits"),
         ("made: .inf", "not a finite number"),
@@ -63,7 +64,7 @@ def merges(num_levels: int) -> str:
         ("'" + "k" * 1000 + "': 1\n'" + "k" * 1000 + "': 2", "is given in line 1 and again in line 2"),
         ("!" + "t" * 1000 + " {}", "not valid YAML"),
     ],
-    ids=range(31),
+    ids=range(32),
 )
 def test_what_json_cannot_say_or_costs_too_much_is_one_short_line(text: str, words: str) -> None:
     with pytest.raises(SpecError) as refused:

@@ -20,6 +20,7 @@ from flyball_operator.errors import LocalError, SpecError
 from flyball_operator.local.accelerators import AcceleratorPool, visible_devices
 from flyball_operator.local.backoff import Backoff
 from flyball_operator.local.control import InstanceFolder
+from flyball_operator.local.events import Events
 from flyball_operator.local.logs import follow_logs
 from flyball_operator.local.probes import Probe, Prober
 from flyball_operator.local.process import explain_exit
@@ -316,3 +317,9 @@ def test_the_table_shows_states_latency_and_limits_on_their_way() -> None:
         "replica 1 ready in 3.2 s",
     ):
         assert word in text
+
+
+def test_events_hold_nothing_that_a_terminal_obeys() -> None:
+    said: list[Event] = []
+    Events(said.append)("replica 1 ended: \x1b[2J\x07 at once\nsecond line")
+    assert [event.text for event in said] == ["replica 1 ended: \\x1b[2J\\x07 at once\nsecond line"]

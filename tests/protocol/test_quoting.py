@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball_protocol.quoting import MAX_LINE_CHARS, one_line, quoted, quoted_list
+from flyball_protocol.quoting import MAX_LINE_CHARS, lines, one_line, quoted, quoted_list
 
 LONGEST = 10 * 64 + 64
 """An escaped character has at most ten."""
@@ -68,3 +68,8 @@ def test_a_librarys_message_stays_on_one_line() -> None:
 def test_one_line_leaves_printable_text_as_it_is(text: str) -> None:
     assert one_line(text).isprintable()
     assert not text.isprintable() or one_line(text) == text
+
+
+def test_a_message_of_several_lines_keeps_them_and_nothing_else_that_a_terminal_obeys() -> None:
+    assert lines("a\n\x1b[31mb\r\x07\n") == "a\n\\x1b[31mb\\r\\x07\n"
+    assert len(lines("x" * 5000 + "\n" + "y" * 5000)) < 4100

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from flyball_operator.local.snapshot import Event
+from flyball_protocol.quoting import lines
 
 log = logging.getLogger("flyball_operator.local")
 
@@ -17,14 +18,14 @@ def to_log(event: Event) -> None:
 
 
 class Events:
-    """Call it with a line: it is kept, and given to the listener."""
+    """Call it with a line, or some: they are kept, and given to the listener, without control characters and cut."""
 
     def __init__(self, listener: Callable[[Event], None] = to_log) -> None:
         self._listener = listener
         self._kept: deque[Event] = deque(maxlen=MAX_KEPT)
 
     def __call__(self, text: str) -> None:
-        event = Event(time.time(), text)
+        event = Event(time.time(), lines(text))
         self._kept.append(event)
         self._listener(event)
 
