@@ -72,7 +72,8 @@ def test_many_streams_at_once_end_whole(server: Replica) -> None:
 def test_a_disconnect_mid_stream_frees_the_blocks(server: Replica) -> None:
     body = {"model": "test", "prompt": [5] * 50, "max_tokens": 8000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: an iterator that is dropped closes the response
+        next(lines)
         assert server.kv_blocks_used() >= 4
     wait_until(lambda: server.kv_blocks_used() == 0, "blocks of a dropped request were not freed")
 
