@@ -3,7 +3,8 @@
 # and a smaller one for CPUs alone:
 #   docker build -f docker/runtime.Dockerfile -t flyball-runtime:0.1.0-cpu --build-arg DEVICE=cpu \
 #     --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
-# BASE is a Debian or Ubuntu with Python 3.11 or newer in its packages. MARCH is gcc's name of the oldest CPU to run on.
+# BASE is a Debian or Ubuntu with Python 3.11 or newer in its packages. VARIANTS are the instruction sets to compile the CPU ops
+# for, all of them if empty; the best one that a CPU has is chosen when it starts (flyball_kernels/cpu/variants.py).
 # TORCH_INDEX is where torch comes from; PyPI's torch is a CUDA build, of which DEVICE=cpu leaves out what a CPU does not need.
 ARG BASE=docker.io/library/debian:bookworm-slim
 ARG DEVICE=cuda
@@ -27,11 +28,12 @@ RUN python3 requirements.py runtime pyproject.toml $([ ${DEVICE} = cuda ] || ech
     && $PIP install --no-cache-dir --no-compile --index-url ${TORCH_INDEX} "$(grep '^torch' requirements.txt)" \
     && $PIP install --no-cache-dir --no-compile -r requirements.txt
 COPY kernels kernels
-ARG MARCH=x86-64-v3
+ARG VARIANTS=
+ENV FLYBALL_CPU_LIBRARY=/opt/flyball/lib/flyball_kernels
 RUN PYTHONPATH=kernels /opt/flyball/bin/python -m flyball_kernels.cpu.build \
-        --march ${MARCH} --output /opt/flyball/lib/libflyball_kernels.so \
+        --variants ${VARIANTS} --output ${FLYBALL_CPU_LIBRARY} \
     && if [ ${DEVICE} = cpu ]; then /opt/flyball/bin/python prune_torch.py; fi \
-    && /opt/flyball/bin/python -c 'import torch, transformers; torch.ops.load_library("/opt/flyball/lib/libflyball_kernels.so")'
+    && PYTHONPATH=kernels /opt/flyball/bin/python -c 'import transformers; from flyball_kernels.cpu import library; library.load()'
 COPY . .
 # Bytecode now: a pod has no place to keep it, and would compile torch at each start. The folder left out has newer syntax.
 RUN $PIP install --no-cache-dir --no-compile --no-deps . \
@@ -50,7 +52,7 @@ COPY --from=build /opt/flyball /opt/flyball
 # kopf and torch ask for the user's name
 RUN groupadd --gid 65532 flyball && useradd --uid 65532 --gid flyball --home-dir /nonexistent --no-create-home flyball
 ENV PATH=/opt/flyball/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 \
-    FLYBALL_CPU_LIBRARY=/opt/flyball/lib/libflyball_kernels.so NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    FLYBALL_CPU_LIBRARY=/opt/flyball/lib/flyball_kernels NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 65532:65532
 EXPOSE 8000 8001
 ENTRYPOINT ["flyball"]

@@ -14,12 +14,7 @@ from flyball_kernels.cpu import build, library
 
 ROOT = Path(__file__).parent.parent
 NOT_OURS = "not triton"  # the interpreter runs Triton kernels in Python
-NO_LIBRARY = (
-    "test_aot_compile.py",
-    "test_backend.py",
-    "test_library.py",
-    "test_variants.py",
-)  # they compile, or choose
+NO_LIBRARY = ("test_aot_compile.py", "test_backend.py", "test_variants.py")  # they compile, or choose
 LOAD = "import torch; from flyball_kernels.cpu import library; library.load(); "
 CONTROLS = {
     "AddressSanitizer": "torch.ops.flyball.rms_norm(torch.ones(4, 64), torch.ones(8), 1e-6)",

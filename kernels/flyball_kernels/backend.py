@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "cpp", "torch", "triton")
 
 _in_force: dict[str, str] = {}  # device type -> backend
+_by_name: set[str] = set()  # device types whose backend was asked for by name
 
 
 def resolve_attention_backend(device: torch.device | str, requested: str = "auto") -> str:
@@ -45,7 +46,9 @@ def set_attention_backend(device: torch.device | str, requested: str = "auto") -
         ValueError, RuntimeError: as ``resolve_attention_backend``.
     """
     backend = resolve_attention_backend(device, requested)
-    _in_force[torch.device(device).type] = backend
+    device_type = torch.device(device).type
+    _in_force[device_type] = backend
+    (_by_name.discard if requested == "auto" else _by_name.add)(device_type)
     return backend
 
 
@@ -53,6 +56,11 @@ def backend_for(tensor: torch.Tensor) -> str:
     """Return the backend in force for the tensor's device; the first use of a device without a choice takes ``auto``."""
     device_type = tensor.device.type
     return _in_force.get(device_type) or set_attention_backend(device_type)
+
+
+def is_asked_for(tensor: torch.Tensor) -> bool:
+    """Return whether the backend of the tensor's device was asked for by name, so that no op may choose another."""
+    return tensor.device.type in _by_name
 
 
 def _cpp_or_torch() -> str:

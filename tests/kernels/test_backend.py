@@ -13,6 +13,7 @@ from flyball_kernels.cpu import build, library
 @pytest.fixture
 def no_choice_yet(monkeypatch):
     monkeypatch.setattr(backend, "_in_force", {})
+    monkeypatch.setattr(backend, "_by_name", set())
 
 
 @pytest.fixture
@@ -94,5 +95,5 @@ def test_many_builders_compile_once(fake_compiler):
 
 def test_other_flags_of_the_cpu_mean_another_library(fake_compiler, monkeypatch):
     here = build.library_path(os.environ["CXX"])
-    monkeypatch.setattr(build, "_cpu_flags", lambda: "another cpu")
+    monkeypatch.setattr(build.variants, "cpu_flags_line", lambda: "another cpu")
     assert build.library_path(os.environ["CXX"]) != here

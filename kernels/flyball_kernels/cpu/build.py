@@ -1,7 +1,8 @@
 """Compiles the C++ ops with this machine's compiler, for this machine's CPU, into a cache.
 
 ``python -m flyball_kernels.cpu.build`` does it at set-up time; otherwise the first use of an op does. With ``--output`` it
-writes a library for another machine instead, which finds it through ``FLYBALL_CPU_LIBRARY`` and needs no compiler.
+writes a library for another machine instead, or with ``--variants`` one for each instruction set. That machine finds them
+through ``FLYBALL_CPU_LIBRARY`` and needs no compiler.
 """
 
 import argparse
@@ -21,6 +22,9 @@ from pathlib import Path
 
 import torch
 
+from flyball_kernels.cpu import variants
+from flyball_kernels.cpu.variants import Variant
+
 logger = logging.getLogger(__name__)
 
 PACKAGE_DIR = Path(__file__).resolve().parent.parent
@@ -36,7 +40,7 @@ COMPILE_FLAGS += [
     "-Wno-uninitialized",
     "-Wno-psabi",
 ]
-NATIVE = "native"
+NATIVE = ("-march=native",)
 SANITIZE_FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
@@ -45,7 +49,7 @@ class BuildError(RuntimeError):
 
 
 def sources() -> list[Path]:
-    """Return the C++ files, one per op."""
+    """Return the C++ files, one in each folder."""
     return sorted(PACKAGE_DIR.glob("*/kernel.cpp"))
 
 
@@ -77,7 +81,8 @@ def library_path(compiler: str) -> Path:
     for path in [*sources(), *sorted(PACKAGE_DIR.glob("cpu/*.h"))]:
         key.update(path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    for part in (torch.__version__, version, " ".join(COMPILE_FLAGS), _cpu_flags()):
+    cpu = f"{platform.machine()} {variants.cpu_flags_line()}"  # a cache on a shared disk may meet another CPU
+    for part in (torch.__version__, version, " ".join(COMPILE_FLAGS), cpu):
         key.update(part.encode())
     return cache_dir() / key.hexdigest()[:16] / LIBRARY_NAME
 
@@ -99,10 +104,11 @@ def build() -> Path:
     return target
 
 
-def build_for(march: str, target: Path, *, sanitize: bool = False) -> Path:
-    """Compile a library for every CPU that has what gcc's ``-march`` value ``march`` stands for, like x86-64-v3.
+def build_for(flags: Sequence[str], target: Path, *, sanitize: bool = False) -> Path:
+    """Compile a library for every CPU that has what ``flags`` let the compiler use.
 
     Args:
+        flags: of the compiler, like ``-march=x86-64-v3``.
         sanitize: with AddressSanitizer and UBSan, for tests (``make sanitize``). A process that loads it must have
             libasan in LD_PRELOAD.
     Raises:
@@ -110,8 +116,30 @@ def build_for(march: str, target: Path, *, sanitize: bool = False) -> Path:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        _compile(find_compiler(), march, target, Path(scratch), SANITIZE_FLAGS if sanitize else [])
+        _compile(find_compiler(), [*flags, *(SANITIZE_FLAGS if sanitize else [])], target, Path(scratch))
     return target
+
+
+def build_variants(names: Sequence[str], folder: Path) -> list[Path]:
+    """Compile a library for each of the named variants of this machine, or for all of them if none is named.
+
+    Raises:
+        BuildError: as ``build``; or this machine has no such variant.
+    """
+    known = variants.variants_of(platform.machine())
+    chosen = [variant for variant in known if not names or variant.name in names]
+    unknown = set(names) - {variant.name for variant in known}
+    if unknown or not known:
+        raise BuildError(
+            f"There is no variant {', '.join(sorted(unknown)) or 'at all'} for {platform.machine()}, which has "
+            f"{', '.join(variant.name for variant in known) or 'none'}. Use --march to compile for one kind of CPU."
+        )
+    return [_build_variant(variant, folder) for variant in chosen]
+
+
+def _build_variant(variant: Variant, folder: Path) -> Path:
+    logger.info("Compiling the C++ ops for %s.", variant.name)
+    return build_for(variant.compile_flags, folder / variant.file_name)
 
 
 def _compile_once(compiler: str, target: Path) -> None:
@@ -125,18 +153,18 @@ def _compile_once(compiler: str, target: Path) -> None:
     logger.info("Compiled the C++ ops in %.0f s.", time.perf_counter() - start)
 
 
-def _compile(compiler: str, march: str, target: Path, scratch: Path, extra_flags: Sequence[str] = ()) -> None:
+def _compile(compiler: str, flags: Sequence[str], target: Path, scratch: Path) -> None:
     unit = scratch / "ops"
     # torch's headers take most of the time, so all ops are one translation unit
     unit.with_suffix(".cpp").write_text("".join(f'#include "{source}"\n' for source in sources()))
-    _run([compiler, *_compile_flags(march), *extra_flags, "-c", f"{unit}.cpp", "-o", f"{unit}.o"])
-    _run([compiler, *extra_flags, "-shared", f"{unit}.o", "-o", str(target), *_link_flags()])
+    _run([compiler, *_common_flags(), *flags, "-c", f"{unit}.cpp", "-o", f"{unit}.o"])
+    _run([compiler, *flags, "-shared", f"{unit}.o", "-o", str(target), *_link_flags()])
 
 
-def _compile_flags(march: str) -> list[str]:
+def _common_flags() -> list[str]:
     include = TORCH_DIR / "include"
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return [f"-march={march}", *COMPILE_FLAGS, abi, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
+    return [*COMPILE_FLAGS, abi, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
 
 
 def _link_flags() -> list[str]:
@@ -152,14 +180,6 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"The C++ ops do not compile here: {command[0]} ended with {result.returncode}.\n{tail}")
 
 
-def _cpu_flags() -> str:
-    """What -march=native depends on: a cache on a shared disk may meet another CPU."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return f"{platform.machine()} {flags}"
-
-
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
@@ -170,20 +190,37 @@ def _lock(path: Path) -> Iterator[None]:
 def main() -> int:
     """Compile, say where the library is; exit code 1 when it cannot be compiled."""
     parser = argparse.ArgumentParser(description="Compile the C++ CPU ops for this machine, or for others.")
-    parser.add_argument("--march", default=NATIVE, help="gcc's name of the CPU to compile for; needs --output")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the library, instead of the cache")
+    parser.add_argument("--march", help="gcc's name of the CPU to compile for, instead of this one; needs --output")
+    parser.add_argument(
+        "--variants",
+        nargs="*",
+        metavar="NAME",
+        help="compile a library for each of these instruction sets, or for all that this machine's kind has, into the "
+        "folder --output: " + ", ".join(variant.name for variant in variants.VARIANTS),
+    )
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan; needs --output")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="where to write, instead of the cache")
     options = parser.parse_args()
-    if (options.march != NATIVE or options.sanitize) and options.output is None:
-        parser.error("--march and --sanitize need --output: the cache is for this machine's CPU")
+    if options.output is None and (options.march or options.sanitize or options.variants is not None):
+        parser.error("--march, --variants and --sanitize need --output: the cache is for this machine's CPU")
+    if options.variants is not None and (options.march or options.sanitize):
+        parser.error("--variants goes without --march and --sanitize")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        path = build_for(options.march, options.output, sanitize=options.sanitize) if options.output else build()
+        print(*_built(options), sep="\n")
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
-    print(path)
     return 0
+
+
+def _built(options: argparse.Namespace) -> list[Path]:
+    if options.output is None:
+        return [build()]
+    if options.variants is not None:
+        return build_variants(options.variants, options.output)
+    flags = [f"-march={options.march}"] if options.march else NATIVE
+    return [build_for(flags, options.output, sanitize=options.sanitize)]
 
 
 if __name__ == "__main__":

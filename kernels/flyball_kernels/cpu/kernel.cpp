@@ -1,0 +1,24 @@
+// What the library was compiled for.
+#include "tensors.h"
+
+namespace flyball {
+namespace {
+
+std::string instruction_set() {
+#if defined(__AVX512BF16__)
+  return "x86-64-v4-bf16";
+#elif defined(__AVX512F__)
+  return "x86-64-v4";
+#elif defined(__AVX2__)
+  return "x86-64-v3";
+#elif defined(__aarch64__)
+  return "armv8-a";
+#else
+  return "generic";
+#endif
+}
+
+TORCH_LIBRARY_FRAGMENT(flyball, m) { m.def("instruction_set() -> str", &instruction_set); }
+
+}  // namespace
+}  // namespace flyball

@@ -1,0 +1,205 @@
+"""Which library a CPU gets, and what each asks of it."""
+
+import itertools
+import logging
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flyball_kernels import PackedLinear, backend, set_attention_backend
+from flyball_kernels.cpu import build, library, variants
+from flyball_kernels.cpu.variants import VARIANTS, X86_64_V3, X86_64_V4, choose, this_cpu, variants_of
+from flyball_kernels.linear import guard
+
+PENRYN = frozenset({"fpu", "sse2", "ssse3", "sse4_1", "cx16", "lahf_lm"})
+HASWELL = X86_64_V3 | {"fpu", "sse2", "erms"}
+SKYLAKE_X = X86_64_V4 | HASWELL
+ZEN_4 = SKYLAKE_X | {"avx512_bf16", "avx512_vnni"}
+NAMES = [variant.name for variant in variants_of("x86_64")]
+
+MACROS = {  # of gcc, and the flag of /proc/cpuinfo
+    "LZCNT": "abm",
+    "BMI": "bmi1",
+    "AVX512BF16": "avx512_bf16",
+    "LAHF_SAHF": "lahf_lm",
+    "GCC_HAVE_SYNC_COMPARE_AND_SWAP_16": "cx16",
+    **{name.upper(): name for name in X86_64_V4 - {"abm", "bmi1", "lahf_lm", "cx16"}},
+}
+IN_EVERY_X86_64 = {"SSE3", "CRC32"}  # sse3 came before ssse3, crc32 is part of sse4_2
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as an image has it, of empty files."""
+    for variant in VARIANTS:
+        (tmp_path / variant.file_name).touch()
+    return tmp_path
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Load what a setting names on a CPU with these flags; return the path of the library."""
+    loaded = []
+    monkeypatch.setattr(library, "_loaded", False)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+
+    def load(setting, cpu_flags, machine="x86_64"):
+        monkeypatch.setenv(library.PREBUILT_VARIABLE, str(setting))
+        monkeypatch.setattr(variants, "this_cpu", lambda: (machine, cpu_flags))
+        library.load()
+        return loaded[-1]
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpu_flags", "name"),
+    [
+        ("x86_64", HASWELL, "x86-64-v3"),
+        ("x86_64", SKYLAKE_X, "x86-64-v4"),
+        ("x86_64", ZEN_4, "x86-64-v4-bf16"),
+        ("x86_64", ZEN_4 - {"avx512vl"}, "x86-64-v3"),
+        ("aarch64", frozenset({"fp", "asimd"}), "armv8-a"),
+    ],
+)
+def test_a_cpu_gets_the_best_library_that_it_can_run(folder, machine, cpu_flags, name):
+    assert choose(folder, machine, cpu_flags).name == name
+
+
+def test_a_variant_that_the_folder_lacks_gives_way_to_the_next(folder):
+    (folder / "libflyball_kernels-x86-64-v4-bf16.so").unlink()
+    assert choose(folder, "x86_64", ZEN_4).name == "x86-64-v4"
+    (folder / "libflyball_kernels-x86-64-v4.so").unlink()
+    assert choose(folder, "x86_64", ZEN_4).name == "x86-64-v3"
+
+
+def test_a_cpu_without_avx2_gets_none_and_is_told_why(folder):
+    with pytest.raises(RuntimeError, match=r"x86-64-v3 need a CPU with abm, avx, avx2, .*xsave; this one lacks it"):
+        choose(folder, "x86_64", PENRYN)
+    (folder / "libflyball_kernels-x86-64-v3.so").unlink()
+    with pytest.raises(RuntimeError, match=r"x86-64-v4 need a CPU with avx512bw, .*; this one lacks it"):
+        choose(folder, "x86_64", HASWELL)
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "riscv64"])
+def test_a_machine_that_the_folder_has_nothing_for(tmp_path, machine):
+    (tmp_path / "libflyball_kernels-x86-64-v3.so").touch()
+    with pytest.raises(RuntimeError, match=f"has no C.. ops for {machine}"):
+        choose(tmp_path, machine, ZEN_4)
+
+
+def test_every_variant_asks_for_what_the_one_after_it_asks():
+    known = variants_of("x86_64")
+    assert all(worse.cpu_flags < better.cpu_flags for better, worse in itertools.pairwise(known))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks a compiler for x86-64")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_library_uses_nothing_that_its_variant_does_not_ask_for(name):
+    (variant,) = (variant for variant in VARIANTS if variant.name == name)
+    added = macros(variant.compile_flags) - macros(["-march=x86-64"]) - IN_EVERY_X86_64
+    assert {MACROS.get(macro, macro) for macro in added} <= variant.cpu_flags
+
+
+def macros(flags) -> set[str]:
+    """The instruction sets that a compiler for x86-64 may use with these flags, by its macros."""
+    command = [build.find_compiler(), *flags, "-dM", "-E", "-x", "c++", os.devnull]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = {line.split()[1].strip("_") for line in lines if line.endswith(" 1") and line.split()[1].startswith("__")}
+    return {name for name in names if name == name.upper() and not name.startswith("FP_FAST_")}
+
+
+def test_a_folder_is_loaded_by_the_flags_of_the_cpu(folder, load, caplog):
+    with caplog.at_level(logging.INFO):
+        assert load(folder, SKYLAKE_X) == folder / "libflyball_kernels-x86-64-v4.so"
+    assert f"from {folder / 'libflyball_kernels-x86-64-v4.so'}" in caplog.text
+
+
+def test_a_file_that_the_cpu_cannot_run_is_refused_before_it_is_loaded(folder, load):
+    with pytest.raises(RuntimeError, match="x86-64-v4 need a CPU with avx512bw"):
+        load(folder / "libflyball_kernels-x86-64-v4.so", HASWELL)
+    with pytest.raises(RuntimeError, match="armv8-a are for aarch64; this machine is x86_64"):
+        load(folder / "libflyball_kernels-armv8-a.so", HASWELL)
+    own = folder / "my-own.so"
+    assert load(own, PENRYN) == own
+
+
+def test_without_a_library_for_this_cpu_the_references_run(folder, load, monkeypatch, caplog):
+    monkeypatch.setattr(backend, "_in_force", {})
+    monkeypatch.setattr(backend, "_by_name", set())
+    monkeypatch.setenv(library.PREBUILT_VARIABLE, str(folder))
+    monkeypatch.setattr(variants, "this_cpu", lambda: ("x86_64", PENRYN))
+    with caplog.at_level(logging.WARNING):
+        assert set_attention_backend("cpu", "auto") == "torch"
+    assert "slower torch references run instead. The C++ ops x86-64-v3 need a CPU with abm, avx, avx2" in caplog.text
+
+
+def test_the_flags_of_this_cpu_are_read():
+    machine, cpu_flags = this_cpu()
+    assert (machine == "x86_64") <= ("sse2" in cpu_flags)
+
+
+@pytest.mark.slow
+def test_every_variant_that_this_cpu_runs_computes_the_same(tmp_path):
+    """Compiled for AVX2 and for AVX-512, the ops pass their tests."""
+    machine, cpu_flags = this_cpu()
+    names = [variant.name for variant in variants_of(machine) if variant.cpu_flags <= cpu_flags]
+    tests = [f"{Path(__file__).parent}/test_{op}.py" for op in ("linear", "paged_attention", "rms_norm", "sampling")]
+    assert names
+    for file in build.build_variants(names, tmp_path):
+        environment = {**os.environ, library.PREBUILT_VARIABLE: str(file)}
+        command = [sys.executable, "-m", "pytest", "-q", "-k", "not triton", *tests]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout
+
+
+# the measured guard
+
+
+@pytest.fixture
+def choice(monkeypatch):
+    """Let ``auto`` choose anew; the C++ layer takes ``ours`` seconds for 8 and for 64 rows where torch takes 1."""
+    monkeypatch.setattr(backend, "_in_force", {})
+    monkeypatch.setattr(backend, "_by_name", set())
+    guard.torch_is_faster.cache_clear()
+
+    def measured(*ours):
+        times = dict(zip(guard.ROWS, ours, strict=True))
+        monkeypatch.setattr(guard, "_times_s", lambda rows, dtype, dot: (times[rows], 1.0))
+
+    yield measured
+    guard.torch_is_faster.cache_clear()
+
+
+def test_a_layer_that_is_slower_than_torch_is_torchs(choice, caplog):
+    choice(2.0, 20.0)
+    weight, x = torch.randn(8, 4), torch.randn(3, 4)
+    linear = PackedLinear(weight)
+    assert linear._weight is not None and linear._weight.shape == weight.shape
+    torch.testing.assert_close(linear(x), x @ weight.T)
+    assert "slower than torch's here, which run instead: 8 rows 2000000 us (torch 1000000 us), 64 rows" in caplog.text
+
+
+@pytest.mark.parametrize("ours", [(0.5, 0.5), (0.8, 5.0), (5.0, 0.8), (1.2, 1.2)])
+def test_a_layer_that_wins_somewhere_is_ours(choice, ours):
+    choice(*ours)
+    assert PackedLinear(torch.randn(8, 4))._packed
+
+
+def test_a_layer_that_was_asked_for_is_not_measured(choice):
+    choice(9.0, 9.0)
+    set_attention_backend("cpu", "cpp")
+    assert PackedLinear(torch.randn(8, 4))._packed
+    set_attention_backend("cpu", "auto")
+    assert not PackedLinear(torch.randn(8, 4))._packed
+
+
+def test_measuring_restores_the_number_of_threads(choice):
+    before = torch.get_num_threads()
+    assert guard.torch_is_faster(torch.float32, False) in (True, False)
+    assert torch.get_num_threads() == before
