@@ -376,7 +376,8 @@ def test_a_full_queue_says_when_to_come_back_by_how_fast_requests_end(path: Path
     run(path, scenario, clock=clock, max_queued_requests=2, max_num_seqs=1)
 
 
-def test_a_conversation_finds_its_own_answer_in_the_prefix_cache_of_its_salt(path: Path) -> None:
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_a_conversation_finds_its_own_answer_in_the_prefix_cache_of_its_salt(path: Path, block_size: int) -> None:
     """The client hashes prompts, the engine what it generates: the names must be the same."""
     sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     prompt = list(range(4, 24))
@@ -393,8 +394,8 @@ def test_a_conversation_finds_its_own_answer_in_the_prefix_cache_of_its_salt(pat
             again = Request(request_id="again", prompt_token_ids=prompt_again, sampling=sampling, cache_salt=salt)
             found = await anext(client.submit(again))
             assert isinstance(found, Tokens)
-            assert found.num_cached_tokens == 32, "two blocks: prompt and answer were 40 tokens, 39 of them computed"
+            assert found.num_cached_tokens == 32, "four blocks or one: 39 of 40 tokens were computed"
             while client.num_unfinished:
                 await asyncio.sleep(0.01)
 
-    run(path, scenario, enable_prefix_caching=True, block_size=16)
+    run(path, scenario, enable_prefix_caching=True, block_size=block_size)

@@ -11,9 +11,11 @@ from checkpoints import make_checkpoint, poison
 from engines import GREEDY, generate, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.engine.messages import StepOutput
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,44 @@ def test_a_seed_gives_the_same_output_whatever_else_runs(path: Path) -> None:
     assert together[0] == alone[0]
     other = generate(engine, prompts[:1], msgspec.structs.replace(sampling, seed=8))
     assert other != alone
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_runs"),
+    [
+        ({"max_num_batched_tokens": 8, "enable_prefix_caching": False}, 1),  # in chunks
+        ({}, 2),  # the second time from the prefix cache
+        ({"max_num_batched_tokens": 11}, 2),  # both, and the chunks end elsewhere
+    ],
+)
+def test_a_seed_gives_the_same_output_however_the_prompt_is_computed(
+    path: Path, settings: dict[str, Any], num_runs: int
+) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
+    prompts = random_prompts([50])
+    expected = generate(make_engine(path, enable_prefix_caching=False), prompts, sampling)
+    engine = make_engine(path, **settings)
+    assert [generate(engine, prompts, sampling) for _ in range(num_runs)] == [expected] * num_runs
+
+
+def test_a_seed_gives_the_same_output_after_a_preemption(path: Path) -> None:
+    """Four sequences of 28 + 30 tokens want 16 blocks of 16 tokens; there are 12."""
+    sampling = SamplingParams(temperature=1.0, seed=7, max_tokens=30, ignore_eos=True)
+    prompts = random_prompts([28, 28, 28, 28])
+    expected = generate(make_engine(path), prompts, sampling)
+    kv_bytes = 12 * 16 * ModelConfig.from_dir(path).kv_bytes_per_token("float32")
+    engine = make_engine(path, max_model_len=64, kv_cache_memory_bytes=kv_bytes, enable_prefix_caching=False)
+    preemptions = []
+    step = engine.step
+
+    def counting_step() -> StepOutput:
+        output = step()
+        preemptions.append(output.stats.num_preemptions)
+        return output
+
+    engine.step = counting_step  # type: ignore[method-assign]
+    assert generate(engine, prompts, sampling) == expected
+    assert sum(preemptions) > 0
 
 
 def test_without_a_seed_two_runs_differ_and_the_engine_seed_repeats_them(path: Path) -> None:
