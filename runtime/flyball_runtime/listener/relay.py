@@ -52,6 +52,7 @@ class Relay:
         patience_s: how long to look for a replica that takes one.
         retry_s: between two tries.
         max_held_bytes: most bytes of bodies held at a time. Beyond it the body that has been arriving for longest gives way.
+        max_requests: most requests at a time, with the connections that may bring one.
         read_timeout_s: a connection that brings no whole request by then is closed.
         write_timeout_s: a client that takes nothing of its answer for so long is dropped.
     """
@@ -63,13 +64,14 @@ class Relay:
         patience_s: float = 30.0,
         retry_s: float = 0.25,
         max_held_bytes: int = 32 * 1024 * 1024,
+        max_requests: int = 1024,
         read_timeout_s: float = 30.0,
         write_timeout_s: float = 60.0,
     ) -> None:
         self._service = service
         self._patience_s = patience_s
         self._retry_s = retry_s
-        self._room = Room(max_held_bytes)
+        self._room = Room(max_held_bytes, max_requests)
         self._read_timeout_s = read_timeout_s
         self._write_timeout_s = write_timeout_s
         self._running: set[asyncio.Task[None]] = set()
@@ -87,20 +89,22 @@ class Relay:
             await asyncio.wait(self._running)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(ConnectionError):  # of the client, so nobody is to be told
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):  # the client is gone
             try:
                 await self._read_and_pass_on(Incoming(reader, writer), writer)
             except TimeoutError:
                 writer.transport.abort()
+            except NoRoom:
+                await self._write(unavailable("too many others are waiting for another replica"), writer)
             except Unanswered as why:
                 await self._write(unavailable(str(why)), writer)
 
     async def _read_and_pass_on(self, incoming: "Incoming", writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(self._read_timeout_s) as reading:
-            head = await incoming.head()
-            if body_length(head) > self._room.max_bytes:
-                raise Unanswered(f"its body is longer than the {self._room.max_bytes} bytes that can be held")
             with self._room.share(reading) as share:
+                head = await incoming.head()
+                if body_length(head) > self._room.max_bytes:
+                    raise Unanswered(f"its body is longer than the {self._room.max_bytes} bytes that can be held")
                 body = await incoming.body(share)
                 share.complete()
                 reading.reschedule(None)
@@ -164,10 +168,7 @@ class Incoming:
     async def body(self, share: Share) -> bytes:
         parts = []
         while isinstance(event := await self._next(), h11.Data):
-            try:
-                share.grow(len(event.data))
-            except NoRoom:
-                raise Unanswered("too many others are waiting for another replica") from None
+            share.grow(len(event.data))
             parts.append(bytes(event.data))
         return b"".join(parts)
 

@@ -328,6 +328,38 @@ def test_the_body_that_has_been_arriving_for_longest_gives_way() -> None:
     asyncio.run(check())
 
 
+def test_connections_that_bring_nothing_give_way_to_a_request() -> None:
+    async def check() -> None:
+        async with relaying(FakeService(), max_requests=5) as (_, port):
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            for _ in range(3):
+                assert await ask(port) == ANSWER
+            for _, writer in idle:
+                writer.close()
+
+    asyncio.run(check())
+
+
+def test_a_request_too_many_is_told_to_come_again() -> None:
+    go_on = asyncio.Event()
+
+    async def slow(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        writer.write(ANSWER)
+
+    async def check() -> None:
+        service = FakeService(slow)
+        async with relaying(service, max_requests=2) as (_, port):
+            asking = [asyncio.create_task(ask(port)) for _ in range(2)]
+            while len(service.requests) < 2:
+                await asyncio.sleep(0.01)
+            assert "too many others" in problem_of(await ask(port, b""))
+            go_on.set()
+            assert await asyncio.gather(*asking) == [ANSWER, ANSWER]
+
+    asyncio.run(check())
+
+
 def test_a_client_that_reads_nothing_of_its_answer_is_dropped() -> None:
     async def endless(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
