@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,14 +68,31 @@ def _render(arguments: argparse.Namespace) -> int:
     for llm in manifest.read_file(arguments.file):
         secret = names.rendered_admin_token_secret(llm.name)
         built = children.build(llm, platform, admin_token_secret=secret)
-        print(f"# {llm.namespace}/{llm.name}. Not shown: the Secret with the admin token, which the operator makes.")
-        print(yaml.safe_dump_all(built, sort_keys=False, explicit_start=True), end="")
+        head = f"# {llm.namespace}/{llm.name}. Not shown: the Secret with the admin token, which the operator makes.\n"
+        _write(head + yaml.safe_dump_all(built, sort_keys=False, explicit_start=True))
     return endpoints.EXIT_OK
 
 
 def _crd(arguments: argparse.Namespace) -> int:
-    print(reference.markdown() if arguments.reference else schema.crd_text(), end="")
+    _write(reference.markdown() if arguments.reference else schema.crd_text())
     return endpoints.EXIT_OK
+
+
+def _write(text: str) -> None:
+    """Write to standard output. Raises OperatorError when that cannot be written; a reader that has enough is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+    except OSError as error:
+        _drop_output()
+        raise OperatorError(f"standard output cannot be written: {error.strerror}") from error
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere, so that the interpreter's end does not try to write it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -229,6 +229,26 @@ def test_a_file_without_end_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "more than 4000000 bytes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("output", "code", "says"),
+    [("/dev/full", 2, "standard output cannot be written: No space left on device\n"), ("closed", 0, "")],
+)
+def test_output_that_cannot_be_written_is_a_line_and_one_that_is_enough_is_none(
+    output: str, code: int, says: str
+) -> None:
+    if output == "closed":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open(output, os.O_WRONLY)
+    command = [sys.executable, "-m", "flyball_operator.cli", "render", "-f", "examples/llmdeployment.yaml"]
+    with os.fdopen(writing, "wb") as stdout:
+        ended = subprocess.run(
+            command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment(), timeout=DEADLINE_S
+        )
+    assert (ended.returncode, ended.stderr.removeprefix("flyball-operator: ")) == (code, says)
+
+
 def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["crd"]) == 0
     assert capsys.readouterr().out == (ROOT / "crds" / "llmdeployments.yaml").read_text()
