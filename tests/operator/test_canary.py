@@ -165,6 +165,81 @@ def test_the_verdict(name: str) -> None:
     assert decision.state.moves[-1].at_s == NOW_S + WINDOW_S  # from now on the evidence of all has to settle
 
 
+def test_a_verdict_names_all_that_was_compared() -> None:
+    others = make_evidence(**ITL_OVER)
+    assert judged(canary(), others, others).why == (
+        "max_num_batched_tokens 512 -> 358, for every replica: replica 2 did no worse than the others "
+        "(0.0% of 1000 first tokens over the objective, of the others 0.0%; "
+        "0.0% of 20000 inter-token gaps over the objective, of the others 20.0%)"
+    )
+
+
+def test_twice_the_preemptions_of_the_others_are_too_many() -> None:
+    others = make_evidence(num_recomputed_tokens=3000)
+    assert judged(canary(num_recomputed_tokens=7500), others, others).reason is Reason.CANARY_WORSE
+    assert judged(canary(num_recomputed_tokens=6000), others, others).reason is Reason.CANARY_NOT_WORSE
+
+
+def test_half_of_the_others_are_enough_to_compare_with() -> None:
+    assert judged(canary(), make_evidence(**ITL_OVER), None).reason is Reason.CANARY_NOT_WORSE
+
+
+def test_what_is_remembered_of_a_trial_and_of_its_end() -> None:
+    tried = advanced(TunerState(), pods(*[make_evidence(**ITL_OVER)] * 3)).state
+    assert (tried.revision, tried.limits, tried.moves) == (3, LIMITS, ())
+    promoted = judged(canary()).state
+    assert (promoted.revision, promoted.limits) == (4, CUT)
+    taken_back = judged(canary(itl_over=9000)).state
+    assert (taken_back.revision, taken_back.limits) == (5, LIMITS)
+    assert [move.at_s for move in taken_back.moves] == [NOW_S, NOW_S + WINDOW_S]
+
+
+def test_moves_before_a_trial_count_after_it() -> None:
+    earlier = judged(canary()).state
+    evidence = pods(*[make_evidence(limits=CUT, revision=4, **ITL_OVER)] * 3)
+    tried = advanced(earlier, evidence, now_s=NOW_S + 10_000).state
+    assert tried.trial is not None
+    assert tried.moves == earlier.moves
+
+
+def test_while_nobody_answers_the_trial_is_held() -> None:
+    held = judged(None, None, None)
+    assert (held.action, held.reason, held.limits) == (Action.HOLD, Reason.NO_EVIDENCE, LIMITS)
+    assert held.why == "revision 4 is on trial at replica 2: no replica answers"
+
+
+def test_those_that_cannot_be_compared_with_are_listed() -> None:
+    held = judged(canary(), make_evidence(**ITL_OVER), None, None, None)
+    assert held.why == (
+        "revision 4 is on trial at replica 2: only 1 of 4 other replicas can be compared with "
+        "(replica 3: no answer in 2.0 s; replica 4: no answer in 2.0 s; replica 5: no answer in 2.0 s)"
+    )
+    strayed = judged(canary(), make_evidence(limits=structs.replace(LIMITS, max_num_seqs=3)))
+    assert strayed.why.endswith("only 0 of 1 other replicas can be compared with")
+
+
+def test_samples_that_are_too_few_are_listed() -> None:
+    held = judged(canary(ttft_count=5, itl_count=7))
+    assert held.why.endswith("too few samples: 5 of 34 first tokens, 7 of 680 inter-token gaps")
+
+
+def test_why_a_trial_ended_without_a_verdict() -> None:
+    restarted = judged(canary(revision=0, limits=LIMITS))
+    assert restarted.why.endswith("the canary lost it (revision 0): it restarted")
+    off = judged(canary(), tuning=structs.replace(TUNING, mode="Off"))
+    assert (off.reason, off.why[-8:]) == (Reason.TUNING_OFF, "mode Off")
+    alone = advanced(in_trial(on_trial()), [pods(None, canary())[1]], now_s=NOW_S + WINDOW_S)
+    assert (alone.action, alone.why.split(": ")[-1]) == (Action.PROMOTE, "no other replica is left")
+    bounds = Bounds(max_num_seqs=Range(max=32), max_num_batched_tokens=Range(max=300))
+    outside = judged(canary(), tuning=structs.replace(TUNING, bounds=bounds))
+    assert outside.why.endswith("max_num_seqs, max_num_batched_tokens outside the spec's bounds and the envelope")
+
+
+def test_a_change_that_the_canary_has_just_taken_says_when_it_is_judged() -> None:
+    decision = judged(canary(), trial=on_trial(taken=False))
+    assert decision.why.endswith("it has taken the change; judged in 60 s")
+
+
 def test_a_change_that_was_taken_back_is_tried_later_and_later() -> None:
     decision = judged(canary(itl_over=9000))
     tried, undone = decision.state.moves

@@ -13,6 +13,7 @@ from flyball_operator.spec import Bounds, Objectives, Range
 from flyball_operator.tuning import Action, Decision, Knob, Reason, TunerState, decide
 from flyball_operator.tuning.knobs import spans
 from flyball_operator.tuning.record import DecisionRecord, from_line, to_line
+from flyball_operator.tuning.state import Direction
 from flyball_protocol import Evidence, Limits
 from operator_kit.evidence import ENVELOPE, LIMITS, TUNING, make_evidence, pods
 
@@ -111,6 +112,93 @@ def test_why_holds_the_numbers() -> None:
     why = decided(make_evidence(itl_over=4000)).why
     for word in ("max_num_batched_tokens 512 -> 358", "20.0% of 20000 inter-token gaps", "40 ms", "budget 5%"):
         assert word in why
+
+
+TTFT = "50.0% of 1000 first tokens took longer than 1000 ms (46.9% to 53.1%; budget 5%)"
+ITL = "20.0% of 20000 inter-token gaps took longer than 40 ms (19.5% to 20.6%; budget 5%)"
+NONE_OVER = (
+    "0.0% of 1000 first tokens took longer than 1000 ms (0.0% to 0.4%; budget 5%); "
+    "0.0% of 20000 inter-token gaps took longer than 40 ms (0.0% to 0.0%; budget 5%)"
+)
+WHYS = {
+    "all well and nothing binding": f"nothing to do: {NONE_OVER}",
+    "ITL over cuts the token budget first": (
+        f"max_num_batched_tokens 512 -> 358: {ITL}; shorter prefill chunks hold decodes up less"
+    ),
+    "ITL over with the budget at its floor cuts sequences": (
+        f"max_num_seqs 64 -> 44: {ITL}; fewer sequences share a step, and the token budget cannot go lower"
+    ),
+    "TTFT over, blocked by sequences": f"max_num_seqs 64 -> 80: {TTFT}; 40% of steps waited for max_num_seqs",
+    "TTFT over, but no limit blocks": (f"{TTFT}, but no limit holds the queue back (none 90%, seqs 10%); add replicas"),
+    "TTFT over, the binding limit is at the envelope": f"{TTFT}, and max_num_seqs cannot go higher; add replicas",
+    "preemption throws work away": (
+        "max_num_seqs 64 -> 44: 4.0% of computed tokens were thrown away by preemption; "
+        "fewer sequences fit the KV cache better"
+    ),
+    "objectives have room and a limit binds": (
+        f"max_num_seqs 64 -> 80: objectives have room ({NONE_OVER}); 50% of steps waited for max_num_seqs"
+    ),
+    "too few first tokens": "too few samples in the last 60 s: 99 of 100 first tokens",
+}
+
+
+@pytest.mark.parametrize("name", WHYS)
+def test_why_is_a_sentence(name: str) -> None:
+    assert decided(make_evidence(**CASES[name].evidence)).why == WHYS[name]
+
+
+def test_why_lists_several_things_with_separators() -> None:
+    silent = decided(None, None)
+    assert silent.why == ("no usable evidence (replica 1: no answer in 2.0 s; replica 2: no answer in 2.0 s)")
+    assert decided().why == "no replica is ready"
+    older = decided(make_evidence(revision=0), make_evidence(revision=2), make_evidence(revision=7))
+    assert older.why == "replicas disagree: replica 1, replica 2 behind revision 7, which is in force"
+    few = decided(make_evidence(ttft_count=9, itl_count=8))
+    assert few.why == "too few samples in the last 60 s: 9 of 100 first tokens, 8 of 2000 inter-token gaps"
+    bounds = Bounds(max_num_seqs=Range(max=32), kv_cache_percent=Range(max=50))
+    outside = decided(make_evidence(), bounds=bounds)
+    assert outside.why.startswith("max_num_seqs 64 -> 32, kv_cache_fraction 0.8 -> 0.5: ")
+    top = structs.replace(LIMITS, max_num_seqs=128, max_num_batched_tokens=2048)
+    both = decided(make_evidence(ttft_over=500, blocked_by={"seqs": 0.5, "budget": 0.4}, limits=top))
+    assert both.why == f"{TTFT}, and max_num_seqs, max_num_batched_tokens cannot go higher; add replicas"
+    nothing = decided(make_evidence(ttft_over=500, blocked_by={}))
+    assert nothing.why == f"{TTFT}, but no limit holds the queue back (nothing); add replicas"
+    strayed = decided(make_evidence(), make_evidence(limits=structs.replace(LIMITS, max_num_seqs=100)))
+    assert strayed.why.startswith("not every replica at revision 3 has its limits")
+
+
+def test_without_an_answer_no_revision_is_claimed() -> None:
+    assert (decided().revision, decided(None).revision) == (0, 0)
+
+
+def test_a_change_is_remembered_with_its_limits_and_direction() -> None:
+    decision = decided(make_evidence(num_recomputed_tokens=5000))
+    assert (decision.state.revision, decision.state.limits) == (4, decision.limits)
+    (move,) = decision.state.moves
+    assert (move.knob, move.direction, move.before, move.after) == (Knob.MAX_NUM_SEQS, Direction.CUT, 64, 44)
+
+
+def test_holds_say_how_long() -> None:
+    first = decided(make_evidence(itl_over=4000))
+    assert first.limits is not None
+    same = {"limits": first.limits, "revision": first.revision}
+    settling = decided(make_evidence(**same), state=first.state, now_s=NOW_S + 20)
+    assert settling.why.endswith("for another 40 s")
+    cooling = decided(make_evidence(itl_over=4000, window_s=5.0, **same), state=first.state, now_s=NOW_S + 10)
+    assert cooling.why == (
+        f"{ITL}; shorter prefill chunks hold decodes up less; the next cut of max_num_batched_tokens may come in 5 s"
+    )
+
+
+def test_without_objectives_nothing_is_raised() -> None:
+    binding = make_evidence(blocked_by={"seqs": 0.9})
+    assert decided(binding, objectives=Objectives()).action is Action.HOLD
+
+
+def test_the_last_unit_of_a_fraction_is_a_percent() -> None:
+    limits = structs.replace(LIMITS, kv_cache_fraction=0.31)
+    decision = decided(make_evidence(ttft_over=500, blocked_by={"kv": 0.4}, limits=limits))
+    assert decision.limits is not None and decision.limits.kv_cache_fraction == 0.38
 
 
 def test_only_one_objective_is_enough() -> None:

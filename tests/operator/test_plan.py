@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from flyball_operator import names
 from flyball_operator.cluster.store import Child, Key, Resource
 from flyball_operator.differences import differences
-from flyball_operator.plan import Apply, Create, Delete, Leave, Step, owned, plan
+from flyball_operator.plan import HASH_ANNOTATION, Apply, Create, Delete, Leave, Step, digest, owned, plan
 
 RESOURCE = Resource(
     key=Key("team", "chat"), uid="u1", generation=1, resource_version="1", spec={}, status={}, deleting=False
@@ -100,9 +101,46 @@ def test_an_object_that_is_not_ours_is_left_with_a_reason(metadata: dict[str, An
 
 
 def test_a_child_of_an_earlier_deployment_of_this_name_is_waited_for() -> None:
-    (step,) = steps([as_observed(service(ownerReferences=OTHERS))])
-    assert isinstance(step, Leave)
-    assert not step.foreign
+    why = "Service chat belongs to an earlier LLMDeployment of this name and is being removed"
+    assert steps([as_observed(service(ownerReferences=OTHERS))]) == [Leave("Service", "chat", why, foreign=False)]
+
+
+def test_what_belongs_to_nobody_is_left_and_named() -> None:
+    why = "Service chat exists and is not this LLMDeployment's; delete it, or give the LLMDeployment another name"
+    assert steps([as_observed(service())]) == [Leave("Service", "chat", why, foreign=True)]
+
+
+def test_an_apply_carries_the_manifest_and_every_difference() -> None:
+    edited = as_observed(owned(service(port=9, labels={"a": "c"}), RESOURCE))
+    (step,) = steps([edited])
+    assert isinstance(step, Apply)
+    assert step.manifest == WANTED
+    lines = step.seen.split("\n")
+    assert len(lines) == 3, "the label, the port and the hash"
+    assert step.reason.endswith(" (and 1 more)")
+
+
+def test_what_is_owned_keeps_its_metadata_and_says_whose_and_what_it_is() -> None:
+    manifest = service(annotations={"mine": "x"})
+    metadata = owned(manifest, RESOURCE)["metadata"]
+    assert metadata["annotations"] == {"mine": "x", HASH_ANNOTATION: digest(manifest)}
+    assert metadata["labels"] == {"a": "b"}
+    assert metadata["ownerReferences"] == [
+        {
+            "apiVersion": names.API_VERSION,
+            "kind": "LLMDeployment",
+            "name": "chat",
+            "uid": "u1",
+            "controller": True,
+            "blockOwnerDeletion": False,
+        }
+    ]
+
+
+def test_a_digest_is_of_the_content_and_not_of_its_order() -> None:
+    assert digest({"a": 1, "b": [1, 2]}) == digest({"b": [1, 2], "a": 1})
+    assert digest({"a": 1}) != digest({"a": 2}) != digest({"a": [2]})
+    assert len(digest({})) == 16, "short enough for a label"
 
 
 def test_what_is_on_its_way_out_is_waited_for() -> None:

@@ -82,6 +82,33 @@ def test_a_trial_goes_on(name: str) -> None:
     assert (trial.started_s, trial.taken_s) == (NOW_S, None)  # a whole window again
 
 
+def test_a_trial_of_a_cut_is_one_and_its_move_is_whole() -> None:
+    state = recovered([(3, LIMITS), (4, OTHER)], Memory(revision=3))
+    assert state is not None and state.trial is not None
+    move = state.trial.move
+    assert (move.direction, move.before, move.after, move.at_s) == (Direction.CUT, 64, 20, NOW_S)
+
+
+def test_a_revision_that_the_prior_explains_is_no_trial() -> None:
+    memory = Memory(revision=3, prior=BootPrior(revision=4, limits=RAISED))
+    state = recovered([(3, LIMITS), (4, RAISED)], memory)
+    assert state is not None
+    assert (state.trial, state.revision, state.limits) == (None, 4, RAISED)
+
+
+def test_half_of_the_replicas_are_enough() -> None:
+    state = recovered([(3, LIMITS), None])
+    assert state is not None and state.limits == LIMITS
+
+
+def test_the_last_change_is_stood_in_for_by_one_that_turns_nothing_round() -> None:
+    state = recovered([(3, LIMITS)], Memory(revision=3, change_age_s=20.0))
+    assert state is not None and state.last_move is not None
+    move = state.last_move
+    assert (move.knob, move.direction) == (Knob.MAX_NUM_SEQS, Direction.CLAMP)
+    assert (move.before, move.after) == (64, 64)
+
+
 def test_the_cool_down_of_the_last_change_goes_on() -> None:
     state = recovered([(3, LIMITS)], Memory(revision=3, change_age_s=20.0))
     assert state is not None

@@ -51,6 +51,15 @@ def test_an_objective_that_is_not_set_is_never_missed() -> None:
     assert signal("gaps", [window((0, 0, 0, 1000))], None, min_samples=1).standing is Standing.UNSET
 
 
+def test_a_signal_in_words_names_the_objective_in_milliseconds() -> None:
+    found = str(signal("gaps", [window((0, 940, 60, 0))], 2500, min_samples=1))
+    assert found == "0.0% of 1000 gaps took longer than 2500 ms (0.0% to 0.4%; budget 5%)"
+
+
+def test_wilson_is_wide_for_one_sample() -> None:
+    assert wilson(0, 1)[1] == pytest.approx(0.7935, abs=1e-4)
+
+
 def test_replicas_add_up() -> None:
     both = signal("gaps", [window((0, 60, 0, 0)), window((0, 20, 20, 0))], 200, min_samples=100)
     assert (both.num_over, both.num_samples) == (20, 100)

@@ -1,0 +1,110 @@
+"""One round of the slow loop with an admin client that is a list: what is posted, kept, recorded and said."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+from msgspec import structs
+
+from flyball_operator.tuning import Action, PodEvidence, Reason
+from flyball_operator.tuning.admin import AdminClient, Posted, Target
+from flyball_operator.tuning.loop import LEASE_ROUNDS, MIN_LEASE_S, SlowLoop
+from flyball_operator.tuning.record import DecisionRecord
+from flyball_protocol import Evidence, LimitsAck, LimitsStatus, LimitsUpdate
+from operator_kit.evidence import LIMITS, TUNING, make_evidence
+
+TARGETS = [Target("one", "http://127.0.0.1:1"), Target("two", "http://127.0.0.1:2")]
+OVER = {"itl_over": 4000}
+
+
+class Admin:
+    """Answers with the evidence that a test sets, and with an ack or a problem."""
+
+    def __init__(self, **sees: Any) -> None:
+        self.evidence: Evidence = make_evidence(**sees)
+        self.updates: list[LimitsUpdate] = []
+        self.status: LimitsStatus | None = LimitsStatus.APPLIED
+
+    async def gather(self, targets: Sequence[Target]) -> list[PodEvidence]:
+        return [PodEvidence(pod=target.name, evidence=self.evidence, problem="") for target in targets]
+
+    async def post_all(self, updates: Mapping[Target, LimitsUpdate]) -> list[Posted]:
+        self.updates += updates.values()
+        return [self._posted(target, update) for target, update in updates.items()]
+
+    def _posted(self, target: Target, update: LimitsUpdate) -> Posted:
+        if self.status is None:
+            return Posted(target.name, None, "no answer")
+        ack = LimitsAck(
+            status=self.status, revision=update.revision, target=LIMITS, effective=LIMITS, reason="so it is"
+        )
+        return Posted(target.name, ack)
+
+
+def make_loop(admin: Admin, **options: Any) -> tuple[SlowLoop, list[DecisionRecord]]:
+    records: list[DecisionRecord] = []
+    loop = SlowLoop("chat", cast(AdminClient, admin), on_record=records.append, clock=lambda: 1000.0, **options)
+    return loop, records
+
+
+@pytest.mark.parametrize(("interval_s", "lease_s"), [(1, MIN_LEASE_S), (600, LEASE_ROUNDS * 600.0)])
+def test_every_replica_gets_the_change_under_a_lease(interval_s: int, lease_s: float) -> None:
+    admin = Admin(**OVER)
+    loop, records = make_loop(admin)
+    tuning = structs.replace(TUNING, interval_seconds=interval_s)
+    result = asyncio.run(loop.round(tuning, TARGETS))
+    assert result.decision.action is Action.CHANGE
+    assert [(update.revision, update.ttl_s) for update in admin.updates] == [(4, lease_s)] * 2
+    assert admin.updates[0].limits.max_num_batched_tokens == 358
+    assert [(one.pod, one.ack is not None) for one in result.posted] == [("one", True), ("two", True)]
+    assert (len(records), records[0].canary_first, result.told) == (1, False, True)
+    assert not loop.has_trial, "without a canary a change goes to all"
+
+
+def test_with_a_canary_a_change_goes_to_one_first() -> None:
+    loop, _ = make_loop(Admin(**OVER), canary_first=True)
+    asyncio.run(loop.round(TUNING, TARGETS))
+    assert loop.has_trial
+
+
+def test_a_recommendation_is_neither_posted_nor_remembered() -> None:
+    admin = Admin(**OVER)
+    loop, records = make_loop(admin)
+    tuning = structs.replace(TUNING, mode="Recommend")
+    first = asyncio.run(loop.round(tuning, TARGETS))
+    second = asyncio.run(loop.round(tuning, TARGETS))
+    assert first.decision == second.decision, "no cool-down for what was not done"
+    assert (admin.updates, first.posted) == ([], ())
+    assert (first.told, second.told) == (True, False)
+    assert len(records) == 2, "a change is recorded each time"
+
+
+def test_a_hold_is_recorded_when_it_is_news() -> None:
+    loop, records = make_loop(Admin())
+    results = [asyncio.run(loop.round(TUNING, TARGETS)) for _ in range(3)]
+    assert [result.decision.reason for result in results] == [Reason.STEADY] * 3
+    assert [result.told for result in results] == [True, False, False]
+    assert len(records) == 1
+    assert records[0].time.endswith("+00:00"), "UTC, whatever the machine's zone"
+
+
+@pytest.mark.parametrize(
+    ("status", "level", "words"),
+    [
+        (None, "WARNING", "one did not take limits revision 4: no answer"),
+        (LimitsStatus.STALE, "WARNING", "one refused limits revision 4 (stale, revision 4 in force): so it is"),
+        (LimitsStatus.REJECTED, "WARNING", "one refused limits revision 4 (rejected, revision 4 in force): so it is"),
+        (LimitsStatus.APPLIED, "DEBUG", "one has limits revision 4: applied"),
+        (LimitsStatus.DEFERRED, "DEBUG", "one has limits revision 4: deferred"),
+    ],
+)
+def test_the_log_says_what_each_replica_made_of_it(
+    status: LimitsStatus | None, level: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    admin = Admin(**OVER)
+    admin.status = status
+    loop, _ = make_loop(admin)
+    with caplog.at_level("DEBUG", logger="flyball_operator"):
+        asyncio.run(loop.round(TUNING, TARGETS))
+    assert (level, words) in [(record.levelname, record.getMessage()) for record in caplog.records]
