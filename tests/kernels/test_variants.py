@@ -20,6 +20,7 @@ PENRYN = frozenset({"fpu", "sse2", "ssse3", "sse4_1", "cx16", "lahf_lm"})
 HASWELL = X86_64_V3 | {"fpu", "sse2", "erms"}
 SKYLAKE_X = X86_64_V4 | HASWELL
 ZEN_4 = SKYLAKE_X | {"avx512_bf16", "avx512_vnni"}
+SAPPHIRE_RAPIDS = ZEN_4 | {"amx_bf16", "amx_tile", "amx_int8"}
 NAMES = [variant.name for variant in variants_of("x86_64")]
 
 MACROS = {  # of gcc, and the flag of /proc/cpuinfo
@@ -28,7 +29,7 @@ MACROS = {  # of gcc, and the flag of /proc/cpuinfo
     "AVX512BF16": "avx512_bf16",
     "LAHF_SAHF": "lahf_lm",
     "GCC_HAVE_SYNC_COMPARE_AND_SWAP_16": "cx16",
-    **{name.upper(): name for name in X86_64_V4 - {"abm", "bmi1", "lahf_lm", "cx16"}},
+    **{name.upper(): name for name in {*X86_64_V4, "amx_tile", "amx_bf16"} - {"abm", "bmi1", "lahf_lm", "cx16"}},
 }
 IN_EVERY_X86_64 = {"SSE3", "CRC32"}  # sse3 came before ssse3, crc32 is part of sse4_2
 
@@ -63,6 +64,8 @@ def load(monkeypatch):
         ("x86_64", HASWELL, "x86-64-v3"),
         ("x86_64", SKYLAKE_X, "x86-64-v4"),
         ("x86_64", ZEN_4, "x86-64-v4-bf16"),
+        ("x86_64", SAPPHIRE_RAPIDS, "x86-64-v4-amx"),
+        ("x86_64", SAPPHIRE_RAPIDS - {"amx_bf16"}, "x86-64-v4-bf16"),
         ("x86_64", ZEN_4 - {"avx512vl"}, "x86-64-v3"),
         ("aarch64", frozenset({"fp", "asimd"}), "armv8-a"),
     ],

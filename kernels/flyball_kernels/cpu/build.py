@@ -78,7 +78,7 @@ def find_compiler() -> str:
 def library_path(compiler: str) -> Path:
     """Return where the library for these sources, this torch, this compiler and this CPU belongs."""
     key = hashlib.sha256()
-    for path in [*sources(), *sorted(PACKAGE_DIR.glob("cpu/*.h"))]:
+    for path in [*sources(), *sorted(PACKAGE_DIR.glob("*/*.h"))]:
         key.update(path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     cpu = f"{platform.machine()} {variants.cpu_flags_line()}"  # a cache on a shared disk may meet another CPU

@@ -5,7 +5,9 @@ namespace flyball {
 namespace {
 
 std::string instruction_set() {
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+  return "x86-64-v4-amx";
+#elif defined(__AVX512BF16__)
   return "x86-64-v4-bf16";
 #elif defined(__AVX512F__)
   return "x86-64-v4";

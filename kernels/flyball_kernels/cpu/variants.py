@@ -33,8 +33,12 @@ class Variant:
         return f"libflyball_kernels-{self.name}.so"
 
 
+_BF16, _AMX = X86_64_V4 | {"avx512_bf16"}, X86_64_V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
+
 VARIANTS = (
-    Variant("x86-64-v4-bf16", "x86_64", X86_64_V4 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+    Variant("x86-64-v4-amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")),
+    Variant("x86-64-v4-bf16", "x86_64", _BF16, _BF16_FLAGS),
     Variant("x86-64-v4", "x86_64", X86_64_V4, ("-march=x86-64-v4",)),
     Variant("x86-64-v3", "x86_64", X86_64_V3, ("-march=x86-64-v3",)),
     Variant("armv8-a", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),

@@ -21,7 +21,8 @@ class PackedLinear:
     Args:
         weight: ``[out_features, in_features]`` bf16, fp16 or fp32.
         bias: ``[out_features]`` or None, dtype of ``weight``.
-        dot: whether bf16 weights use the CPU's bf16 dot product instruction; None: where it is the faster way.
+        dot: whether bf16 weights use the CPU's bf16 dot product instructions, AMX or AVX512_BF16; None: where that is
+            the faster way.
     Raises:
         ValueError: the shapes or dtypes do not fit, or there is no dot product for this backend, dtype or CPU.
     """

@@ -1,10 +1,12 @@
 // Linear layer: 16-bit weights, fp32 sums.
 //
 // A weight is stored once, as panels of two vectors of columns (output features) that a thread streams through, for one row as for
-// hundreds. There are two arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
+// hundreds. There are three arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
 // dot product instruction of AVX512_BF16, which does twice the work of an FMA where a core issues two of them a cycle
-// (AMD's do; Intel's issue one, and there Fma was faster). Products are exact in both. See benchmarks/linear.py.
+// (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
+// exact in all. See benchmarks/linear.py.
 #include "../cpu/tensors.h"
+#include "amx.h"
 
 namespace flyball {
 namespace {
@@ -12,7 +14,7 @@ namespace {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kTileRows = kRegisters / 2 - 2;  // 2 sums for each row, 2 weights and a broadcast fill the registers
 constexpr int64_t kAhead = 32;  // how many in_features to prefetch ahead
-constexpr int64_t kBlockRows = 8 * kTileRows;  // their fp32 copy stays in the second-level cache
+constexpr int64_t kTilesOfBlock = 8;  // the copy of their rows stays in the second-level cache
 
 struct Pair {
   Vec low, high;  // the first and the second half of a panel's columns
@@ -33,7 +35,7 @@ template <class T>
 struct Fma {
   using Weight = T;
   using Input = float;
-  static constexpr int64_t kDepth = 1;
+  static constexpr int64_t kDepth = 1, kTileRows = flyball::kTileRows;
 
   static int64_t column(int64_t i) { return std::is_same_v<T, c10::BFloat16> ? i / 2 + i % 2 * kLanes : i; }
   static int64_t feature(int64_t) { return 0; }
@@ -47,7 +49,7 @@ struct Fma {
 struct Dot {
   using Weight = c10::BFloat16;
   using Input = uint32_t;  // two features
-  static constexpr int64_t kDepth = 2;
+  static constexpr int64_t kDepth = 2, kTileRows = flyball::kTileRows;
 
   static int64_t column(int64_t i) { return i / 2; }
   static int64_t feature(int64_t i) { return i % 2; }
@@ -57,35 +59,6 @@ struct Dot {
   static Vec add(Vec sum, Vec w, Vec x) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
 };
 #endif
-
-template <class A>
-int64_t num_steps(int64_t k) {
-  return round_up(k, A::kDepth) / A::kDepth;
-}
-
-// weight [n, k] -> packed [ceil(n / kPanel), steps, kPanel * depth], missing columns and features zero
-template <class A>
-void pack_weight(const typename A::Weight* weight, int64_t n, int64_t k, typename A::Weight* packed) {
-  constexpr int64_t kWidth = kPanel * A::kDepth;
-  const int64_t num_panels = round_up(n, kPanel) / kPanel, steps = num_steps<A>(k);
-#pragma omp parallel for
-  for (int64_t panel = 0; panel < num_panels; ++panel) {
-    for (int64_t i = 0; i < kWidth; ++i) {
-      const int64_t column = panel * kPanel + A::column(i);
-      for (int64_t step = 0; step < steps; ++step) {
-        const int64_t j = step * A::kDepth + A::feature(i);
-        packed[(panel * steps + step) * kWidth + i] = column < n && j < k ? weight[column * k + j] : typename A::Weight(0);
-      }
-    }
-  }
-}
-
-// rows of x [rows, k] -> [steps, rows]
-template <class A>
-void pack_rows(const typename A::Weight* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t j = 0; j < k; j += A::kDepth) packed[j / A::kDepth * rows + row] = A::input(x + row * stride + j, k - j);
-}
 
 // Where a tile's result goes.
 template <class T>
@@ -109,6 +82,60 @@ void write_row(const Output<T>& out, int64_t row, Vec low, Vec high) {
   if (rest <= 0) return;
   if (out.bias) high += load_up_to(out.bias + kLanes, rest);
   store_up_to(to + kLanes, high, rest);
+}
+
+#if FLYBALL_AMX
+// Weights as Dot has them, in whole steps of the tiles; inputs row by row.
+struct Amx : Dot {
+  static constexpr int64_t kTileRows = 2 * kAmxRows, kMultiple = 2 * kAmxStep;
+
+  static void multiply(int64_t rows, const Input* x, const Weight* panel, int64_t steps, const Output<Weight>& out) {
+    alignas(64) float sums[kTileRows * kPanel];
+    (rows > kAmxRows ? amx_panel<true> : amx_panel<false>)(x, reinterpret_cast<const Input*>(panel), steps, sums);
+    for (int64_t row = 0; row < rows; ++row) write_row(out, row, load(sums + row * kPanel), load(sums + row * kPanel + kLanes));
+  }
+};
+#endif
+
+template <class A>
+constexpr bool kHasTiles = requires { A::kMultiple; };
+
+template <class A>
+int64_t num_steps(int64_t k) {
+  if constexpr (kHasTiles<A>) k = round_up(k, A::kMultiple);
+  return round_up(k, A::kDepth) / A::kDepth;
+}
+
+// weight [n, k] -> packed [ceil(n / kPanel), steps, kPanel * depth], missing columns and features zero
+template <class A>
+void pack_weight(const typename A::Weight* weight, int64_t n, int64_t k, typename A::Weight* packed) {
+  constexpr int64_t kWidth = kPanel * A::kDepth;
+  const int64_t num_panels = round_up(n, kPanel) / kPanel, steps = num_steps<A>(k);
+#pragma omp parallel for
+  for (int64_t panel = 0; panel < num_panels; ++panel) {
+    for (int64_t i = 0; i < kWidth; ++i) {
+      const int64_t column = panel * kPanel + A::column(i);
+      for (int64_t step = 0; step < steps; ++step) {
+        const int64_t j = step * A::kDepth + A::feature(i);
+        packed[(panel * steps + step) * kWidth + i] = column < n && j < k ? weight[column * k + j] : typename A::Weight(0);
+      }
+    }
+  }
+}
+
+// rows of x [rows, k] -> [steps, rows], or [rows, steps] for tiles
+template <class A>
+void pack_rows(const typename A::Weight* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
+  if constexpr (kHasTiles<A>) {
+    const int64_t steps = num_steps<A>(k);
+    for (int64_t row = 0; row < rows; ++row) {
+      std::memset(packed + row * steps + k / A::kDepth, 0, (steps - k / A::kDepth) * sizeof(*packed));
+      std::memcpy(packed + row * steps, x + row * stride, k * sizeof(*x));
+    }
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t j = 0; j < k; j += A::kDepth) packed[j / A::kDepth * rows + row] = A::input(x + row * stride + j, k - j);
 }
 
 // Panels panels times a tile of Rows rows. Every sum runs over the steps in order, whatever Rows and Panels are, so a row's
@@ -144,16 +171,23 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
 // Few rows have too few sums in flight to hide the arithmetic's latency, so they take several panels at a time.
 constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
-template <class A, int Rows = kTileRows>
+template <class A, int Rows = A::kTileRows>
 void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, const typename A::Weight* panels, int64_t steps,
               const Output<typename A::Weight>& out) {
-  if (rows == Rows) {
+  if constexpr (kHasTiles<A>) {
+    const AmxTiles tiles(rows);
+    _tile_loadconfig(&tiles);
+    for (int64_t p = 0; p < num_panels; ++p)
+      A::multiply(rows, x, panels + p * steps * kPanel * A::kDepth, steps, out.panel(p));
+    _tile_release();
+    return;
+  } else if (rows == Rows) {
     if (num_panels == panels_at_once(Rows)) return multiply_tile<A, Rows, panels_at_once(Rows)>(x, panels, steps, out);
     for (int64_t p = 0; p < num_panels; ++p)
       multiply_tile<A, Rows, 1>(x, panels + p * steps * kPanel * A::kDepth, steps, out.panel(p));
     return;
   }
-  if constexpr (Rows > 1) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out);
+  if constexpr (Rows > 1 && !kHasTiles<A>) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out);
 }
 
 template <class A>
@@ -163,7 +197,7 @@ void linear_block(const typename A::Weight* x, int64_t rows, int64_t k, const ty
   static_assert(sizeof(typename A::Input) == sizeof(float));
   const int64_t steps = num_steps<A>(k);
   auto* inputs = reinterpret_cast<typename A::Input*>(scratch<Rows>(rows * steps));
-  const int64_t num_panels = round_up(n, kPanel) / kPanel, num_tiles = round_up(rows, kTileRows) / kTileRows;
+  const int64_t num_panels = round_up(n, kPanel) / kPanel, num_tiles = round_up(rows, A::kTileRows) / A::kTileRows;
   const int64_t num_threads = omp_get_max_threads();
   const int64_t group = num_panels >= 2 * num_threads * panels_at_once(rows) ? panels_at_once(rows) : 1;
   const int64_t num_groups = round_up(num_panels, group) / group;
@@ -194,9 +228,17 @@ bool has_dot() {
 #endif
 }
 
+bool has_amx() {
+#if FLYBALL_AMX
+  return may_use_amx();
+#else
+  return false;
+#endif
+}
+
 bool prefers_dot() {
 #if defined(__x86_64__)
-  return has_dot() && __builtin_cpu_is("amd");
+  return has_dot() && (has_amx() || __builtin_cpu_is("amd"));
 #else
   return false;
 #endif
@@ -205,6 +247,9 @@ bool prefers_dot() {
 // Call f with the arithmetic for tensors of this type.
 template <class F>
 void with_arithmetic(const Tensor& tensor, bool dot, F f) {
+#if FLYBALL_AMX
+  if (dot && has_amx() && tensor.scalar_type() == at::kBFloat16) return f(Amx{});
+#endif
 #if defined(__AVX512BF16__)
   if (dot && tensor.scalar_type() == at::kBFloat16) return f(Dot{});
 #endif
@@ -231,6 +276,7 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
   Tensor out = at::empty({m, n}, x.options());
   with_arithmetic(x, dot, [&]<class A>(A) {
     using T = typename A::Weight;
+    constexpr int64_t kBlockRows = kTilesOfBlock * A::kTileRows;
     for (int64_t row = 0; row < m; row += kBlockRows) {
       const int64_t rows = std::min(kBlockRows, m - row);
       linear_block<A>(data<const T>(x) + row * k, rows, k, data<const T>(packed), n, data_or_null<T>(bias),
