@@ -1,0 +1,126 @@
+"""Requests that are long, many or nested: whatever they cost, streams of other clients go on."""
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from adversary_kit.attacked import Attacked
+from adversary_kit.raw import Answer, ask, connections, post_head
+from adversary_kit.witness import Seen
+
+Undisturbed = Callable[[Seen], None]
+MB = 1_000_000
+LIMIT_BYTES = 4 * 1024 * 1024
+
+
+def test_without_an_attack(server: Attacked, undisturbed: Undisturbed) -> None:
+    """The figure that the others compare to."""
+    undisturbed(server.under(lambda: [server.known_answer() for _ in range(10)] and None))
+
+
+ONE_WORD = b'{"prompt": "' + "é".encode() * (LIMIT_BYTES // 2 - 100) + b'"}'
+
+
+def nested(depth: int) -> bytes:
+    return b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": %b%b}, "max_tokens": 1}' % (
+        b"[" * depth,
+        b"]" * depth,
+    )
+
+
+ATTACKS: dict[str, tuple[str, object]] = {
+    "one long text": ("/v1/completions", {"prompt": "a" * (LIMIT_BYTES - 100)}),
+    "one long text without spaces to split at": ("/v1/completions", ONE_WORD),
+    "one long chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * (2 * MB)}]}),
+    "one long text to tokenize": ("/tokenize", {"prompt": "ab " * MB}),
+    "the strings of tokens": ("/tokenize", {"prompt": "ab " * MB, "return_token_strs": True}),
+    "many prompts": ("/v1/completions", {"prompt": ["ab" * 2048] * 256, "max_tokens": 1}),
+    "many prompts, each different": (
+        "/v1/completions",
+        {"prompt": [f"{index} " + "ab" * 2000 for index in range(256)], "max_tokens": 1},
+    ),
+    "very many empty prompts": ("/v1/completions", {"prompt": [""] * 1_300_000}),
+    "very many prompts of ids": ("/v1/completions", {"prompt": [[1]] * 800_000}),
+    "very many ids": ("/v1/completions", {"prompt": [1] * 1_300_000}),
+    "very many ids to detokenize": ("/detokenize", b'{"tokens":[' + b"7," * 2_000_000 + b"7]}"),
+    "a huge value for the template": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": "b" * (4 * MB)}},
+    ),
+    "many values for the template": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "chat_template_kwargs": {f"k{index}": index for index in range(200_000)},
+        },
+    ),
+    "very many messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 100_000}),
+    "very many parts": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 120_000}]},
+    ),
+    "very many unknown fields": ("/v1/completions", {"prompt": "a", **{f"x{index}": 0 for index in range(300_000)}}),
+    "very many stop strings": ("/v1/completions", {"prompt": "a", "stop": ["a"] * 1_000_000}),
+    "very many stop tokens": ("/v1/completions", {"prompt": "a", "stop_token_ids": [1] * 1_900_000}),
+    "brackets": ("/v1/completions", b"[" * LIMIT_BYTES),
+    "deep values for the template": ("/v1/chat/completions", nested(500)),
+    "deeper values for the template": ("/v1/chat/completions", nested(900)),
+    "a long number": ("/v1/completions", b'{"prompt": "a", "seed": ' + b"9" * (4 * MB) + b"}"),
+    "a long fraction": ("/v1/completions", b'{"prompt": "a", "temperature": 0.' + b"1" * (4 * MB) + b"}"),
+    "escapes": ("/v1/completions", b'{"prompt": "' + b"\\u0001" * 690_000 + b'"}'),
+    "white space": ("/v1/completions", b" " * (4 * MB) + b'{"prompt": "a"}'),
+}
+SLOW = {"many prompts, each different", "very many prompts of ids", "one long text without spaces to split at"}
+
+
+def slow_where_costly(names: dict[str, tuple[str, object]]) -> list[object]:
+    return [pytest.param(name, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
+
+
+def is_well_refused(answer: Answer) -> bool:
+    """The client's mistake, told in a few words."""
+    return 400 <= answer.status < 500 and len(answer.body) < 2048 and bool(answer.code)
+
+
+@pytest.mark.parametrize("name", slow_where_costly(ATTACKS))
+def test_costly_work_stops_nobody(server: Attacked, undisturbed: Undisturbed, name: str) -> None:
+    path, body = ATTACKS[name]
+    encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
+    assert len(encoded) < 6 * MB
+
+    def attack() -> None:
+        for _ in range(2):
+            answer = server.post(path, encoded)
+            assert answer.status == 200 or is_well_refused(answer), (answer.status, answer.body[:300])
+
+    undisturbed(server.under(attack))
+
+
+def test_many_costly_requests_at_once_stop_nobody(server: Attacked, undisturbed: Undisturbed) -> None:
+    """What one client may have in work is bounded, not only each of its requests."""
+    body = json.dumps({"prompt": "ab " * MB}).encode()
+    request = post_head("/tokenize", len(body), "Connection: close") + body
+
+    def attack() -> None:
+        with connections(server.port, 6) as opened:
+            for connection in opened:
+                connection.sendall(request)
+            for connection in opened:
+                assert connection.recv(12).startswith(b"HTTP/1.1 ")
+
+    undisturbed(server.under(attack))
+
+
+def test_chunks_with_long_extensions_stop_nobody(server: Attacked, undisturbed: Undisturbed) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        for _ in range(300):
+            yield b"1;" + b"x" * 8000 + b"\r\na\r\n"
+        yield b"0\r\n\r\n"
+
+    def attack() -> None:
+        answer = ask(server.port, pieces())
+        assert answer is None or answer.status in (400, 413), answer
+
+    undisturbed(server.under(attack))
