@@ -26,7 +26,7 @@ class ApiSettings:
         max_header_bytes: longest request line plus headers (uvicorn's h11 limit; beyond it 400 and the connection ends).
         header_timeout_s: a connection is closed whose request line and headers are not complete by then.
         body_timeout_s: a body that is not complete by then ends in 408.
-        write_timeout_s: a reader that takes nothing for so long is dropped and its requests are aborted.
+        write_timeout_s: a client that takes nothing of its answer for so long is dropped and its requests are aborted.
         keep_alive_s: how long an idle connection stays open, a new one too; longer than the 60 s of common load
             balancers, so that they close first.
         max_heartbeat_age_s: /livez turns red when the engine has made no progress for longer.
@@ -67,7 +67,9 @@ class ApiSettings:
     def uvicorn_options(self) -> dict[str, Any]:
         """Keyword arguments for ``uvicorn.Config`` that put these limits in force."""
         return {
-            "http": partial(BoundedH11Protocol, header_timeout_s=self.header_timeout_s),
+            "http": partial(
+                BoundedH11Protocol, header_timeout_s=self.header_timeout_s, write_timeout_s=self.write_timeout_s
+            ),
             "h11_max_incomplete_event_size": self.max_header_bytes,
             "timeout_keep_alive": self.keep_alive_s,
             "server_header": False,
