@@ -15,6 +15,7 @@ import pytest
 from flyball_operator.local import balancer as balancer_module
 from flyball_operator.local import connections as connections_module
 from flyball_operator.local.balancer import Balancer
+from flyball_operator.local.choices import num_choices
 from flyball_operator.local.connections import Connections
 from flyball_operator.local.replica import Replica, State
 from flyball_operator.local.runner import listen
@@ -31,6 +32,7 @@ class World:
 
     def __init__(self, port: int) -> None:
         self.port = port
+        self.replica: Replica | None = None
         self.requests: list[tuple[bytes, bytes]] = []
 
     async def open(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -72,6 +74,7 @@ async def balanced(handle: Handle | None = None, **options: Any) -> AsyncIterato
     balancer = Balancer(lambda: [replica], lambda: False, **options)
     listener = listen("127.0.0.1", 0)
     world = World(listener.getsockname()[1])
+    world.replica = replica
     await balancer.start(listener)
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -137,6 +140,51 @@ def test_a_replica_learns_the_clients_address_last_whatever_the_client_says(head
         assert addresses.split(b", ") == [*said, b"127.0.0.1"]
 
     asyncio.run(check())
+
+
+def test_a_request_counts_as_its_choices_while_it_runs() -> None:
+    async def check() -> None:
+        seen: list[int] = []
+
+        async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            assert world.replica is not None
+            seen.append(world.replica.outstanding)
+            writer.write(OK)
+
+        async with balanced(count) as world:
+            for body in (b'{"prompt": ["a", "b"], "n": 3}', b'{"messages": []}'):
+                await world.ask(post(body, b"Content-Length: %d" % len(body)))
+            assert world.replica is not None
+            assert (seen, world.replica.outstanding, world.replica.served) == ([6, 1], 0, 7)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b"", 1),
+        (b"not JSON", 1),
+        (b"[1, 2]", 1),
+        (b"{}", 1),
+        (b'{"n": null, "prompt": null}', 1),
+        (b'{"n": 4, "messages": [{}, {}]}', 4),
+        (b'{"n": 2, "prompt": "a text"}', 2),
+        (b'{"n": 2, "prompt": [5, 6, 7]}', 2),
+        (b'{"n": 2, "prompt": [ "a", "b", "c"]}', 6),
+        (b'{"prompt": [[5], [6]]}', 2),
+        (b'{"n": 0, "prompt": []}', 1),
+        (b'{"n": -3}', 1),
+        (b'{"n": "many"}', 1),
+        (b'{"n": 2.5}', 1),
+        (b'{"n": 1' + b"0" * 5000 + b"}", 1),
+        (b'{"n": 1000000, "prompt": ["a", "b"]}', 256),
+        (b'{"n": ' + b"[" * 5000 + b"}", 1),
+        (b'{"n": 3, "prompt": "\xff"}', 3),
+    ],
+)
+def test_choices_of_a_body(body: bytes, expected: int) -> None:
+    assert num_choices(body) == expected
 
 
 def test_a_compressed_answer_goes_through_as_it_came() -> None:

@@ -151,7 +151,7 @@ class Balancer:
         return min(ready, key=lambda replica: (replica.outstanding, replica.served, replica.number), default=None)
 
     async def _forward(self, request: web.Request, body: Body, replica: Replica) -> web.StreamResponse:
-        with replica.serving():
+        with replica.serving(body.num_choices):
             try:
                 async with await self._send(request, body, replica) as upstream:
                     if upstream.status == 503 and not replica.ready:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 from aiohttp import web
 
+from flyball_operator.local.choices import num_choices
 from flyball_operator.local.connections import Connection
 
 MAX_HELD_BYTES = 1 << 20
@@ -22,11 +23,13 @@ class Body:
 
     Attributes:
         broken: what was wrong with the rest of it.
+        num_choices: how many engine requests it is; 1 when it is too long to be held.
     """
 
     def __init__(self, held: bytes, rest: aiohttp.StreamReader | None) -> None:
         self.broken: BrokenBody | None = None
         self._held = held
+        self.num_choices = num_choices(held) if rest is None else 1
         self._rest = rest
         self._spent = False
 

@@ -37,7 +37,7 @@ class Replica:
         state, since: where it is, and since when on the monotonic clock.
         message: what happened last, for people.
         port, admin_port: loopback ports of the present process; new ones for each process.
-        outstanding, served: requests in flight through the balancer, and requests ever sent here.
+        outstanding, served: requests in flight through the balancer, and ever sent here; each choice is one.
         exit_code: of the last process that ended.
         killed: whether a process had to be killed at the end of its grace period.
     """
@@ -117,14 +117,14 @@ class Replica:
             await self._task
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Count a request as outstanding while it runs."""
-        self.outstanding += 1
-        self.served += 1
+    def serving(self, num_choices: int = 1) -> Iterator[None]:
+        """Count a request's choices as outstanding while it runs."""
+        self.outstanding += num_choices
+        self.served += num_choices
         try:
             yield
         finally:
-            self.outstanding -= 1
+            self.outstanding -= num_choices
 
     async def _run(self) -> None:
         while not self.leaving:
