@@ -181,6 +181,7 @@ def test_a_request_counts_as_its_choices_while_it_runs() -> None:
         (b'{"n": 1000000, "prompt": ["a", "b"]}', 256),
         (b'{"n": ' + b"[" * 5000 + b"}", 1),
         (b'{"n": 3, "prompt": "\xff"}', 3),
+        (b'{"n": 3, "prompt": [' + b'"",' * 300_000 + b'""]}', 3),
     ],
 )
 def test_choices_of_a_body(body: bytes, expected: int) -> None:

@@ -7,6 +7,9 @@ import msgspec
 MAX_CHOICES = 256
 """What a runtime refuses beyond (its ``max_choices``)."""
 
+MAX_LIST_BYTES = 64 * 1024
+"""A longer list of prompts counts as one: taking apart a hostile one would hold up every other request."""
+
 
 class _Asked(msgspec.Struct):
     """The two fields that multiply a request; whether they are valid is the runtime's to say."""
@@ -31,5 +34,7 @@ def num_choices(body: bytes) -> int:
 
 def _num_prompts(prompt: bytes) -> int:
     """Return how many prompts there are: a list of texts or of lists has several, a text or a list of ids is one."""
+    if len(prompt) > MAX_LIST_BYTES:
+        return 1
     several = prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
     return len(_prompts.decode(prompt)) if several else 1
