@@ -130,6 +130,12 @@ async def test_prompts_that_cannot_run(client: httpx.AsyncClient, engine: FakeEn
     "fields",
     [
         {"logprobs": True},
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+        {"echo": 0},
+        {"best_of": True},
+        {"frequency_penalty": False},
+        {"parallel_tool_calls": 1},
         {"tools": [{"type": "function"}]},
         {"response_format": {"type": "json_object"}},
         {"frequency_penalty": 0.5},
