@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
@@ -127,6 +128,44 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds without progress, in a step or between two, after which /livez turns red",
     )
     server.add_argument("--log-level", default="info", choices=settings.LOG_LEVELS)
+    add_bound_arguments(parser.add_argument_group("bounds on one request"))
+
+
+def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
+    """Declare the flags of ``ApiSettings``' bounds; ``bounds_from`` reads them."""
+
+    def add(*names: str, default: float, unit: str, text: str) -> None:
+        bounds.add_argument(*names, type=type(default), default=default, metavar=unit, help=text)
+
+    add("--max-body-bytes", default=4 * 1024 * 1024, unit="BYTES", text="longest request body; longer ones get 413")
+    add("--max-messages", default=2048, unit="N", text="most messages of one chat")
+    add("--max-prompts", default=256, unit="N", text="most prompts of one completion request")
+    add("--max-choices", default=256, unit="N", text="most choices of one request: prompts times n")
+    add(
+        *("--max-header-bytes", "--h11-max-incomplete-event-size"),
+        default=16 * 1024,
+        unit="BYTES",
+        text="longest request line plus headers",
+    )
+    add("--header-timeout", default=10.0, unit="S", text="seconds for a request line and headers to be complete")
+    add("--body-timeout", default=30.0, unit="S", text="seconds for a body to be complete; later ones get 408")
+    add("--write-timeout", default=60.0, unit="S", text="seconds in which a client has to take some of its answer")
+    add("--keep-alive", default=75, unit="S", text="seconds that an idle connection stays open")
+
+
+def bounds_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The bounds among the fields of ``ApiSettings``."""
+    return {
+        "max_body_bytes": args.max_body_bytes,
+        "max_messages": args.max_messages,
+        "max_prompts": args.max_prompts,
+        "max_choices": args.max_choices,
+        "max_header_bytes": args.max_header_bytes,
+        "header_timeout_s": args.header_timeout,
+        "body_timeout_s": args.body_timeout,
+        "write_timeout_s": args.write_timeout,
+        "keep_alive_s": args.keep_alive,
+    }
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -151,6 +190,7 @@ def run_serve(args: argparse.Namespace) -> int:
         api=ApiSettings(
             served_model_names=tuple(args.served_model_name or [args.model]),
             max_heartbeat_age_s=args.max_heartbeat_age,
+            **bounds_from(args),
             default_sampling=generation_config.default_sampling(args.generation_config, path),
             forwarded_allow_ips=args.forwarded_allow_ips,
         ),

@@ -156,10 +156,13 @@ def test_every_limits_status_and_exit_code_is_documented() -> None:
     assert exits == {value for name, value in vars(endpoints).items() if name.startswith("EXIT_")}
 
 
-def test_the_bounds_on_a_request_are_documented() -> None:
-    settings = ApiSettings(served_model_names=("test",))
-    for name, value, *_ in table("serving.md", "Setting", "Value"):
-        assert value == str(getattr(settings, code(name)[0])), name
+def test_the_flags_of_bounds_are_the_settings_and_their_defaults() -> None:
+    bounds = runtime_cli.bounds_from(subcommand("flyball", "serve").parse_args(["model"]))
+    assert ApiSettings(served_model_names=("test",), **bounds) == ApiSettings(served_model_names=("test",))
+    changed = [word for name in sorted(bounds) for word in (f"--{name.removesuffix('_s').replace('_', '-')}", "7")]
+    assert runtime_cli.bounds_from(subcommand("flyball", "serve").parse_args(["model", *changed])) == dict.fromkeys(
+        bounds, 7
+    )
 
 
 def test_every_field_of_a_request_is_documented() -> None:

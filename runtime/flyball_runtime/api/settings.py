@@ -1,6 +1,7 @@
 """Limits and timeouts of the HTTP face."""
 
 import ipaddress
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,8 +57,9 @@ class ApiSettings:
                 "served_model_names needs at least one name, and none may be empty (--served-model-name)."
             )
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be above 0.")
+            if isinstance(value, int | float) and not 0 < value < math.inf:
+                flag = "--" + name.removesuffix("_s").replace("_", "-")
+                raise ConfigError(f"{name} is {quoted(value)}; it must be a finite number above 0 ({flag}).")
         _check_networks(self.forwarded_allow_ips)
 
     @property

@@ -282,7 +282,16 @@ async def test_request_id_that_cannot_be_logged(client: httpx.AsyncClient, reque
     assert response.status_code == 400 and error_of(response)["param"] == "X-Request-Id"
 
 
-@pytest.mark.parametrize("changes", [{"served_model_names": ()}, {"max_body_bytes": 0}, {"write_timeout_s": -1.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"served_model_names": ()},
+        {"max_body_bytes": 0},
+        {"write_timeout_s": -1.0},
+        {"body_timeout_s": float("inf")},
+        {"header_timeout_s": float("nan")},
+    ],
+)
 async def test_settings_out_of_range(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         ApiSettings(**({"served_model_names": ("m",)} | changes))
