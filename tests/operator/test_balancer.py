@@ -217,6 +217,18 @@ def test_the_answer_to_head_keeps_its_length() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("path", [b"/v1/models", b"/readyz"])
+def test_an_expectation_that_is_not_known_is_refused_in_the_apis_shape(path: bytes) -> None:
+    async def check() -> None:
+        async with balanced() as world:
+            answered = await world.ask(b"GET " + path + b" HTTP/1.1\r\nHost: chat\r\nExpect: miracles\r\n\r\n")
+            assert answered.startswith(b"HTTP/1.1 417 ")
+            assert json.loads(answered.partition(b"\r\n\r\n")[2])["error"]["code"] == "expectation_failed"
+            assert not world.requests
+
+    asyncio.run(check())
+
+
 def test_expect_chunks_and_trailers_end_here() -> None:
     async def check() -> None:
         async with balanced() as world:

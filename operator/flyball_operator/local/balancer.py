@@ -11,7 +11,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
 
-from flyball_operator.local.answers import RETRY_AFTER_S, client_error, error_body, server_error
+from flyball_operator.local.answers import RETRY_AFTER_S, answer_expect, client_error, error_body, server_error
 from flyball_operator.local.body import MAX_HELD_BYTES, Body, BrokenBody
 from flyball_operator.local.connections import (
     HEADER_TIMEOUT_S,
@@ -86,9 +86,9 @@ class Balancer:
             cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are no business of another's
         )
         app = web.Application(middlewares=[note_beginning])
-        app.router.add_get(READYZ_PATH, self._readyz)
-        app.router.add_get(HEALTH_PATH, self._readyz)
-        app.router.add_route("*", "/{path:.*}", self._proxy)
+        app.router.add_get(READYZ_PATH, self._readyz, expect_handler=answer_expect)
+        app.router.add_get(HEALTH_PATH, self._readyz, expect_handler=answer_expect)
+        app.router.add_route("*", "/{path:.*}", self._proxy, expect_handler=answer_expect)
         # handler_cancellation: a client that goes away cancels its handler, which closes the connection to the replica.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
