@@ -28,15 +28,19 @@ def read_file(path: Path) -> list[LLMDeployment]:
     Raises:
         SpecError: the file cannot be read, or something in it is wrong.
     """
+    return parse_content(read_content(path), path)
+
+
+def read_content(path: Path) -> bytes:
+    """Return a YAML file as it is, up to one byte more than is taken: the file may have no end. Raises SpecError."""
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)  # one more than is taken, of a file that may have no end
+            return file.read(MAX_BYTES + 1)
     except OSError as error:
         raise SpecError(str(path), [f"cannot be read: {one_line(str(error))}"]) from error
-    return parse_bytes(content, path)
 
 
-def parse_bytes(content: bytes, path: Path) -> list[LLMDeployment]:
+def parse_content(content: bytes, path: Path) -> list[LLMDeployment]:
     """Return the LLMDeployments of a YAML file's content. Raises SpecError, as ``parse`` does."""
     if len(content) > MAX_BYTES:
         raise SpecError(str(path), [f"has more than {MAX_BYTES} bytes, the most of a manifest. Is it the right file?"])

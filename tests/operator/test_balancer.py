@@ -32,7 +32,7 @@ class World:
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self.replica: Replica | None = None
+        self.replicas: list[Replica] = []
         self.requests: list[tuple[bytes, bytes]] = []
 
     async def open(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -60,21 +60,11 @@ async def balanced(handle: Handle | None = None, **options: Any) -> AsyncIterato
             await (handle or answer)(reader, writer)
 
     upstream = await asyncio.start_server(serve, "127.0.0.1", 0)
-    replica = Replica(
-        1,
-        cast(Any, None),
-        {},
-        Path("/dev/null"),
-        cast(Any, None),
-        on_change=lambda: None,
-        report=lambda _: None,
-        backoff=cast(Any, None),
-    )
-    replica.state, replica.port = State.READY, upstream.sockets[0].getsockname()[1]
-    balancer = Balancer(lambda: [replica], lambda: False, **options)
+    world = World(0)
+    world.replicas.append(replica_at(1, upstream))
+    balancer = Balancer(lambda: world.replicas, lambda: False, **options)
     listener = listen("127.0.0.1", 0)
-    world = World(listener.getsockname()[1])
-    world.replica = replica
+    world.port = listener.getsockname()[1]
     await balancer.start(listener)
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -85,6 +75,21 @@ async def balanced(handle: Handle | None = None, **options: Any) -> AsyncIterato
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
+
+
+def replica_at(number: int, server: asyncio.Server) -> Replica:
+    replica = Replica(
+        number,
+        cast(Any, None),
+        {},
+        Path("/dev/null"),
+        cast(Any, None),
+        on_change=lambda: None,
+        report=lambda _: None,
+        backoff=cast(Any, None),
+    )
+    replica.state, replica.port = State.READY, server.sockets[0].getsockname()[1]
+    return replica
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
@@ -147,15 +152,13 @@ def test_a_request_counts_as_its_choices_while_it_runs() -> None:
         seen: list[int] = []
 
         async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            assert world.replica is not None
-            seen.append(world.replica.outstanding)
+            seen.append(world.replicas[0].outstanding)
             writer.write(OK)
 
         async with balanced(count) as world:
             for body in (b'{"prompt": ["a", "b"], "n": 3}', b'{"messages": []}'):
                 await world.ask(post(body, b"Content-Length: %d" % len(body)))
-            assert world.replica is not None
-            assert (seen, world.replica.outstanding, world.replica.served) == ([6, 1], 0, 7)
+            assert (seen, world.replicas[0].outstanding, world.replicas[0].served) == ([6, 1], 0, 7)
 
     asyncio.run(check())
 
@@ -425,5 +428,28 @@ def test_a_client_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch)
             writer.write(GET)
             await dropped.wait()
             writer.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("leaving", "status"), [(True, 200), (False, 502)])
+def test_a_request_that_a_draining_replica_had_not_taken_goes_to_another(leaving: bool, status: int) -> None:
+    async def check() -> None:
+        async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if leaving:
+                world.replicas[0].stop()
+
+        async with balanced(end) as world:
+            other = await asyncio.start_server(serve_other, "127.0.0.1", 0)
+            world.replicas.append(replica_at(2, other))
+            head = (await world.ask(post(b"{}", b"Content-Length: 2"))).partition(b"\r\n")[0]
+            assert int(head.split()[1]) == status
+            other.close()
+
+    async def serve_other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert (await read_request(reader))[1] == b"{}"
+        writer.write(OK)
+        await writer.drain()
+        writer.close()
 
     asyncio.run(check())

@@ -267,6 +267,19 @@ def test_a_fault_of_ours_while_a_manifest_is_taken_ends_nothing(monkeypatch: pyt
     run(scenario())
 
 
+def test_a_fault_of_ours_with_a_replica_is_a_crash_of_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running(1) as now:
+            with monkeypatch.context() as patch:
+                patch.setattr("flyball_operator.local.replica.Process.start", lambda *_: 1 / 0)
+                now.file.write(replicas=2)
+                await now.until_line("replica 2 failed in the operator, whose log has the traceback; restart 1")
+                await now.complete()
+            await now.until_ready(2)
+
+    run(scenario())
+
+
 def test_decisions_that_cannot_be_recorded_are_told_once_and_once_when_they_can() -> None:
     async def scenario() -> None:
         tuning = {"mode": "Recommend", "objectives": {"interTokenLatencyP95Milliseconds": 40}, "intervalSeconds": 1}

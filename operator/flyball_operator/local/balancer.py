@@ -178,6 +178,10 @@ class Balancer:
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise TryAnother(f"could not be reached ({in_words(error)})") from error
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if replica.leaving:  # it answers all that it has taken before it ends, so this it had not
+                raise TryAnother("ended before it took the request") from error
+            raise
 
     def _unavailable(self, tried: dict[int, str]) -> web.Response:
         if self._stopping():

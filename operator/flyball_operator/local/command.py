@@ -73,10 +73,11 @@ def status(arguments: argparse.Namespace) -> int:
 
 async def _run(arguments: argparse.Namespace) -> int:
     source: Path = arguments.file.absolute()
-    deployment = select(manifest.read_file(source), arguments.name)
+    content = manifest.read_content(source)
+    deployment = select(manifest.parse_content(content, source), arguments.name)
     folder = InstanceFolder(arguments.state_dir or default_state_dir(), deployment.name)
     if not folder.acquire():
-        return await _hand_over(folder, source)
+        return await _hand_over(folder, source, content.decode())
     try:
         options = LocalOptions(
             executable=(str(arguments.flyball or installed_flyball()),),
@@ -92,8 +93,8 @@ async def _run(arguments: argparse.Namespace) -> int:
         folder.release()
 
 
-async def _hand_over(folder: InstanceFolder, source: Path) -> int:
-    answer = await hand_over(folder, Handover(manifest=source.read_text(encoding="utf-8"), source=str(source)))
+async def _hand_over(folder: InstanceFolder, source: Path, text: str) -> int:
+    answer = await hand_over(folder, Handover(manifest=text, source=str(source)))
     if answer.error is not None:
         raise LocalError(f"the instance at {answer.url} goes on as it was: {answer.error}")
     print(f"handed to the instance at {answer.url}:")

@@ -129,7 +129,7 @@ class Replica:
     async def _run(self) -> None:
         while not self.leaving:
             started = time.monotonic()
-            problem = await self._one_process()
+            problem = await self._guarded()
             if self.leaving:
                 break
             wait_s = self._backoff.after_crash(time.monotonic() - started)
@@ -140,6 +140,14 @@ class Replica:
                 async with asyncio.timeout(wait_s):
                     await self._stopping.wait()
         self._set(State.STOPPED, self.message)
+
+    async def _guarded(self) -> str:
+        """Run a process to its end. A fault of ours counts as a crash: the replica is started again, the others serve on."""
+        try:
+            return await self._one_process()
+        except Exception:
+            log.exception("%s failed in the operator", self.name)
+            return "failed in the operator, whose log has the traceback"
 
     async def _one_process(self) -> str:
         """Run a process to its end, and return what that end was."""

@@ -236,7 +236,7 @@ class LocalRunner:
 
     def _apply_file(self) -> None:
         """Apply the file's content. What is wrong with it is reported, and what runs goes on."""
-        plan, problem = self._take(lambda: manifest.parse_bytes(self._file.content, self._file.path))
+        plan, problem = self._take(lambda: manifest.parse_content(self._file.content, self._file.path))
         if problem:
             self._report(f"{self._file.path} is not taken, what runs goes on: {problem}")
         elif plan == [NOTHING_TO_CHANGE]:
