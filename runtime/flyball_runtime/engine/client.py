@@ -8,10 +8,8 @@ import math
 import multiprocessing
 import os
 import shutil
-import tempfile
 import time
 import traceback
-from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -38,6 +36,7 @@ from flyball_runtime.engine.heartbeat import Heartbeat
 from flyball_runtime.engine.process import Addresses, run_engine
 from flyball_runtime.engine.retry_after import RetryAfter
 from flyball_runtime.engine.router import RequestStream, Router
+from flyball_runtime.engine.socket_folder import make_socket_folder
 from flyball_runtime.engine.validate import validate_request
 from flyball_runtime.kv_cache import hash_prompt
 from flyball_runtime.scheduler import BlockedBy
@@ -79,8 +78,10 @@ class EngineClient:
         self.died = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._folder = Path(tempfile.mkdtemp(prefix="flyball-"))
-        addresses = Addresses(to_engine=f"ipc://{self._folder}/to", from_engine=f"ipc://{self._folder}/from")
+        self._folder = make_socket_folder()
+        addresses = Addresses(
+            to_engine=f"ipc://{self._folder}/to", from_engine=f"ipc://{self._folder}/from", folder=self._folder
+        )
         self._context = zmq.asyncio.Context()
         self._outbox = self._context.socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)

@@ -2,11 +2,13 @@
 
 import logging
 import os
+import shutil
 import signal
 import time
 import traceback
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
@@ -34,10 +36,14 @@ microseconds, a prompt of 100,000 tokens some milliseconds; a burst of them woul
 
 @dataclass(frozen=True)
 class Addresses:
-    """ZeroMQ endpoints, both bound by the client."""
+    """ZeroMQ endpoints, both bound by the client, and the folder with their sockets.
+
+    The client removes the folder; the engine does when the client has gone.
+    """
 
     to_engine: str
     from_engine: str
+    folder: Path | None = None
 
 
 def run_engine(
@@ -77,6 +83,8 @@ def run_engine(
         raise SystemExit(1) from None
     finally:
         context.destroy(linger=1000)
+        if addresses.folder is not None and os.getppid() != parent_pid:
+            shutil.rmtree(addresses.folder, ignore_errors=True)
 
 
 class EngineProcess:
