@@ -169,3 +169,11 @@ def test_raising_capacity_in_a_drain_keeps_room_to_grow():
     pool.set_capacity(2)
     pool.set_capacity(4)
     assert (pool.num_admissible, pool.num_growable) == (0, 1)
+
+
+def test_a_new_pool_is_free_and_tells_its_capacity():
+    pool = BlockPool(4)
+    assert [pool.num_refs(block) for block in range(4)] == [0] * 4
+    pool.set_capacity(3)
+    counts = pool.counts()
+    assert (counts.total, counts.capacity, counts.free, counts.used, counts.cached) == (4, 3, 4, 0, 0)

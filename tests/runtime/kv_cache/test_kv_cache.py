@@ -160,3 +160,22 @@ def test_growth_appends_one_block_to_each():
 def test_block_size_must_be_positive():
     with pytest.raises(ValueError, match="block_size is 0"):
         KVCache(4, 0)
+
+
+def test_a_block_may_hold_one_token():
+    assert KVCache(4, 1).num_blocks_for(3) == 3
+
+
+def test_a_blocked_sequence_is_looked_up_again_as_soon_as_it_may_fit():
+    """8 blocks, 3 used by a sequence that shares 2 with the blocked one, which needs 4 more; 2 used by fillers."""
+    kv = KVCache(8, 4)
+    prefix = list(range(1, 9))
+    shares, *fillers = make_sequence([*prefix, 90]), make_sequence(3), make_sequence(3)
+    for seq in (shares, *fillers):
+        kv.admit(seq, kv.match_prefix(seq))
+    kv.register(shares, 0, 9)
+    blocked = make_sequence([*prefix, *range(50, 63)])
+    match = kv.match_prefix(blocked)
+    assert (match.num_blocks_needed, kv.can_admit(match), kv.still_blocked(blocked, match)) == (4, False, True)
+    kv.free(fillers[0])
+    assert (kv.still_blocked(blocked, match), kv.can_admit(kv.match_prefix(blocked))) == (False, True)

@@ -1,6 +1,6 @@
 import pytest
 
-from flyball_protocol import Limits
+from flyball_protocol import Envelope, Limits
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.scheduler import SchedulerConfig
 
@@ -28,3 +28,16 @@ def test_the_smallest_kv_fraction_holds_one_sequence(num_blocks: int, fraction: 
 def test_the_smallest_budget_lets_any_prompt_through(chunked: bool, lowest: int):
     config = SchedulerConfig(max_model_len=1024, enable_chunked_prefill=chunked)
     assert config.envelope(64, 16).min_num_batched_tokens == lowest
+
+
+def test_the_envelope_says_what_was_allocated():
+    config = SchedulerConfig(max_model_len=1000, max_num_seqs=8, max_num_batched_tokens=512)
+    assert config.envelope(126, 16) == Envelope(
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        min_num_batched_tokens=1,
+        num_kv_blocks=126,
+        min_kv_cache_fraction=0.5,  # 63 blocks: 62.5 are not enough
+        block_size=16,
+        max_model_len=1000,
+    )

@@ -282,3 +282,18 @@ def test_inside_ends_inside_and_leaves_alone_what_is(**values: float):
 )
 def test_no_step_time_target_is_the_higher_one(a: float | None, b: float | None, lower: float | None):
     assert lower_of(limits(step_time_target_ms=a), limits(step_time_target_ms=b)).step_time_target_ms == lower
+
+
+def test_a_late_renewal_in_other_words_restores_what_the_revision_asked_for(
+    ledger: LimitsLedger, scheduler: FakeScheduler, clock: FakeClock
+):
+    ledger.post(update(1, max_num_seqs=8))
+    ledger.post(update(2, ttl_s=30, max_num_seqs=32))
+    clock.advance(31)
+    assert ledger.post(update(2, ttl_s=30)).status is LimitsStatus.APPLIED
+    assert scheduler.limits.max_num_seqs == 32
+
+
+def test_the_lowest_limits_are_inside():
+    lowest = limits(max_num_seqs=1, kv_cache_fraction=0.25, max_num_batched_tokens=1)
+    assert inside(lowest, ENVELOPE) == lowest

@@ -544,3 +544,94 @@ def test_limits_outside_the_envelope_are_refused(change: dict[str, float]):
     with pytest.raises(ValueError, match=next(iter(change))):
         scheduler.set_limits(limits(scheduler, **change))
     assert scheduler.limits == before
+
+
+# what a mutation tool found untested
+
+
+def test_a_sequence_of_a_step_that_was_aborted_takes_nobody_else_along():
+    scheduler = make_scheduler()
+    first, second = submit(scheduler, 4, 4)
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.abort(first.request_id)
+    assert scheduler.commit(plan, [TOKEN, TOKEN]) == [(second, None)]
+
+
+def test_admission_says_how_much_of_each_prompt_was_cached():
+    scheduler = make_scheduler()
+    prompts = [list(range(100 * i, 100 * i + 10)) for i in (1, 2, 3)]
+    for prompt in prompts[:2]:
+        submit(scheduler, prompt, max_tokens=1)
+        assert step(scheduler).num_cached_tokens() == {}
+    one, two, _ = submit(scheduler, *prompts)
+    plan = step(scheduler)
+    assert plan.num_cached_tokens() == {one.request_id: 8, two.request_id: 8}
+    assert (plan.num_prefix_hit_tokens, plan.num_prefix_queried_tokens) == (16, 30)
+    assert step(scheduler).num_cached_tokens() == {}, "said once"
+
+
+def test_the_head_is_looked_up_again_with_a_budget_of_one_token():
+    """The earlier look-up, of a step without budget, may name blocks that were evicted since."""
+    kv = CountingKVCache(64, BLOCK_SIZE)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=2, max_num_batched_tokens=2), kv)
+    submit(scheduler, 2, 4)
+    assert (step(scheduler).blocked_by, kv.num_looked_up) == (BlockedBy.BUDGET, 2)
+    assert (step(scheduler).num_tokens, kv.num_looked_up) == (2, 3)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 32])
+def test_without_chunks_a_prompt_that_just_fits_the_budget_is_admitted(num_tokens: int):
+    scheduler = make_scheduler(enable_chunked_prefill=False, max_num_batched_tokens=32, max_model_len=32)
+    (seq,) = submit(scheduler, num_tokens - 1)
+    assert step(scheduler).num_tokens == num_tokens - 1
+    scheduler.abort(seq.request_id)
+    submit(scheduler, 32 - num_tokens // 2 - 1, num_tokens // 2 + 1)
+    assert step(scheduler).num_tokens == 32, "the second took what the first left"
+
+
+def test_without_chunks_only_what_is_not_cached_has_to_fit_the_budget():
+    scheduler = make_scheduler(enable_chunked_prefill=False, max_num_batched_tokens=32)
+    prompt = list(range(1, 29))
+    submit(scheduler, prompt[:25], max_tokens=1)
+    step(scheduler)
+    submit(scheduler, 26, prompt)
+    assert step(scheduler).num_tokens == 26 + 4, "24 of 28 tokens are cached"
+
+
+def test_a_last_prompt_token_that_runs_as_a_decode_takes_no_further_block():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    (seq,) = submit(scheduler, 5)
+    step(scheduler)
+    assert len(seq.block_table) == 2
+    assert step(scheduler).num_decodes == 1
+    assert len(seq.block_table) == 2
+
+
+def test_a_prompt_without_budget_is_not_in_the_step():
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    decodes, prompt = submit(scheduler, 2, 20)
+    step(scheduler)
+    scheduler.set_limits(limits(scheduler, max_num_batched_tokens=1))
+    plan = step(scheduler)
+    assert (plan.sequences, plan.num_scheduled) == ((decodes,), (1,))
+    assert prompt.status is SequenceStatus.RUNNING
+
+
+def test_every_preemption_counts():
+    scheduler = make_scheduler(num_blocks=8, caching=False)
+    sequences = submit(scheduler, 2, 2, 2, max_tokens=28)
+    recomputed = 0
+    while (plan := scheduler.plan()) is not None:
+        recomputed += plan.num_recomputed_tokens
+        assert all(seq.num_lost_tokens == 0 for seq in plan.sequences)
+        scheduler.commit(plan, [TOKEN] * sum(plan.samples))
+    assert max(seq.num_preemptions for seq in sequences) >= 2
+    assert recomputed > 0
+
+
+def test_a_prompt_that_is_too_long_is_told_with_its_numbers():
+    with pytest.raises(
+        PromptTooLong, match="prompt has 40 tokens and max_tokens is 3, 43 together; this model takes 32"
+    ):
+        submit(make_scheduler(), 40, max_tokens=3)
