@@ -128,6 +128,8 @@ def test_limits_move_live_over_the_admin_port(server: Replica) -> None:
     assert unknown.status_code == 400
     for huge in ({"revision": 2**64, "limits": {}}, {"revision": revision + 1, "limits": {"max_num_seqs": 10**30}}):
         assert server.admin.post(path, json=huge).status_code == 400
+    forwarded = {"X-Forwarded-For": "10.0.0.9"}  # says nothing about who may use a bearer token
+    assert server.admin.get(path, headers=forwarded).status_code == 200
     bare = httpx.post(f"http://127.0.0.1:{server.admin_port}{path}", json={})
     assert bare.status_code == 401
     server.admin.post(path, json={"revision": revision + 1, "limits": {"max_num_seqs": 256}})
