@@ -26,6 +26,9 @@ from flyball_runtime.engine.front import EngineFront
 
 logger = logging.getLogger(__name__)
 
+MAX_TOKENS_AT_ONCE = 65536
+"""Prompt tokens that are submitted in one turn of the event loop, which takes 10 to 20 ms for so many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -100,7 +103,7 @@ class Generation:
         Raises:
             RequestError: the engine refused one of them.
         """
-        self._submit()
+        await self._submit()
         watcher = asyncio.create_task(self._watch(receive))
         try:
             yield self
@@ -147,12 +150,18 @@ class Generation:
             if not choice.ended:
                 self._front.abort(choice.request_id)
 
-    def _submit(self) -> None:
+    async def _submit(self) -> None:
+        """Submit all choices. Other requests have turns in between: each choice is checked, hashed and sent for itself."""
+        num_tokens = 0
         try:
             for index, request in enumerate(self.call.engine_requests()):
+                if num_tokens > MAX_TOKENS_AT_ONCE:
+                    num_tokens = 0
+                    await asyncio.sleep(0)
+                num_tokens += len(request.prompt_token_ids)
                 events = self._front.submit(request)
                 self.choices.append(Choice(index, request, events, self._codec.output(request.sampling)))
-        except Exception as error:
+        except BaseException as error:
             if isinstance(error, RequestError):
                 self._metrics.request_rejected(error.code)
             self.abort()

@@ -1,6 +1,9 @@
 """Long inputs are refused by their size before they are looked at, or handled outside the event loop."""
 
+import asyncio
+import copy
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,10 +11,11 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api import ApiSettings, Metrics, create_app
+from flyball_runtime.api import ApiSettings, Metrics, create_app, generation
 from flyball_runtime.api import body as body_module
 from flyball_runtime.api.text import MAX_LONG_CHARS, TextCodec, num_chars
 from flyball_runtime.api.tokenize import MAX_TOKENS
+from flyball_runtime.core.request import Request, RequestEvent
 from runtime.api.support import MODEL, asgi_client, chat, error_of
 from runtime.fake_engine import FakeEngine
 
@@ -156,3 +160,50 @@ async def test_detokenize_of_many_tokens(roomy: httpx.AsyncClient) -> None:
 
 def test_the_size_of_a_chat_counts_every_text_and_every_value() -> None:
     assert num_chars("abc") == num_chars(["abc"]) - num_chars([]) == num_chars({"abc": 1}) - 2 * num_chars(None)
+
+
+async def test_many_choices_of_a_long_prompt_are_submitted_in_several_turns(
+    roomy: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tick() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    turn, turns = 0, []
+    original = engine.submit
+    monkeypatch.setattr(generation, "MAX_TOKENS_AT_ONCE", 1500)
+    monkeypatch.setattr(engine, "submit", lambda request: turns.append(turn) or original(request))
+    ticking = asyncio.create_task(tick())
+    response = await roomy.post(COMPLETIONS, json={"prompt": [5] * 1000, "n": 20})
+    ticking.cancel()
+    assert response.status_code == 200 and len(turns) == 20
+    assert max(Counter(turns).values()) == 2
+
+
+async def test_a_request_that_is_cancelled_while_it_is_submitted_leaves_nothing_behind(
+    roomy: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(request: Request) -> AsyncIterator[RequestEvent]:
+        if len(engine.requests) == 3:
+            posting.cancel()
+        return original(request)
+
+    engine.reply, original = None, engine.submit
+    monkeypatch.setattr(generation, "MAX_TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(engine, "submit", submit)
+    posting = asyncio.create_task(roomy.post(COMPLETIONS, json={"prompt": "a b", "n": 20}))
+    with pytest.raises(asyncio.CancelledError):
+        await posting
+    assert 4 <= len(engine.requests) < 20 and engine.num_unfinished == 0
+
+
+async def test_a_template_that_never_ends_is_the_requests_fault(
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, settings: ApiSettings, metrics: Metrics
+) -> None:
+    endless = copy.deepcopy(tokenizer)
+    endless.chat_template = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+    async with asgi_client(create_app(engine, endless, settings, metrics)) as client:
+        response = await client.post(CHAT, json=chat())
+    assert response.status_code == 400 and "recursion" in error_of(response)["message"]
