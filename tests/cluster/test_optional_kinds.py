@@ -42,7 +42,7 @@ def beside_an_operator(
 
     async def scenario() -> None:
         metrics = Metrics()
-        running = asyncio.create_task(Operator(Connection.find(metrics), metrics, options).run())
+        running = asyncio.create_task(Operator(await Connection.find(metrics), metrics, options).run())
         try:
             await asyncio.to_thread(user)
             assert not running.done()

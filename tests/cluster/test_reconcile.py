@@ -330,7 +330,7 @@ def test_a_kind_that_comes_later_is_watched_from_then_on(
         world.goes(POD_MONITOR)
 
     async def scenario() -> None:
-        running = asyncio.create_task(Operator(Connection.find(metrics), metrics, options).run())
+        running = asyncio.create_task(Operator(await Connection.find(metrics), metrics, options).run())
         try:
             await asyncio.to_thread(user)
         finally:

@@ -63,14 +63,21 @@ class OperatorProcess:
 
     Args:
         server: another address of the API server, such as a proxy's.
+        user: another user of the kubeconfig, as it says there who asks; it must be the same account.
     """
 
     def __init__(
-        self, cluster: Cluster, namespace: str, *arguments: str, server: str | None = None, identity: str = "one"
+        self,
+        cluster: Cluster,
+        namespace: str,
+        *arguments: str,
+        server: str | None = None,
+        identity: str = "one",
+        user: dict[str, Any] | None = None,
     ) -> None:
         self.port = free_port()
         self.identity = identity
-        kubeconfig = _through(cluster.kubeconfig_of(namespace, ACCOUNT), server, f"{namespace}-{identity}")
+        kubeconfig = _through(cluster.kubeconfig_of(namespace, ACCOUNT), server, f"{namespace}-{identity}", user)
         self.log_path = cluster.folder / f"operator-{namespace}-{identity}-{self.port}.log"
         self._environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
         self._command = (
@@ -172,11 +179,13 @@ class OperatorProcess:
             return f"no answer: {error}"
 
 
-def _through(kubeconfig: Path, server: str | None, name: str) -> Path:
-    """Return a kubeconfig of its own, for another address if one is given."""
+def _through(kubeconfig: Path, server: str | None, name: str, user: dict[str, Any] | None) -> Path:
+    """Return a kubeconfig of its own, for another address or another user if they are given."""
     config = json.loads(kubeconfig.read_text())
     if server is not None:
         config["clusters"][0]["cluster"] = {"server": server}
+    if user is not None:
+        config["users"][0]["user"] = user
     path = kubeconfig.with_name(f"{name}.kubeconfig")
     path.write_text(json.dumps(config))
     return path

@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import kopf
 import pytest
 from aiohttp import web
+from kubernetes.aio.client import Configuration
 
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.connection import Connection
+from flyball_operator.cluster.credentials import Credentials
 from flyball_operator.cluster.election import LeaseLost
 from flyball_operator.cluster.errors import NoObject, Unavailable, Unreachable
 from flyball_operator.cluster.kinds import POD, SERVICE
@@ -28,7 +29,7 @@ def with_server(handler: Handler, use: Use) -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         server = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        connection = Connection(kopf.ConnectionInfo(server=server), Metrics())
+        connection = Connection(Credentials(Configuration(host=server)), Metrics())
         try:
             await use(connection)
         finally:

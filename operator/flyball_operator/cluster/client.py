@@ -1,7 +1,7 @@
 """Calls to the Kubernetes API: plain dicts in and out, errors with types, server-side apply.
 
-The session comes from Kopf's login, so watches and calls share credentials, connections and counters. A client library
-would add a dozen packages for the six calls below.
+Watches and calls share credentials and counters. docs/decisions.md says why these are not the calls of the package
+``kubernetes``.
 """
 
 import json

@@ -7,7 +7,8 @@ import os
 import socket
 
 from flyball_operator import names
-from flyball_operator.cluster.connection import SERVICE_ACCOUNT, Connection
+from flyball_operator.cluster.connection import Connection
+from flyball_operator.cluster.credentials import SERVICE_ACCOUNT
 from flyball_operator.cluster.election import LEASE_NAME, Terms
 from flyball_operator.cluster.metrics import Metrics
 from flyball_operator.cluster.operator import Operator, OperatorOptions
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _run(options: OperatorOptions) -> None:
     metrics = Metrics()
-    await Operator(Connection.find(metrics), metrics, options).run()
+    await Operator(await Connection.find(metrics), metrics, options).run()
 
 
 def own_namespace() -> str:

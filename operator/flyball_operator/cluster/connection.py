@@ -1,20 +1,15 @@
-"""How the operator reaches the API server: one address, one session, shared by its own calls and Kopf's watches."""
+"""How the operator reaches the API server: sessions for its own calls and for Kopf's watches."""
 
-import os
-import time
-from pathlib import Path
+from http import HTTPStatus
 from typing import Protocol
 
 import aiohttp
 import kopf
 
+from flyball_operator.cluster.credentials import Credentials
 from flyball_operator.cluster.errors import ClusterError
 from flyball_operator.cluster.kinds import Kind
 from flyball_operator.cluster.metrics import Metrics, target_of
-
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-TOKEN_PERIOD_S = 60.0
-"""The kubelet writes a new token long before the old one ends; a minute is what client-go takes too."""
 
 
 class Asked(Protocol):
@@ -23,53 +18,24 @@ class Asked(Protocol):
     def __call__(self, *, watch: bool) -> None: ...
 
 
-class TokenFile:
-    """A bearer token that somebody else renews on disk."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._header = ""
-        self._read_at = float("-inf")
-
-    def header(self) -> str:
-        """Return the Authorization header."""
-        if time.monotonic() - self._read_at > TOKEN_PERIOD_S:
-            self._header = f"Bearer {self._path.read_text(encoding='utf-8').strip()}"
-            self._read_at = time.monotonic()
-        return self._header
-
-
 class Connection:
     """Credentials and sessions. These count every call, and send a token that is never old."""
 
-    def __init__(self, info: kopf.ConnectionInfo, metrics: Metrics, token: TokenFile | None = None) -> None:
-        self._info = info
+    def __init__(self, credentials: Credentials, metrics: Metrics) -> None:
+        self._credentials = credentials
         self._metrics = metrics
-        self._token = token
-        self._ssl = info.as_ssl_context()
+        self._ssl = credentials.ssl_context()
         self._session: aiohttp.ClientSession | None = None
         self._kopfs: list[aiohttp.ClientSession] = []
 
     @classmethod
-    def find(cls, metrics: Metrics) -> "Connection":
-        """Return the connection that $KUBECONFIG, the pod's service account or ~/.kube/config describes, in this order.
-
-        Raises:
-            ClusterError: there is none of these, or it cannot be read.
-        """
-        settings = kopf.OperatorSettings()
-        try:
-            if not os.environ.get("KUBECONFIG") and (info := kopf.login_with_service_account(settings=settings)):
-                return cls(info, metrics, TokenFile(SERVICE_ACCOUNT / "token"))
-            if info := kopf.login_with_kubeconfig(settings=settings):
-                return cls(info, metrics)
-        except (OSError, KeyError, ValueError, kopf.LoginError) as error:
-            raise ClusterError(f"the kubeconfig cannot be used: {type(error).__name__}: {error}") from error
-        raise ClusterError("no cluster is known: set KUBECONFIG, or run in a pod that has a service account")
+    async def find(cls, metrics: Metrics) -> "Connection":
+        """Return the connection that ``Credentials.find`` describes. Raises ClusterError."""
+        return cls(await Credentials.find(), metrics)
 
     @property
     def server(self) -> str:
-        return self._info.server.rstrip("/")
+        return self._credentials.server
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -94,9 +60,7 @@ class Connection:
 
         session = self._open(notice)
         self._kopfs = [session, *(one for one in self._kopfs if not one.closed)]
-        return kopf.AiohttpSession(
-            server=self.server, aiohttp_session=session, default_namespace=self._info.default_namespace
-        )
+        return kopf.AiohttpSession(server=self.server, aiohttp_session=session)
 
     async def close(self) -> None:
         for session in (self._session, *self._kopfs):
@@ -106,17 +70,26 @@ class Connection:
     def _open(self, *middlewares: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl),
-            headers={"User-Agent": "flyball-operator", **self._info.as_http_headers()},
-            proxy=self._info.proxy_url,
+            headers={"User-Agent": "flyball-operator"},
+            proxy=self._credentials.proxy,
             middlewares=(self._count, self._authorize, *middlewares),
         )
 
     async def _authorize(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        if self._token is not None:
-            request.headers["Authorization"] = self._token.header()
-        return await handler(request)
+        try:
+            header = await self._credentials.authorization()
+        except ClusterError as error:
+            raise aiohttp.ClientConnectionError(str(error)) from error
+        if self._credentials.tls_server_name is not None:
+            request.server_hostname = self._credentials.tls_server_name
+        if header is not None:
+            request.headers["Authorization"] = header
+        response = await handler(request)
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            self._credentials.refused()
+        return response
 
     async def _count(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
