@@ -198,9 +198,12 @@ class TextCodec:
 
 
 def num_chars(value: object) -> int:
-    """The characters of all texts in a JSON value, and ITEM_CHARS for each value in it: what a template has to do with it."""
+    """The characters of all texts in a JSON value, and ITEM_CHARS for each value in it: what a template has to do with it.
+
+    Counting ends where the longest lane begins: millions of values would take as long here as in the template.
+    """
     total, open_values = 0, [value]
-    while open_values:
+    while open_values and total <= MAX_LONG_CHARS:
         total += ITEM_CHARS
         match open_values.pop():
             case str(text):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flyball_runtime.api import ApiSettings, Metrics, create_app, generation
 from flyball_runtime.api import body as body_module
-from flyball_runtime.api.text import MAX_LONG_CHARS, TextCodec, num_chars
+from flyball_runtime.api.text import ITEM_CHARS, MAX_LONG_CHARS, TextCodec, num_chars
 from flyball_runtime.api.tokenize import MAX_TOKENS
 from flyball_runtime.core.request import Request, RequestEvent
 from runtime.api.support import MODEL, asgi_client, chat, error_of
@@ -207,3 +207,15 @@ async def test_a_template_that_never_ends_is_the_requests_fault(
     async with asgi_client(create_app(engine, endless, settings, metrics)) as client:
         response = await client.post(CHAT, json=chat())
     assert response.status_code == 400 and "recursion" in error_of(response)["message"]
+
+
+def test_the_size_of_millions_of_values_is_not_counted_to_its_end() -> None:
+    class Counted(str):
+        looked_at = 0
+
+        def __len__(self) -> int:
+            Counted.looked_at += 1
+            return 1
+
+    assert num_chars([Counted()] * 1_000_000) > MAX_LONG_CHARS
+    assert Counted.looked_at <= MAX_LONG_CHARS // ITEM_CHARS
