@@ -89,7 +89,15 @@ void write_row(const Output<T>& out, int64_t row, Vec low, Vec high) {
 struct Amx : Dot {
   static constexpr int64_t kTileRows = 2 * kAmxRows, kMultiple = 2 * kAmxStep;
 
-  static void multiply(int64_t rows, const Input* x, const Weight* panel, int64_t steps, const Output<Weight>& out) {
+  static void multiply(int64_t rows, int64_t num_panels, const Input* x, const Weight* panels, int64_t steps,
+                       const Output<Weight>& out) {
+    const AmxTiles tiles(rows);
+    _tile_loadconfig(&tiles);
+    for (int64_t p = 0; p < num_panels; ++p) multiply_panel(rows, x, panels + p * steps * kPanel * kDepth, steps, out.panel(p));
+    _tile_release();
+  }
+
+  static void multiply_panel(int64_t rows, const Input* x, const Weight* panel, int64_t steps, const Output<Weight>& out) {
     alignas(64) float sums[kTileRows * kPanel];
     (rows > kAmxRows ? amx_panel<true> : amx_panel<false>)(x, reinterpret_cast<const Input*>(panel), steps, sums);
     for (int64_t row = 0; row < rows; ++row) write_row(out, row, load(sums + row * kPanel), load(sums + row * kPanel + kLanes));
@@ -175,12 +183,7 @@ template <class A, int Rows = A::kTileRows>
 void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, const typename A::Weight* panels, int64_t steps,
               const Output<typename A::Weight>& out) {
   if constexpr (kHasTiles<A>) {
-    const AmxTiles tiles(rows);
-    _tile_loadconfig(&tiles);
-    for (int64_t p = 0; p < num_panels; ++p)
-      A::multiply(rows, x, panels + p * steps * kPanel * A::kDepth, steps, out.panel(p));
-    _tile_release();
-    return;
+    return A::multiply(rows, num_panels, x, panels, steps, out);
   } else if (rows == Rows) {
     if (num_panels == panels_at_once(Rows)) return multiply_tile<A, Rows, panels_at_once(Rows)>(x, panels, steps, out);
     for (int64_t p = 0; p < num_panels; ++p)
