@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster_kit.errors import CommandFailed
 
-KUBECTL_TIMEOUT_S = 120.0
+KUBECTL_TIMEOUT_S = 660.0
 
 
 class Cluster:

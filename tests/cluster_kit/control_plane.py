@@ -56,8 +56,7 @@ class ControlPlane(Cluster):
     def start(self) -> None:
         self._start_etcd()
         self.start_apiserver()
-        self._start_controller_manager()
-        self.start_part("kube-scheduler", f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--secure-port=0")
+        self.start_controllers()
 
     def close(self) -> None:
         self.processes.close()
@@ -110,7 +109,9 @@ class ControlPlane(Cluster):
             "--unsafe-no-fsync",
         )
 
-    def _start_controller_manager(self) -> None:
+    def start_controllers(self) -> None:
+        """Start controller manager and scheduler."""
+        self.start_part("kube-scheduler", f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--secure-port=0")
         self.start_part(
             "kube-controller-manager",
             f"--kubeconfig={self.kubeconfig}",

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,10 +72,8 @@ def operator(node: Node) -> Node:
 
 @pytest.fixture
 def namespace(node: Node) -> Iterator[str]:
-    name = f"e2e-{uuid.uuid4().hex[:8]}"
-    node.create_namespace(name)
-    yield name
-    node.kubectl("delete", "namespace", name, "--timeout=110s")
+    with node.namespace() as name:
+        yield name
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""KEDA adds replicas while requests wait, takes them back when none do, and no request is lost on the way."""
+"""KEDA adds replicas while requests wait and takes them back when few run; neither that nor KEDA's end loses a request."""
 
 import time
 from typing import Any
@@ -6,16 +6,19 @@ from typing import Any
 import pytest
 
 from e2e_kit import keda, prometheus
-from e2e_kit.models import SERVED_NAME, Model
+from e2e_kit.disturbances import BUSY, Load, undisturbed
+from e2e_kit.models import LONG_TIMEOUT_S, Model
 from e2e_kit.node import Node
-from e2e_kit.traffic import Traffic
+from e2e_kit.work import measure
 
 AT_ONCE = {"scaleUp": {"stabilizationWindowSeconds": 0}, "scaleDown": {"stabilizationWindowSeconds": 5}}
-SCALE_TIMEOUT_S = 180.0
 TRIGGERS = {
     "MetricsAPI": {"trigger": "MetricsAPI", "pollingSeconds": 2},
     "Prometheus": {"trigger": "Prometheus", "pollingSeconds": 2, "prometheusAddress": prometheus.URL},
 }
+MAX_NUM_SEQS, MOST_STREAMS, FEW_STREAMS = 16, 32, 10
+"""Many streams keep one replica's queue long and three replicas busy; few are less than KEDA wants of one replica."""
+WITHOUT_KEDA_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -25,39 +28,59 @@ def scaled(operator: Node) -> Node:
     return operator
 
 
+def make_model(node: Node, namespace: str, trigger: str) -> Model:
+    autoscaling = {"mode": "KEDA", "maxReplicas": 3, "targetQueueDepth": 2, "behavior": AT_ONCE}
+    runtime = {**BUSY["runtime"], "maxNumSeqs": MAX_NUM_SEQS}
+    spec = {**BUSY, "runtime": runtime, "autoscaling": {**autoscaling, "keda": TRIGGERS[trigger]}}
+    model = Model(node, namespace, **spec)
+    model.apply()
+    model.wait_ready()
+    return model
+
+
 def seconds_until_replicas(model: Model, count: int) -> float:
     """Wait until that many replicas are ready, and no others are left; return how long it took."""
     started_s = time.monotonic()
     model.until(
         lambda: (len(model.pods()), model.status.get("readyReplicas")) == (count, count),
         f"{count} replicas",
-        SCALE_TIMEOUT_S,
+        LONG_TIMEOUT_S,
     )
     return time.monotonic() - started_s
+
+
+def wait_for_scale_down(model: Model, load: Load) -> None:
+    """Wait until a replica is told to end, and note what is in flight then."""
+    before = len(model.ready_pods())
+    model.until(lambda: len(model.ready_pods()) < before, "a replica less", LONG_TIMEOUT_S)
+    load.note_in_flight()
 
 
 @pytest.mark.parametrize("trigger", TRIGGERS)
 def test_a_burst_takes_one_to_three_and_back(
     scaled: Node, namespace: str, figures: dict[str, Any], trigger: str
 ) -> None:
-    autoscaling = {
-        "mode": "KEDA",
-        "maxReplicas": 3,
-        "targetQueueDepth": 2,
-        "behavior": AT_ONCE,
-        "keda": TRIGGERS[trigger],
-    }
-    model = Model(scaled, namespace, autoscaling=autoscaling, runtime={"maxNumSeqs": 1})
-    model.apply()
-    model.wait_ready()
-    # More than one replica can do, and requests wait; they are patient.
-    with (
-        prometheus.scrapes(model),
-        Traffic(model.url, SERVED_NAME, period_s=0.03, timeout_s=SCALE_TIMEOUT_S) as traffic,
-    ):
-        up_s = seconds_until_replicas(model, 3)
-        traffic.end()
-        down_s = seconds_until_replicas(model, 1)
-    figures |= {**traffic.verdict.figures, "up_s": up_s, "down_s": down_s}
-    assert not traffic.verdict.failed, traffic.verdict.failed[:5]
-    assert not traffic.verdict.changed, traffic.verdict.changed[:5]
+    model = make_model(scaled, namespace, trigger)
+    work = measure(model.url)
+    with prometheus.scrapes(model), undisturbed(model, work, figures, num_streams=MOST_STREAMS) as load:
+        figures["up_s"] = seconds_until_replicas(model, 3)
+        load.num_streams = FEW_STREAMS
+        wait_for_scale_down(model, load)
+        figures["down_s"] = seconds_until_replicas(model, 1)
+
+
+def test_keda_is_gone_for_a_while(scaled: Node, namespace: str, figures: dict[str, Any]) -> None:
+    """The replicas stay as they are, and KEDA goes on with them when it is back."""
+    model = make_model(scaled, namespace, "MetricsAPI")
+    work = measure(model.url)
+    with undisturbed(model, work, figures, num_streams=MOST_STREAMS) as load:
+        seconds_until_replicas(model, 3)
+        load.note_in_flight()
+        keda.stop(scaled)
+        load.num_streams = FEW_STREAMS
+        time.sleep(WITHOUT_KEDA_S)
+        assert len(model.ready_pods()) == 3, "somebody scaled, and KEDA was gone"
+        load.note_in_flight()
+        keda.start(scaled)
+        wait_for_scale_down(model, load)
+        seconds_until_replicas(model, 1)

@@ -1,25 +1,25 @@
-"""Under steady traffic through the Service, nothing that happens to operator or pods loses a request or changes an answer."""
+"""While many long streams are in flight, nothing that happens to operator or pods loses a request or changes an answer."""
 
 import itertools
 import random
-import subprocess
 import time
-import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from e2e_kit import helm, processes
 from e2e_kit.admin import admin_ports
-from e2e_kit.models import ROLLOUT_TIMEOUT, SERVED_NAME, Model, is_ready
-from e2e_kit.node import NAME
-from e2e_kit.traffic import Traffic, undisturbed
+from e2e_kit.disturbances import BUSY, STREAMS_PER_REPLICA, Load, drain, roll, undisturbed
+from e2e_kit.models import LONG_TIMEOUT_S, ROLLOUT_TIMEOUT, Model, is_ready
+from e2e_kit.node import Node
+from e2e_kit.replica import outcomes
+from e2e_kit.work import NUM_RUNNING, Work, measure
 from flyball_protocol import LimitsStatus
-from flyball_protocol.endpoints import API_PORT, METRICS_PATH
 
 FEW, FULL, FULL_DRAINS = 2, 20, 5
 TAKEN = {LimitsStatus.APPLIED, LimitsStatus.DEFERRED}
+LOWERED = 8
 CUT = {"ServerDisconnectedError", "ClientOSError", "ClientPayloadError"}
 """What a client of aiohttp says of a connection that ended before the answer did."""
 
@@ -30,113 +30,106 @@ def times(request: pytest.FixtureRequest) -> int:
     return FULL if request.config.getoption("--full") else FEW
 
 
-def roll(model: Model, mark: str) -> None:
-    """Change the pods' template, and wait until new pods have taken over."""
-    model.mark(mark)
-    model.kubectl("rollout", "status", f"deployment/{model.name}", ROLLOUT_TIMEOUT)
+@pytest.fixture(scope="module")
+def busy(operator: Node) -> Iterator[Model]:
+    """A model for all tests of this file. Each leaves it with any number of replicas, and with the limits of BUSY."""
+    with operator.namespace() as namespace:
+        model = Model(operator, namespace, **BUSY)
+        model.apply()
+        model.wait_ready()
+        yield model
 
 
-def test_rolling_updates(model: Model, times: int, figures: dict[str, Any]) -> None:
-    figures["times"] = times
-    with undisturbed(model, figures):
+@pytest.fixture(scope="module")
+def work(busy: Model) -> Work:
+    return measure(busy.url)
+
+
+def test_rolling_updates(busy: Model, work: Work, times: int, figures: dict[str, Any]) -> None:
+    busy.scale(1)
+    with undisturbed(busy, work, figures) as load:
         for count in range(times):
-            roll(model, f"round-{count}")
+            load.wait_until_busy()
+            roll(busy, f"round-{count}")
 
 
-def test_scaling_down(model: Model, times: int, figures: dict[str, Any]) -> None:
-    figures["times"] = times
-    with undisturbed(model, figures):
+def test_scaling_down(busy: Model, work: Work, times: int, figures: dict[str, Any]) -> None:
+    with undisturbed(busy, work, figures, num_streams=2 * STREAMS_PER_REPLICA) as load:
         for _ in range(times):
-            model.scale(2)
-            model.scale(1)
+            busy.scale(2)
+            load.wait_until_busy()
+            busy.scale(1)
 
 
-def test_draining_the_node(model: Model, times: int, figures: dict[str, Any]) -> None:
-    figures["times"] = times = min(times, FULL_DRAINS)
-    model.scale(2)
-    with undisturbed(model, figures):
-        for _ in range(times):
-            drain(model)
+def test_draining_the_node(busy: Model, work: Work, times: int, figures: dict[str, Any]) -> None:
+    busy.scale(2)
+    with undisturbed(busy, work, figures, num_streams=2 * STREAMS_PER_REPLICA) as load:
+        for _ in range(min(times, FULL_DRAINS)):
+            load.wait_until_busy()
+            drain(busy)
 
 
-def drain(model: Model) -> None:
-    """Drain our pods off the node. There is no other one, so new pods find it open again once the first has gone."""
-    before = uids(model)
-    flags = (f"--pod-selector=app.kubernetes.io/instance={model.name}", "--delete-emptydir-data", "--timeout=110s")
-    command = model.node.kubectl_command("drain", NAME, *flags)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as draining:
-        while before <= uids(model) and draining.poll() is None:
-            time.sleep(0.1)
-        model.node.kubectl("uncordon", NAME)
-        _, errors = draining.communicate()
-    assert draining.returncode == 0, errors
-    model.until(lambda: not before & uids(model), "the end of the pods that were there")
-    model.until(lambda: all(map(is_ready, model.pods())), "new pods that are ready")
-
-
-def uids(model: Model) -> set[str]:
-    return {pod["metadata"]["uid"] for pod in model.pods()}
-
-
-def test_killing_the_operator(model: Model, times: int, figures: dict[str, Any]) -> None:
-    figures["times"] = times
+def test_killing_the_operator(busy: Model, work: Work, times: int, figures: dict[str, Any]) -> None:
+    busy.scale(1)
     chance = random.Random(4)
-    with undisturbed(model, figures):
+    deployment = f"deployment/{helm.RELEASE}-operator"
+    with undisturbed(busy, work, figures) as load:
         for count in range(times):
-            model.mark(f"kill-{count}", wait=False)
+            load.wait_until_busy()
+            busy.mark(f"kill-{count}", wait=False)
             time.sleep(chance.uniform(0, 4))
             processes.kill("flyball-operator", "run")
-            model.node.kubectl(
-                "-n", helm.NAMESPACE, "rollout", "status", f"deployment/{helm.RELEASE}-operator", ROLLOUT_TIMEOUT
-            )
-            roll(model, f"kill-{count}")
+            busy.node.kubectl("-n", helm.NAMESPACE, "rollout", "status", deployment, ROLLOUT_TIMEOUT)
+            roll(busy, f"kill-{count}")
 
 
-def test_changing_the_limits_live(model: Model, times: int, figures: dict[str, Any]) -> None:
-    figures["times"] = times
-    with undisturbed(model, figures):
-        for revision, num_seqs in zip(range(1, times + 1), itertools.cycle((2, 16)), strict=False):
-            for port in admin_ports(model):
-                assert port.set_limits(revision, max_num_seqs=num_seqs).status in TAKEN
-            time.sleep(3)
+def test_changing_the_limits_live(busy: Model, work: Work, times: int, figures: dict[str, Any]) -> None:
+    busy.scale(1)
+    limits = itertools.cycle((LOWERED, NUM_RUNNING))
+    with undisturbed(busy, work, figures) as load:
+        for revision in range(1, times + 1):
+            load.wait_until_busy()
+            set_limit(busy, revision, next(limits))
+    set_limit(busy, times + 1, NUM_RUNNING)
 
 
-def test_a_killed_runtime_fails_only_what_it_was_answering(model: Model, figures: dict[str, Any]) -> None:
-    model.scale(2)
-    killed, other = model.pods()
-    with Traffic(model.url, SERVED_NAME, period_s=0.02) as traffic:  # so that there is always one in flight
-        time.sleep(3)
+def set_limit(model: Model, revision: int, max_num_seqs: int) -> None:
+    """Post the limit to each replica, and wait until it is in force."""
+    ports = admin_ports(model)
+    for port in ports:
+        assert port.set_limits(revision, max_num_seqs=max_num_seqs).status in TAKEN
+    model.until(
+        lambda: all(port.limits().effective.max_num_seqs == max_num_seqs for port in ports),
+        f"at most {max_num_seqs} sequences in all replicas",
+        LONG_TIMEOUT_S,
+    )
+
+
+def test_a_killed_runtime_fails_only_what_it_was_answering(busy: Model, work: Work, figures: dict[str, Any]) -> None:
+    busy.scale(2)
+    busy.until(lambda: len(busy.pods()) == 2, "the end of earlier replicas", LONG_TIMEOUT_S)
+    killed, other = busy.pods()
+    with Load(busy, work, 2 * STREAMS_PER_REPLICA) as load:
+        load.wait_until_busy()
         (container,) = killed["status"]["containerStatuses"]
         processes.kill("flyball", "serve", cgroup=container["containerID"].removeprefix("containerd://"))
         killed_s = time.monotonic()
-        model.until(lambda: not all(map(is_ready, model.pods())), "a pod that is not ready")
-        model.kubectl("wait", "--for=condition=Ready", "pod", "--all", ROLLOUT_TIMEOUT)
+        busy.until(lambda: not all(map(is_ready, busy.pods())), "a pod that is not ready")
+        busy.kubectl("wait", "--for=condition=Ready", "pod", "--all", ROLLOUT_TIMEOUT)
         back_s = time.monotonic() - killed_s
-        time.sleep(2)
-    verdict = traffic.verdict
-    log = model.kubectl("logs", killed["metadata"]["name"], "--container=listener")
+        load.wait_until_busy()
+    verdict = load.verdict
+    log = busy.kubectl("logs", killed["metadata"]["name"], "--container=listener")
     figures |= {
-        **verdict.figures,
+        **load.figures,
         "ready_again_s": back_s,
         "relayed": log.count("was taken by another replica"),
-        "known_within_s": max((one.ended_s - killed_s for one in verdict.failed), default=0.0),
-        "problems": sorted({type_of(one.problem) for one in verdict.failed}),
+        "known_within_s": max(((one.ended_s or killed_s) - killed_s for one in verdict.failed), default=0.0),
+        "problems": sorted({one.problem.partition(":")[0] for one in verdict.failed}),
     }
     late = [one for one in verdict.failed if one.sent_s > killed_s]
-    assert not late and not verdict.changed, f"{figures}: {late[:5]} {verdict.changed[:5]}\n{log[-3000:]}"
+    assert not late and not verdict.changed, f"{verdict}\n{log[-3000:]}"
     assert figures["relayed"], "the Service sent the killed pod none, so nothing was shown"
     ended = outcomes(other)
     assert ended and ended.keys() <= {"length", "stop"}, f"the other replica failed some: {ended}"
     assert set(figures["problems"]) <= CUT and figures["known_within_s"] < back_s
-
-
-def outcomes(pod: dict[str, Any]) -> dict[str, float]:
-    """How the requests of a pod ended since it started, by its own count."""
-    with urllib.request.urlopen(f"http://{pod['status']['podIP']}:{API_PORT}{METRICS_PATH}", timeout=10) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        samples = [one for family in families for one in family.samples if one.name == "flyball_requests_total"]
-    return {one.labels["outcome"]: one.value for one in samples if one.value}
-
-
-def type_of(problem: str) -> str:
-    return problem.partition(":")[0]

@@ -39,11 +39,11 @@ class AdminPort:
 
 def admin_ports(model: Model) -> list[AdminPort]:
     token = _token(model)
-    return [AdminPort(pod["status"]["podIP"], token) for pod in model.pods()]
+    return [AdminPort(pod["status"]["podIP"], token) for pod in model.ready_pods()]
 
 
 def _token(model: Model) -> str:
-    pod = model.pods()[0]["spec"]["containers"][0]
+    pod = model.ready_pods()[0]["spec"]["containers"][0]
     (reference,) = (one["valueFrom"]["secretKeyRef"] for one in pod["env"] if one["name"] == ADMIN_TOKEN_ENV)
     template = f"{{{{.data.{reference['key']} | base64decode}}}}"
     return model.kubectl("get", "secret", reference["name"], "-o", f"go-template={template}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_kit import images
+from e2e_kit.models import ROLLOUT_TIMEOUT
 from e2e_kit.node import Node
 from e2e_kit.programs import keda_config
 
@@ -29,8 +30,24 @@ def install(node: Node) -> None:
     manifests = node.kubectl("kustomize", str(folder))
     # Server-side: one CRD is too large for the annotation that a client-side apply leaves.
     node.kubectl("apply", "--server-side", "-f", "-", input=manifests)
-    node.kubectl("-n", NAMESPACE, "rollout", "status", "deployment", "--timeout=110s")
-    node.kubectl("wait", "--for=condition=Available", "apiservice/v1beta1.external.metrics.k8s.io", "--timeout=110s")
+    _wait_until_it_serves(node)
+
+
+def stop(node: Node) -> None:
+    """End both programs, and return when they are gone."""
+    node.kubectl("-n", NAMESPACE, "scale", "deployment", "--all", "--replicas=0")
+    node.kubectl("-n", NAMESPACE, "wait", "--for=delete", "pod", "--all", ROLLOUT_TIMEOUT)
+
+
+def start(node: Node) -> None:
+    """Start both programs again, and return when they serve."""
+    node.kubectl("-n", NAMESPACE, "scale", "deployment", "--all", "--replicas=1")
+    _wait_until_it_serves(node)
+
+
+def _wait_until_it_serves(node: Node) -> None:
+    node.kubectl("-n", NAMESPACE, "rollout", "status", "deployment", ROLLOUT_TIMEOUT)
+    node.kubectl("wait", "--for=condition=Available", "apiservice/v1beta1.external.metrics.k8s.io", ROLLOUT_TIMEOUT)
 
 
 def _certificates(node: Node, folder: Path) -> bytes:

@@ -10,8 +10,10 @@ from cluster_kit.errors import ClusterError
 from e2e_kit import images
 from e2e_kit.node import Node
 
-READY_TIMEOUT_S = 110
-ROLLOUT_TIMEOUT = f"--timeout={READY_TIMEOUT_S}s"
+READY_TIMEOUT_S = 300
+LONG_TIMEOUT_S = 600
+"""For what waits for many streams to end, on a machine with other work too."""
+ROLLOUT_TIMEOUT = f"--timeout={LONG_TIMEOUT_S}s"
 MARK = "test/mark"
 SERVED_NAME = "demo"
 HUB_REPO, HUB_TOKEN = "acme/demo", "hf_of_the_test"
@@ -68,7 +70,7 @@ class Model:
     @property
     def marks(self) -> set[str]:
         """Those of the ready pods' templates."""
-        annotations = [pod["metadata"].get("annotations", {}) for pod in self.pods() if is_ready(pod)]
+        annotations = [pod["metadata"].get("annotations", {}) for pod in self.ready_pods()]
         return {one.get(MARK, "") for one in annotations}
 
     def kubectl(self, *arguments: str) -> str:
@@ -95,10 +97,14 @@ class Model:
         items: list[dict[str, Any]] = self.node.get("pods", "-n", self.namespace, "-l", selector)["items"]
         return items
 
+    def ready_pods(self) -> list[dict[str, Any]]:
+        """Return those that serve, and are not on their way out."""
+        return [pod for pod in self.pods() if is_ready(pod)]
+
     def scale(self, replicas: int) -> None:
-        """Scale with kubectl, and wait until these replicas are ready and no other pod is left."""
+        """Scale with kubectl, and wait until as many replicas serve; others may still be on their way out."""
         self.kubectl("scale", f"llmdep/{self.name}", f"--replicas={replicas}")
-        self.until(lambda: [is_ready(pod) for pod in self.pods()] == [True] * replicas, f"{replicas} replicas alone")
+        self.until(lambda: len(self.ready_pods()) == replicas, f"{replicas} ready replicas", LONG_TIMEOUT_S)
 
     def until(self, found: Callable[[], T | None], what: str, timeout_s: float = READY_TIMEOUT_S) -> T:
         """Return the first value of ``found`` that is true.
@@ -149,10 +155,10 @@ def from_hub(node: Node, namespace: str, url: str) -> Model:
     return Model(node, namespace, model=source, runtime={"env": environment})
 
 
-def from_folder(node: Node, namespace: str, folder: Path) -> Model:
+def from_folder(node: Node, namespace: str, folder: Path, **spec: Any) -> Model:
     """Return a model of a claim whose volume is a folder of this machine."""
     node.apply(_volume(namespace, folder.parent), _claim(namespace))
-    return Model(node, namespace, model={"uri": f"pvc://weights/{folder.name}"})
+    return Model(node, namespace, model={"uri": f"pvc://weights/{folder.name}"}, **spec)
 
 
 def _volume(namespace: str, folder: Path) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import json
 import subprocess
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cluster_kit.assets import CONTROL_PLANE, NODE, find_assets
@@ -14,6 +16,7 @@ from e2e_kit.programs import CONTAINERD, COREDNS
 
 NAME = "node1"
 START_TIMEOUT_S = 60.0
+DELETE_TIMEOUT_S = 300.0
 
 
 class Node(ControlPlane):
@@ -41,9 +44,28 @@ class Node(ControlPlane):
         self.kubectl("wait", "--for=create", f"node/{NAME}", f"--timeout={START_TIMEOUT_S}s")
         self.kubectl("wait", "--for=condition=Ready", f"node/{NAME}", f"--timeout={START_TIMEOUT_S}s")
 
+    def take_apiserver_away(self) -> None:
+        """Stop the API server, and with it those that need it to stay leaders: a leader ends when it cannot renew its lease."""
+        self.stop_apiserver()
+        for part in ("kube-controller-manager", "kube-scheduler"):
+            self.processes.kill(part)
+
+    def bring_apiserver_back(self) -> None:
+        """Start the API server, and the leaders that ended with it; where they are static pods, the kubelet does that."""
+        self.start_apiserver()
+        self.start_controllers()
+
     def close(self) -> None:
         """End the processes; containers, mounts and files go with the namespaces."""
         self.processes.close()
+
+    @contextmanager
+    def namespace(self) -> Iterator[str]:
+        """Make a namespace, and delete it at the end, with all that is in it."""
+        name = f"e2e-{uuid.uuid4().hex[:8]}"
+        self.create_namespace(name)
+        yield name
+        self.kubectl("delete", "namespace", name, f"--timeout={DELETE_TIMEOUT_S:g}s")
 
     def apiserver_flags(self) -> Iterable[str]:
         front_proxy = self.pki.front_proxy

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from e2e_kit import network
-from e2e_kit.models import Model, is_ready
+from e2e_kit.models import Model
 from e2e_kit.node import Node
 from flyball_protocol.endpoints import API_PORT, METRICS_PATH
 
@@ -68,7 +68,6 @@ def _targets_file(node: Node) -> Path:
 
 def _targets(model: Model) -> list[dict[str, object]]:
     """Return each replica with the labels that the Prometheus operator gives it on the PodMonitor's word."""
-    ready = [pod for pod in model.pods() if is_ready(pod)]
     return [
         {
             "targets": [f"{pod['status']['podIP']}:{API_PORT}"],
@@ -78,7 +77,7 @@ def _targets(model: Model) -> list[dict[str, object]]:
                 "app_kubernetes_io_instance": model.name,
             },
         }
-        for pod in ready
+        for pod in model.ready_pods()
     ]
 
 

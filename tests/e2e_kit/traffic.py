@@ -1,88 +1,81 @@
-"""Steady open-loop traffic through a Service, streamed and not, whose every answer is known beforehand."""
+"""Traffic through a Service whose every answer is known: long streams, more than run at a time, and short requests.
+
+Streams come from clients that send the next when one has ended, so there are always as many. Short requests, streamed and whole
+in turns, come at a steady rate whatever becomes of the others. Each request has a connection of its own, as with curl.
+"""
 
 import asyncio
 import itertools
-import json
+import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
 
-from e2e_kit.models import SERVED_NAME, Model
-
-MAX_TOKENS = 24
-TIMEOUT_S = 60.0
-BEGIN_TIMEOUT_S = 10.0
-PROMPTS = (
-    "What is the capital of France?",
-    "Once upon a time",
-    "Hello.",
-    "Tell me about the sea.",
-    "The quick brown fox",
-    "How are you today?",
-)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came of one request; ``problem`` is empty if a whole answer did. Times are of the monotonic clock."""
-
-    prompt: str
-    streamed: bool
-    sent_s: float
-    ended_s: float
-    text: str
-    problem: str
+from e2e_kit.answers import Answer, Ask
+from e2e_kit.work import Work, new_session
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of all requests; ``changed`` are whole answers with another text than at the beginning."""
+    """What came of all requests; ``changed`` are whole answers with another text than before the disturbances."""
 
     answers: list[Answer]
-    expected: Mapping[str, str]
+    work: Work
 
     @property
     def failed(self) -> list[Answer]:
-        return [answer for answer in self.answers if answer.problem]
+        return [one for one in self.answers if one.problem]
 
     @property
     def changed(self) -> list[Answer]:
-        return [one for one in self.answers if not one.problem and one.text != self.expected[one.prompt]]
+        return [one for one in self.answers if not one.problem and one.text != self.work.expected[one.key]]
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.failed and not self.changed
 
     @property
     def figures(self) -> dict[str, float]:
+        streams = [one for one in self.answers if one.ask in self.work.streams]
+        times = [one.last_s - one.first_s for one in streams if one.first_s is not None and not one.problem]
         return {
             "requests": len(self.answers),
+            "streams": len(streams),
             "failed": len(self.failed),
             "changed": len(self.changed),
-            "slowest_s": max(answer.ended_s - answer.sent_s for answer in self.answers),
+            "stream_s": statistics.median(times) if times else 0.0,
+            "slowest_first_token_s": max(
+                ((one.first_s or one.sent_s) - one.sent_s for one in self.answers), default=0.0
+            ),
+            "longest_gap_s": max((one.longest_gap_s for one in streams), default=0.0),
         }
+
+    def __str__(self) -> str:
+        """Return the figures, and how the first few bad answers went."""
+        start_s = min(one.sent_s for one in self.answers)
+        bad = itertools.islice((*self.failed, *self.changed), 8)
+        return "\n".join((str(self.figures), *(_told(one, start_s, self.work.expected[one.key]) for one in bad)))
 
 
 @dataclass
 class Traffic:
-    """Sends a request every ``period_s``, however long answers take; each on a connection of its own, as curl does.
+    """Sends requests in a thread of its own from ``with`` on; leaving it waits for the answers.
 
-    Runs in a thread of its own from ``with`` on; leaving waits for the answers. ``expected`` is asked for first, one at a time.
+    ``num_streams`` may be lowered meanwhile: that many clients then send their next stream.
     """
 
     url: str
-    model: str
-    period_s: float = 0.5
-    timeout_s: float = TIMEOUT_S
-    expected: dict[str, str] = field(default_factory=dict)
+    work: Work
+    num_streams: int
     answers: list[Answer] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self.expected = asyncio.run(self._learn())
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="traffic")
         self._thread.start()
         return self
@@ -97,74 +90,53 @@ class Traffic:
             self._thread.join()
 
     @property
-    def verdict(self) -> Verdict:
-        return Verdict(list(self.answers), self.expected)
+    def in_flight(self) -> int:
+        """Streams of which some has come, and not all."""
+        return sum(one.in_flight for one in list(self.answers) if one.ask in self.work.streams)
 
-    async def _learn(self) -> dict[str, str]:
-        """Return the answers; the Service may be a moment behind the first replica."""
-        deadline_s = time.monotonic() + BEGIN_TIMEOUT_S
-        async with self._session() as session:
-            while True:
-                answers = [await self._ask(session, prompt, streamed=False) for prompt in PROMPTS]
-                if not (problems := [answer.problem for answer in answers if answer.problem]):
-                    return {answer.prompt: answer.text for answer in answers}
-                if time.monotonic() > deadline_s:
-                    raise AssertionError(f"no answers to begin with: {problems}")
-                await asyncio.sleep(0.5)
+    @property
+    def verdict(self) -> Verdict:
+        """What came of what has ended."""
+        return Verdict([one for one in list(self.answers) if one.ended_s is not None], self.work)
 
     async def _run(self) -> None:
-        async with self._session() as session, asyncio.TaskGroup() as requests:
-            start_s = time.monotonic()
-            for count, (prompt, streamed) in enumerate(itertools.cycle(itertools.product(PROMPTS, (True, False)))):
-                await asyncio.sleep(start_s + count * self.period_s - time.monotonic())
+        async with new_session() as session, asyncio.TaskGroup() as clients:
+            for index in range(self.num_streams):
+                clients.create_task(self._stream(session, index))
+            clients.create_task(self._send_short(session))
+
+    async def _stream(self, session: aiohttp.ClientSession, index: int) -> None:
+        """Be one client: send a stream, and the next when it has ended."""
+        for ask in itertools.islice(itertools.cycle(self.work.streams), index, None):
+            if self._over.is_set() or index >= self.num_streams:
+                return
+            answer = await self._send(session, ask)
+            if answer.problem:  # it may have failed at once
+                await asyncio.sleep(self.work.short_period_s)
+
+    async def _send_short(self, session: aiohttp.ClientSession) -> None:
+        """Send short requests at a steady rate, however long their answers take."""
+        start_s = time.monotonic()
+        async with asyncio.TaskGroup() as requests:
+            for count, ask in enumerate(itertools.cycle(self.work.short)):
+                await asyncio.sleep(start_s + count * self.work.short_period_s - time.monotonic())
                 if self._over.is_set():
                     return
-                requests.create_task(self._send(session, prompt, streamed))
+                requests.create_task(self._send(session, ask))
 
-    async def _send(self, session: aiohttp.ClientSession, prompt: str, streamed: bool) -> None:
-        self.answers.append(await self._ask(session, prompt, streamed))
-
-    async def _ask(self, session: aiohttp.ClientSession, prompt: str, streamed: bool) -> Answer:
-        sent_s, text, problem = time.monotonic(), "", ""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": streamed}
-        try:
-            async with session.post(f"{self.url}/v1/completions", json=body) as response:
-                raw = (await response.read()).decode()
-                text, problem = _read(response.status, raw, streamed)
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        return Answer(prompt, streamed, sent_s, time.monotonic(), text, problem)
-
-    def _session(self) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
+    async def _send(self, session: aiohttp.ClientSession, ask: Ask) -> Answer:
+        answer = Answer(ask)
+        self.answers.append(answer)
+        await answer.fetch(session, self.url)
+        return answer
 
 
-@contextmanager
-def undisturbed(model: Model, figures: dict[str, Any]) -> Iterator[None]:
-    """Send traffic that must not notice what happens inside, and note what came of it."""
-    with Traffic(model.url, SERVED_NAME) as traffic:
-        yield
-    verdict = traffic.verdict
-    figures |= verdict.figures
-    if verdict.failed or verdict.changed:
-        raise AssertionError(f"{verdict.figures}: {verdict.failed[:5]} {verdict.changed[:5]}")
+def _told(one: Answer, start_s: float, expected: str) -> str:
+    begun = "no text" if one.first_s is None else f"text from {one.first_s - start_s:.1f} s on"
+    ended_s = (one.ended_s or one.sent_s) - start_s
+    what = one.problem or f"changed after {_common_length(one.text, expected)} of {len(expected)} characters"
+    return f"{one.ask}: sent at {one.sent_s - start_s:.1f} s, {begun}, ended at {ended_s:.1f} s: {what}"
 
 
-def _read(status: int, raw: str, streamed: bool) -> tuple[str, str]:
-    """Return the text of an answer and what is wrong with it."""
-    if status != 200:
-        return "", f"status {status}: {raw[:300]}"
-    if not streamed:
-        return _text(json.loads(raw)), ""
-    *events, last = [event.removeprefix("data: ") for event in raw.split("\n\n") if event]
-    if last != "[DONE]":
-        return "", f"a stream ended with {last[:300]}"
-    chunks = [json.loads(event) for event in events]
-    if problem := next((chunk["error"] for chunk in chunks if "error" in chunk), None):
-        return "", f"a stream said {problem}"
-    return "".join(map(_text, chunks)), ""
-
-
-def _text(answer: dict[str, Any]) -> str:
-    return "".join(choice["text"] for choice in answer["choices"])
+def _common_length(one: str, other: str) -> int:
+    return next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
