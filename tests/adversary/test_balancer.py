@@ -2,15 +2,20 @@
 
 import gzip
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from adversary_kit.exchange import exchange_all
+from adversary_kit.generator import API, Case, cases, mutated
 from adversary_kit.instance import Instance, instance
 from adversary_kit.malformed import BODY, LENGTH, MALFORMED, request
 from adversary_kit.raw import Answer, ask, connections, post, post_head, read_all, read_until_silent
 from adversary_kit.shared import Shared
-from adversary_kit.witness import Seen
+from adversary_kit.witness import STREAM_OF_REAL, Seen
 
 Undisturbed = Callable[[Seen], None]
 
@@ -95,3 +100,25 @@ def test_answers_that_nobody_reads_are_bounded(running: Instance, undisturbed: U
                 assert running.client.post("/v1/completions", json={}).status_code == 200
 
     undisturbed(running.under(attack))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "bare"), [(cases, False), (mutated, True)], ids=["requests", "bytes"])
+def test_random_requests_to_real_replicas(
+    real: Instance, seed: int, keep_pauses: Callable[..., None], make: Callable[..., Iterator[Case]], bare: bool
+) -> None:
+    statuses: list[Counter[str]] = []
+
+    def attack() -> None:
+        statuses.append(exchange_all(real.port, make(seed, 2000, API), bare=bare))
+
+    with real.unharmed():
+        keep_pauses(real.watched(attack, STREAM_OF_REAL), **statuses[0])
+
+
+@pytest.fixture(scope="module")
+def real(model: Path) -> Iterator[Instance]:
+    runtime = {"extraArgs": ["--num-threads=1"], "kvCacheMemory": "64Mi", "maxModelLen": 2048}
+    command = (sys.executable, "-m", "flyball_runtime.cli")
+    with instance(command, replicas=2, model={"uri": f"file:{model}"}, runtime=runtime) as running:
+        yield running

@@ -71,11 +71,19 @@ ATTACKS: dict[str, tuple[str, object]] = {
     "escapes": ("/v1/completions", b'{"prompt": "' + b"\\u0001" * 690_000 + b'"}'),
     "white space": ("/v1/completions", b" " * (4 * MB) + b'{"prompt": "a"}'),
 }
-SLOW = {"many prompts, each different", "very many prompts of ids", "one long text without spaces to split at"}
-
-
-def slow_where_costly(names: dict[str, tuple[str, object]]) -> list[object]:
-    return [pytest.param(name, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
+FAST = {
+    "one long text",
+    "the strings of tokens",
+    "many prompts",
+    "very many empty prompts",
+    "very many ids to detokenize",
+    "a huge value for the template",
+    "many values for the template",
+    "very many unknown fields",
+    "brackets",
+    "deep values for the template",
+    "a long number",
+}
 
 
 def is_well_refused(answer: Answer) -> bool:
@@ -83,7 +91,9 @@ def is_well_refused(answer: Answer) -> bool:
     return 400 <= answer.status < 500 and len(answer.body) < 2048 and bool(answer.code)
 
 
-@pytest.mark.parametrize("name", slow_where_costly(ATTACKS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, id=n, marks=[] if n in FAST else [pytest.mark.slow]) for n in ATTACKS]
+)
 def test_costly_work_stops_nobody(server: Attacked, undisturbed: Undisturbed, name: str) -> None:
     path, body = ATTACKS[name]
     encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -108,6 +118,25 @@ def test_many_costly_requests_at_once_stop_nobody(server: Attacked, undisturbed:
                 connection.sendall(request)
             for connection in opened:
                 assert connection.recv(12).startswith(b"HTTP/1.1 ")
+
+    undisturbed(server.under(attack))
+
+
+def one_byte_chunks(path: str, body: bytes) -> Iterator[bytes]:
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    yield head.encode()
+    for begin in range(0, len(body), 4096):
+        yield b"".join(b"1\r\n%c\r\n" % byte for byte in body[begin : begin + 4096])
+    yield b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("num_bytes", [100_000, pytest.param(LIMIT_BYTES - 100, marks=pytest.mark.slow)])
+def test_a_body_of_chunks_of_one_byte_stops_nobody(server: Attacked, undisturbed: Undisturbed, num_bytes: int) -> None:
+    body = json.dumps({"prompt": "a" * num_bytes}).encode()
+
+    def attack() -> None:
+        answer = ask(server.port, one_byte_chunks("/v1/completions", body))
+        assert answer is None or is_well_refused(answer), answer
 
     undisturbed(server.under(attack))
 

@@ -12,6 +12,8 @@ from socketserver import StreamRequestHandler, ThreadingTCPServer
 import pytest
 
 from adversary_kit.condition import log_problems, usage
+from adversary_kit.exchange import exchange_all
+from adversary_kit.generator import API, mutated
 from adversary_kit.malformed import BODY, LENGTH, MALFORMED, request
 from adversary_kit.raw import Answer, ask, connections, is_closed_within, post, post_head, read_until_silent
 from adversary_kit.shared import Shared
@@ -129,6 +131,11 @@ def test_http_1_0_without_a_host_is_answered(relay: Relay) -> None:
     answer = ask(relay.port, request("POST /v1/completions HTTP/1.0", LENGTH, body=BODY))
     assert answer is not None
     assert answer.status == 200, answer.body
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_bytes_that_are_nearly_http(relay: Relay, seed: int, count: int) -> None:
+    exchange_all(relay.port, mutated(seed, count, API), bare=True)
 
 
 @pytest.mark.slow

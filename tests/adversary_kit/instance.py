@@ -94,7 +94,7 @@ class Instance:
         """Attack while another client streams through the balancer, up to some times; return the best round."""
         return least_disturbed(lambda: self.watched(attack, STREAM_OF_FAKE))
 
-    def watched(self, attack: Callable[[], None], body: dict[str, Any] | None = None) -> Seen:
+    def watched(self, attack: Callable[[], None], body: dict[str, Any]) -> Seen:
         """Attack once while another client streams; that client must get every token."""
         with witness(self.port, self.pids, body) as seen:
             attack()

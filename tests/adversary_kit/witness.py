@@ -23,7 +23,7 @@ FIXED_WORK_S = 0.00015
 
 MOST_ROUNDS = 3
 _PROGRAM = Path(__file__).with_name("witness_process.py")
-_BODY = {"prompt": [5, 6, 7], "temperature": 0, "ignore_eos": True, "max_tokens": 2000, "stream": True}
+STREAM_OF_REAL = {"prompt": [5, 6, 7], "temperature": 0, "ignore_eos": True, "max_tokens": 2000, "stream": True}
 
 
 @dataclass
@@ -119,7 +119,7 @@ def witness(port: int, pids: Sequence[int], body: dict[str, Any] | None = None) 
     with contextlib.ExitStack() as programs:
         clock = Program("clock")
         programs.callback(clock.close)
-        stream = Program("stream", str(port), json.dumps(body or _BODY), *map(str, pids))
+        stream = Program("stream", str(port), json.dumps(body or STREAM_OF_REAL), *map(str, pids))
         programs.callback(stream.close)
         clock.wait_started()
         stream.wait_started()
