@@ -88,7 +88,13 @@ ENCODED = {
 }
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions",
+        *(pytest.param(path, marks=pytest.mark.slow) for path in ("/v1/chat/completions", "/tokenize", "/detokenize")),
+    ],
+)
 @pytest.mark.parametrize("name", ENCODED)
 def test_an_odd_encoding_is_refused_or_understood(server: Attacked, path: str, name: str) -> None:
     answer = server.post(path, ENCODED[name])

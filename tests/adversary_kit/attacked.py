@@ -13,7 +13,7 @@ from replicas import Replica, wait_until
 FLAGS = ("--max-model-len", "2048", "--max-num-batched-tokens", "256", "--max-num-seqs", "64")
 """A context that the witness' stream fills in some seconds, and steps that are short whatever they compute."""
 
-KNOWN = {"prompt": [5, 6, 7, 8], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+KNOWN = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
 class Attacked:
