@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.flyball-installed
+# Two workers, each with whole files: tests of one file share servers.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -17,11 +19,11 @@ setup: $(STAMP) ## create .venv, install Flyball in it, build the CPU kernels (t
 demo: $(STAMP) ## serve examples/demo.yaml on this machine, send it traffic, tune it live, drain it (about a minute)
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) ## run the tests
-	@$(BIN)/python -m pytest -q
+test: $(STAMP) ## run the tests (a few minutes)
+	@$(PYTEST)
 
 test-slow: $(STAMP) ## run the slow tests: long property tests, fuzzing, soaks (CI runs them too)
-	@$(BIN)/python -m pytest -q -m slow
+	@$(PYTEST) -m slow
 
 sanitize: $(STAMP) ## run the kernel tests on C++ ops compiled with AddressSanitizer and UBSan
 	@PYTHONPATH=tests $(BIN)/python -m sanitize

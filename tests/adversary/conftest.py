@@ -11,7 +11,9 @@ from adversary_kit.shared import Shared
 from adversary_kit.witness import Seen
 from checkpoints import make_checkpoint
 
-PAUSES = pytest.StashKey[dict[str, dict[str, float]]]()
+PAUSES = "pauses"
+"""The property of a test's report that holds its figures: reports reach the summary from pytest-xdist's workers too."""
+
 DEFAULT_SEED = 1
 NUM_LAYERS = 8
 """Enough that a step takes some milliseconds, and a server that streams does not keep two cores busy."""
@@ -24,12 +26,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pauses", type=Path, help="a JSON file for the longest pauses that attacks caused")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[PAUSES] = {}
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if not (pauses := config.stash[PAUSES]):
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    pauses = {
+        report.nodeid.rpartition("::")[2].removeprefix("test_"): value
+        for report in reports
+        for name, value in report.user_properties
+        if name == PAUSES
+    }
+    if not pauses:
         return
     terminalreporter.section("longest pauses of another client's stream")
     for test, figures in pauses.items():
@@ -63,7 +68,7 @@ def keep_pauses(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Keeps the figures of another client for the summary."""
 
     def keep(seen: Seen, **others: float) -> None:
-        request.config.stash[PAUSES][request.node.name.removeprefix("test_")] = seen.figures() | others
+        request.node.user_properties.append((PAUSES, seen.figures() | others))
 
     return keep
 

@@ -16,6 +16,8 @@ from cluster_kit.world import NAME, World
 from flyball_operator.cluster.kinds import AUTOSCALER, DEPLOYMENT, LLM_DEPLOYMENT, SERVICE, Kind
 from flyball_protocol.metrics import REQUESTS_RUNNING_RATIO, REQUESTS_WAITING
 
+pytestmark = pytest.mark.slow
+
 Object = dict[str, Any]
 AT_ONCE: Object = {
     "stabilizationWindowSeconds": 0,

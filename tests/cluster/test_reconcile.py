@@ -192,6 +192,7 @@ def is_owned(obj: Object, uid: str) -> bool:
     return any(owner["uid"] == uid for owner in obj["metadata"].get("ownerReferences", []))
 
 
+@pytest.mark.slow
 def test_at_rest_nothing_is_written(cluster: Cluster, namespace: str, world: World) -> None:
     """Counted on the way to the API server, with a list of everything each second on top."""
     grant(cluster, namespace, child_rules())
@@ -208,6 +209,7 @@ def test_at_rest_nothing_is_written(cluster: Cluster, namespace: str, world: Wor
         assert proxy.writes() == []
 
 
+@pytest.mark.slow
 def test_a_restart_writes_nothing(cluster: Cluster, namespace: str, world: World) -> None:
     grant(cluster, namespace, child_rules())
     with OperatorProcess(cluster, namespace) as first:

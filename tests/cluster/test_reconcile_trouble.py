@@ -19,6 +19,8 @@ from cluster_kit.operator_process import OperatorProcess, child_rules, grant
 from cluster_kit.world import NAME, World
 from flyball_operator.cluster.kinds import DEPLOYMENT, LLM_DEPLOYMENT, POD, SECRET, SERVICE
 
+pytestmark = pytest.mark.slow
+
 Object = dict[str, Any]
 LONGEST = "a" * 50
 

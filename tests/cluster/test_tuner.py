@@ -25,6 +25,8 @@ from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_PORT, ADMIN_TO
 from operator_kit.fake_admin import any_loopback_address
 
 Object = dict[str, Any]
+pytestmark = pytest.mark.slow
+
 FAKE_RUNTIME = Path(__file__).parents[1] / "operator_kit" / "fake_runtime.py"
 TUNING: Object = {
     "mode": "Auto",

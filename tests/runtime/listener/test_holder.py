@@ -172,6 +172,7 @@ def can_take(holder: Holder) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_killed_runtime_fails_what_it_was_answering_and_nothing_else(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen2", max_position_embeddings=8192)
     with (
