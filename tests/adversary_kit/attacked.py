@@ -39,7 +39,8 @@ class Attacked:
         return self.server.process.poll() is None
 
     def known_answer(self) -> str:
-        answer = self.server.client.post("/v1/completions", json=KNOWN)
+        """Ask as a client of its own, which has a share of a queue that the attack has filled."""
+        answer = self.server.client.post("/v1/completions", json=KNOWN, headers={"Authorization": "Bearer known"})
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
 

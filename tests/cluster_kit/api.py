@@ -15,6 +15,8 @@ from flyball_operator.cluster.kinds import POD, Kind
 T = TypeVar("T")
 Object = dict[str, Any]
 TIMEOUT_S = 30.0
+PATIENCE_S = 120.0
+"""A busy machine takes this long for what takes seconds on an idle one; a lease alone takes 15 s to run out."""
 
 
 class Api:
@@ -84,7 +86,7 @@ def _checked(answer: httpx.Response) -> Object:
     return body
 
 
-def until(found: Callable[[], T | None], what: str, timeout_s: float = TIMEOUT_S) -> T:
+def until(found: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S) -> T:
     """Return the first value of ``found`` that is true.
 
     Raises:
