@@ -7,13 +7,12 @@ import pytest
 
 from cluster_kit import Cluster
 from cluster_kit.api import until
-from cluster_kit.control_plane import free_port
-from cluster_kit.operator_process import ACCOUNT, child_rules, grant
+from cluster_kit.operator_process import ACCOUNT, attentive_options, child_rules, grant
 from cluster_kit.world import World
 from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.kinds import DEPLOYMENT, OPTIONAL_CHILDREN, POD_MONITOR, SCALED_OBJECT
 from flyball_operator.cluster.metrics import Metrics
-from flyball_operator.cluster.operator import Operator, OperatorOptions
+from flyball_operator.cluster.operator import Operator
 from operator_kit.foreign_crds import KEDA, PROMETHEUS_OPERATOR
 
 FILES = (
@@ -29,16 +28,7 @@ def beside_an_operator(
     """Run ``user`` beside an operator in this process, which looks at the cluster's kinds more often than a real one."""
     grant(cluster, namespace, child_rules())
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_of(namespace, ACCOUNT)))
-    options = OperatorOptions(
-        namespaces=(namespace,),
-        own_namespace=namespace,
-        identity="one",
-        runtime_image="runtime:1",
-        host="127.0.0.1",
-        metrics_port=free_port(),
-        lease=None,
-        platform_s=0.2,
-    )
+    options = attentive_options(namespace)
 
     async def scenario() -> None:
         metrics = Metrics()

@@ -8,10 +8,9 @@ import pytest
 
 from cluster_kit import Cluster
 from cluster_kit.api import until
-from cluster_kit.control_plane import free_port
 from cluster_kit.fault_proxy import FaultProxy
 from cluster_kit.llm import condition
-from cluster_kit.operator_process import ACCOUNT, WRITES, OperatorProcess, child_rules, grant
+from cluster_kit.operator_process import ACCOUNT, WRITES, OperatorProcess, attentive_options, child_rules, grant
 from cluster_kit.world import NAME, World
 from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.kinds import (
@@ -26,7 +25,7 @@ from flyball_operator.cluster.kinds import (
     SERVICE,
 )
 from flyball_operator.cluster.metrics import Metrics
-from flyball_operator.cluster.operator import Operator, OperatorOptions
+from flyball_operator.cluster.operator import Operator
 
 Object = dict[str, Any]
 
@@ -306,16 +305,7 @@ def test_a_kind_that_comes_later_is_watched_from_then_on(
     """In this process, because a look at what the cluster offers each minute is too seldom for a test."""
     grant(cluster, namespace, child_rules())
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_of(namespace, ACCOUNT)))
-    options = OperatorOptions(
-        namespaces=(namespace,),
-        own_namespace=namespace,
-        identity="one",
-        runtime_image="runtime:1",
-        host="127.0.0.1",
-        metrics_port=free_port(),
-        lease=None,
-        platform_s=0.2,
-    )
+    options = attentive_options(namespace)
 
     metrics = Metrics()
     watches = {"verb": "watch", "resource": "podmonitors.monitoring.coreos.com", "code": "200"}

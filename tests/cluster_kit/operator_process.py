@@ -18,6 +18,7 @@ import yaml
 from cluster_kit.api import until
 from cluster_kit.cluster import Cluster
 from cluster_kit.control_plane import free_port
+from flyball_operator.cluster.operator import OperatorOptions
 
 ACCOUNT = "flyball-operator"
 WRITES = ("create", "update", "patch", "delete")
@@ -55,6 +56,20 @@ def grant(cluster: Cluster, namespace: str, rules: Sequence[dict[str, Any]]) -> 
             "roleRef": {"apiGroup": api_group, "kind": "Role", "name": ACCOUNT},
             "subjects": [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": namespace}],
         },
+    )
+
+
+def attentive_options(namespace: str) -> OperatorOptions:
+    """Return options of an operator that leads unasked and looks at the cluster's kinds more often than a real one."""
+    return OperatorOptions(
+        namespaces=(namespace,),
+        own_namespace=namespace,
+        identity="one",
+        runtime_image="runtime:1",
+        host="127.0.0.1",
+        metrics_port=free_port(),
+        lease=None,
+        platform_s=0.2,
     )
 
 
