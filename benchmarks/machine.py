@@ -76,12 +76,22 @@ def _version(package: str) -> str:
         return "none"
 
 
+_CHANGES = ("status", "--porcelain", "--untracked-files=no", ".", ":!benchmarks/results")
+"""Of the sources: results of the scripts that ran before do not count."""
+
+
 def _commit() -> str:
     """What git says, or FLYBALL_COMMIT where the sources were copied without their repository."""
     git = shutil.which("git")
     if git is not None:
-        command = [git, "describe", "--always", "--dirty"]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-        if result.returncode == 0:
-            return result.stdout.strip()
+        commit, changes = (_git(git, *words) for words in (("describe", "--always"), _CHANGES))
+        if commit is not None:
+            return commit + ("-dirty" if changes else "")
     return os.environ.get("FLYBALL_COMMIT", "unknown")
+
+
+def _git(git: str, *words: str) -> str | None:
+    """Return what git prints for the whole repository, None where there is none."""
+    root = Path(__file__).parents[1]
+    result = subprocess.run([git, *words], capture_output=True, text=True, check=False, cwd=root)
+    return result.stdout.strip() if result.returncode == 0 else None
