@@ -16,7 +16,7 @@ from flyball_operator.tuning.canary import PATIENCE_WINDOWS
 from flyball_operator.tuning.record import DecisionRecord, from_line, to_line
 from flyball_operator.tuning.state import Direction
 from flyball_protocol import Evidence, Limits
-from operator_kit.evidence import LIMITS, TUNING, make_evidence, pods
+from operator_kit.evidence import ENVELOPE, LIMITS, TUNING, make_evidence, pods
 
 NOW_S = 10_000.0
 WINDOW_S = 60.0
@@ -72,9 +72,15 @@ def test_the_canary_is_the_replica_with_the_median_traffic() -> None:
 
 
 def test_replicas_without_usable_evidence_are_no_canary() -> None:
-    young = make_evidence(uptime_s=1.0, ttft_count=500, **ITL_OVER)
+    young = make_evidence(uptime_s=1.0, ttft_count=5000, **ITL_OVER)
     trial = advanced(TunerState(), pods(young, make_evidence(**ITL_OVER))).state.trial
     assert trial is not None and trial.canary == "replica 2"
+
+
+def test_of_replicas_with_the_same_traffic_the_canary_is_chosen_by_name() -> None:
+    evidence = pods(*[make_evidence(**ITL_OVER)] * 4)
+    trials = [advanced(TunerState(), order).state.trial for order in (evidence, evidence[::-1])]
+    assert [trial.canary for trial in trials if trial is not None] == ["replica 3"] * 2
 
 
 def test_with_one_replica_the_canary_is_all() -> None:
@@ -110,6 +116,17 @@ def test_the_window_starts_when_the_canary_shows_the_change() -> None:
     assert (still.reason, still.why) == (Reason.SETTLING, "revision 4 is on trial at replica 2: judged in 1 s")
 
 
+def test_a_verdict_waits_for_the_longest_window() -> None:
+    decision = judged(canary(), make_evidence(window_s=90.0), make_evidence())
+    assert (decision.reason, decision.why[-14:]) == (Reason.SETTLING, "judged in 30 s")
+
+
+def test_a_canary_that_has_not_yet_got_the_change_is_not_taken_for_restarted() -> None:
+    decision = judged(canary(limits=LIMITS, revision=3), trial=on_trial(taken=False))
+    assert (decision.action, decision.reason) == (Action.HOLD, Reason.CANARY_SILENT)
+    assert decision.why.endswith("it has not taken the change, and is at revision 3")
+
+
 def test_while_it_settles_the_leases_of_both_sides_are_renewed() -> None:
     decision = judged(canary(), after_s=10)
     assert [decision.wanted_at(f"replica {i}") for i in (1, 2, 3)] == [(3, LIMITS), (4, CUT), (3, LIMITS)]
@@ -128,14 +145,37 @@ VERDICTS = {
     "it mends what the others miss": Case({}, ITL_OVER, Reason.CANARY_NOT_WORSE, "did no worse"),
     "it misses what the others miss as well": Case({"itl_over": 3900}, ITL_OVER, Reason.CANARY_NOT_WORSE),
     "it misses by clearly more": Case({"itl_over": 8000}, ITL_OVER, Reason.CANARY_WORSE, "of the others 20.0%"),
+    "it misses by more, but not clearly": Case({"itl_over": 4100}, ITL_OVER, Reason.CANARY_NOT_WORSE),
     "it misses gaps, the others do not": Case(ITL_OVER, {}, Reason.CANARY_WORSE, "20.0% of 20000 inter-token gaps"),
-    "it misses first tokens, the others do not": Case({"ttft_over": 200}, {}, Reason.CANARY_WORSE, "first tokens"),
+    "it misses gaps, the others are too near to say": Case(
+        {"itl_over": 1080}, {"itl_over": 1000}, Reason.CANARY_WORSE, "budget 5%); of the others 5.0%"
+    ),
+    "it misses first tokens, the others do not": Case(
+        {"ttft_over": 200},
+        {},
+        Reason.CANARY_WORSE,
+        "first tokens took longer than 1000 ms (17.6% to 22.6%; budget 5%); of the others 0.0%",
+    ),
     "it trades first tokens for gaps that were missed": Case({"ttft_over": 200}, ITL_OVER, Reason.CANARY_NOT_WORSE),
     "it trades gaps for first tokens that were missed": Case(ITL_OVER, {"ttft_over": 200}, Reason.CANARY_WORSE),
     "it trades first tokens for preemptions": Case(
         {"ttft_over": 200}, {"num_recomputed_tokens": 9000}, Reason.CANARY_NOT_WORSE
     ),
+    "it trades first tokens for preemptions and preempts as well": Case(
+        {"ttft_over": 200, "num_recomputed_tokens": 8000},
+        {"num_recomputed_tokens": 9000},
+        Reason.CANARY_WORSE,
+        "first tokens",
+    ),
     "it preempts": Case({"num_recomputed_tokens": 9000}, {}, Reason.CANARY_WORSE, "7.0% of its computed tokens"),
+    "it preempts as much as is allowed": Case(
+        {"num_prompt_tokens": 79_000, "num_recomputed_tokens": 1000}, {}, Reason.CANARY_NOT_WORSE
+    ),
+    "it preempts exactly twice as much as the others": Case(
+        {"num_prompt_tokens": 76_000, "num_recomputed_tokens": 4000},
+        {"num_prompt_tokens": 78_000, "num_recomputed_tokens": 2000},
+        Reason.CANARY_NOT_WORSE,
+    ),
     "it preempts as the others do": Case(
         {"num_recomputed_tokens": 9000}, {"num_recomputed_tokens": 8000}, Reason.CANARY_NOT_WORSE
     ),
@@ -214,6 +254,10 @@ def test_those_that_cannot_be_compared_with_are_listed() -> None:
         "revision 4 is on trial at replica 2: only 1 of 4 other replicas can be compared with "
         "(replica 3: no answer in 2.0 s; replica 4: no answer in 2.0 s; replica 5: no answer in 2.0 s)"
     )
+    draining = judged(canary(), *[make_evidence(draining=True, num_failed=1000)] * 2)
+    assert draining.why.endswith(
+        "only 0 of 2 other replicas can be compared with (replica 1: draining; replica 3: draining)"
+    )
     strayed = judged(canary(), make_evidence(limits=structs.replace(LIMITS, max_num_seqs=3)))
     assert strayed.why.endswith("only 0 of 1 other replicas can be compared with")
 
@@ -228,6 +272,8 @@ def test_why_a_trial_ended_without_a_verdict() -> None:
     assert restarted.why.endswith("the canary lost it (revision 0): it restarted")
     off = judged(canary(), tuning=structs.replace(TUNING, mode="Off"))
     assert (off.reason, off.why[-8:]) == (Reason.TUNING_OFF, "mode Off")
+    off_and_silent = judged(None, None, None, tuning=structs.replace(TUNING, mode="Off"))
+    assert (off_and_silent.reason, off_and_silent.revision) == (Reason.TUNING_OFF, 5)
     alone = advanced(in_trial(on_trial()), [pods(None, canary())[1]], now_s=NOW_S + WINDOW_S)
     assert (alone.action, alone.why.split(": ")[-1]) == (Action.PROMOTE, "no other replica is left")
     bounds = Bounds(max_num_seqs=Range(max=32), max_num_batched_tokens=Range(max=300))
@@ -305,6 +351,13 @@ def test_bounds_that_change_meanwhile_end_the_trial() -> None:
     decision = judged(canary(), after_s=5, tuning=tuning)
     assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.OUT_OF_BOUNDS)
     assert "max_num_batched_tokens outside the spec's bounds" in decision.why
+
+
+def test_a_replica_that_cannot_take_the_change_ends_the_trial() -> None:
+    """A smaller envelope: a replica that came meanwhile, on a smaller accelerator."""
+    small = make_evidence(envelope=structs.replace(ENVELOPE, max_num_batched_tokens=300))
+    decision = judged(canary(), make_evidence(), small, after_s=5)
+    assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.OUT_OF_BOUNDS)
 
 
 def test_a_revision_that_somebody_else_set_ends_the_trial_above_it() -> None:

@@ -46,22 +46,19 @@ def _is_experiment(decision: Decision) -> bool:
     return decision.action is Action.CHANGE and decision.reason not in AT_ONCE
 
 
-def _choose(tuning: Tuning, evidence: Sequence[PodEvidence]) -> PodEvidence:
-    """Return the replica with the median traffic, which is most like the others."""
+def _choose(tuning: Tuning, evidence: Sequence[PodEvidence]) -> tuple[str, Evidence]:
+    """Return name and evidence of the replica with the median traffic, which is most like the others."""
     faults = find_faults(tuning, evidence)
-    usable = [pod for pod in evidence if pod.pod not in faults]
-    return sorted(usable, key=lambda pod: (_num_first_tokens(pod), pod.pod))[len(usable) // 2]
+    usable = [(pod.pod, pod.evidence) for pod in evidence if pod.evidence is not None and pod.pod not in faults]
+    return sorted(usable, key=lambda one: (one[1].ttft.count, one[0]))[len(usable) // 2]
 
 
-def _num_first_tokens(pod: PodEvidence) -> int:
-    return pod.evidence.ttft.count if pod.evidence else 0
-
-
-def _try_first(decision: Decision, state: TunerState, canary: PodEvidence, now_s: float) -> Decision:
-    assert decision.limits is not None and canary.evidence is not None  # of every CHANGE, and every usable replica
-    before, before_revision = canary.evidence.target, decision.revision - 1
+def _try_first(decision: Decision, state: TunerState, canary: tuple[str, Evidence], now_s: float) -> Decision:
+    assert decision.limits is not None  # of every CHANGE
+    pod, evidence = canary
+    before, before_revision = evidence.target, decision.revision - 1
     trial = Trial(
-        canary=canary.pod,
+        canary=pod,
         move=decision.state.moves[-1],
         limits=decision.limits,
         revision=decision.revision,
@@ -70,7 +67,7 @@ def _try_first(decision: Decision, state: TunerState, canary: PodEvidence, now_s
         started_s=now_s,
     )
     tried = TunerState(revision=before_revision, limits=before, moves=state.moves, trial=trial)
-    why = f"{decision.why}; tried on {canary.pod} first"
+    why = f"{decision.why}; tried on {pod} first"
     return structs.replace(decision, action=Action.TRY, why=why, state=tried)
 
 
@@ -143,7 +140,7 @@ class _Situation:
 
     def take_back(self, reason: Reason, why: str) -> Decision:
         trial = self.trial
-        revision = max(trial.revision, *(one.revision for one in self.answered.values()), 0) + 1
+        revision = max([trial.revision, *(one.revision for one in self.answered.values())]) + 1
         # Both moves are kept: a limit that turned round has a longer cool-down, so a bad change is tried ever less often.
         moves = [structs.replace(trial.move, at_s=trial.started_s), trial.move.undone(self.now_s)]
         return Decision(
@@ -200,7 +197,7 @@ def _judge(now: _Situation) -> Decision:
         decision = rule(now)
         if decision is not None:
             return decision
-    raise AssertionError("the last rule always decides")
+    return _verdict(now)
 
 
 def _changed_by_others(now: _Situation) -> Decision | None:
@@ -249,12 +246,13 @@ def _alone(now: _Situation) -> Decision | None:
 
 
 def _let_it_settle(now: _Situation) -> Decision | None:
-    left_s = now.window_s - (now.now_s - (now.trial.taken_s or now.now_s))
+    assert now.trial.taken_s is not None  # _taken_just_now has seen to it
+    left_s = now.window_s - (now.now_s - now.trial.taken_s)
     return now.hold(Reason.SETTLING, f"judged in {left_s:.0f} s") if left_s > 0 else None
 
 
 def _others_missing(now: _Situation) -> Decision | None:
-    if now.others and len(now.others) >= MIN_EVIDENCE * now.num_others:
+    if len(now.others) >= MIN_EVIDENCE * now.num_others:
         return None
     why = f"only {len(now.others)} of {now.num_others} other replicas can be compared with"
     listed = "; ".join(f"{pod}: {why}" for pod, why in sorted(now.faults.items()))
@@ -283,7 +281,6 @@ _RULES: tuple[Callable[[_Situation], Decision | None], ...] = (
     _alone,
     _let_it_settle,
     _others_missing,
-    _verdict,
 )
 
 
