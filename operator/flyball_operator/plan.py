@@ -102,7 +102,7 @@ def compare(manifest: Object, child: Child, resource: Resource) -> Apply | Leave
 
 def _leave(child: Child, resource: Resource) -> Leave:
     what = f"{child.kind} {child.name}"
-    if child.owner is not None and child.owner_is(names.KIND, resource.key.name):
+    if child.owner_is(names.KIND, resource.key.name):
         reason = f"{what} belongs to an earlier {names.KIND} of this name and is being removed"
         return Leave(child.kind, child.name, reason, foreign=False)
     reason = f"{what} exists and is not this {names.KIND}'s; delete it, or give the {names.KIND} another name"

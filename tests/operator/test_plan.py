@@ -68,6 +68,14 @@ def test_what_may_be_a_key_is_not_told(field: str, before: Any, at: str) -> None
     assert "'new'" in step.seen, "by which it is known again"
 
 
+@pytest.mark.parametrize("field", ["note", "environment", "argsFile"])
+def test_a_field_that_only_looks_like_one_is_told(field: str) -> None:
+    wanted, edited = (owned(service() | {"spec": {"ports": [], field: text}}, RESOURCE) for text in ("x", "a.args y"))
+    (step,) = steps([as_observed(edited | {"metadata": wanted["metadata"]})], wanted)
+    assert isinstance(step, Apply)
+    assert step.reason == f"Service chat: spec.{field} is 'a.args y', wanted 'x'"
+
+
 def test_a_field_that_is_no_longer_wanted_is_noticed_by_the_hash() -> None:
     before = service() | {"spec": {**service()["spec"], "externalName": "x"}}
     (step,) = steps([as_observed(owned(before, RESOURCE))])
@@ -91,7 +99,14 @@ def test_ours_that_is_no_longer_wanted_is_deleted_and_others_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "metadata", [{}, {"ownerReferences": [{"kind": "ReplicaSet", "name": "chat", "uid": "x", "controller": True}]}]
+    "metadata",
+    [
+        {},
+        {"ownerReferences": [{"kind": "ReplicaSet", "name": "chat", "uid": "x", "controller": True}]},
+        {"ownerReferences": [{"kind": "LLMDeployment", "name": "other", "uid": "x", "controller": True}]},
+        {"ownerReferences": [{"kind": "LLMDeployment", "name": "chat", "uid": "u1"}]},
+    ],
+    ids=["nobody's", "another kind's", "another deployment's", "without a controller"],
 )
 def test_an_object_that_is_not_ours_is_left_with_a_reason(metadata: dict[str, Any]) -> None:
     (step,) = steps([as_observed(service(**metadata))])
