@@ -88,6 +88,9 @@ CASES = {
         {"ttft_over": 500, "itl_count": 1999, "blocked_by": {"seqs": 0.5}}, Reason.FEW_SAMPLES, {}
     ),
     "preemption throws work away": Case({"num_recomputed_tokens": 5000}, Reason.PREEMPTING, {"max_num_seqs": 44}),
+    "preemption throws as much away as is allowed": Case(
+        {"num_prompt_tokens": 79_000, "num_recomputed_tokens": 1000}, Reason.STEADY, {}
+    ),
     "objectives have room and a limit binds": Case({"blocked_by": {"seqs": 0.5}}, Reason.ROOM, {"max_num_seqs": 80}),
     "objectives are met without room": Case({"itl_over": 500, "blocked_by": {"seqs": 0.5}}, Reason.STEADY, {}),
     "too few first tokens": Case({"ttft_count": 99, "blocked_by": {"seqs": 0.5}}, Reason.FEW_SAMPLES, {}),
@@ -128,6 +131,13 @@ WHYS = {
     "ITL over with the budget at its floor cuts sequences": (
         f"max_num_seqs 64 -> 44: {ITL}; fewer sequences share a step, and the token budget cannot go lower"
     ),
+    "ITL over with nothing left to cut": (
+        f"{ITL}, and every limit is at its lower bound; add replicas or relax the objective"
+    ),
+    "TTFT over, but ITL is close to its budget": (
+        f"{TTFT}, but a raise could push inter-token latency over: "
+        "5.0% of 20000 inter-token gaps took longer than 40 ms (4.7% to 5.3%; budget 5%)"
+    ),
     "TTFT over, blocked by sequences": f"max_num_seqs 64 -> 80: {TTFT}; 40% of steps waited for max_num_seqs",
     "TTFT over, but no limit blocks": (f"{TTFT}, but no limit holds the queue back (none 90%, seqs 10%); add replicas"),
     "TTFT over, the binding limit is at the envelope": f"{TTFT}, and max_num_seqs cannot go higher; add replicas",
@@ -157,7 +167,9 @@ def test_why_lists_several_things_with_separators() -> None:
     assert few.why == "too few samples in the last 60 s: 9 of 100 first tokens, 8 of 2000 inter-token gaps"
     bounds = Bounds(max_num_seqs=Range(max=32), kv_cache_percent=Range(max=50))
     outside = decided(make_evidence(), bounds=bounds)
-    assert outside.why.startswith("max_num_seqs 64 -> 32, kv_cache_fraction 0.8 -> 0.5: ")
+    assert outside.why == (
+        "max_num_seqs 64 -> 32, kv_cache_fraction 0.8 -> 0.5: the spec's bounds and the envelope say so"
+    )
     top = structs.replace(LIMITS, max_num_seqs=128, max_num_batched_tokens=2048)
     both = decided(make_evidence(ttft_over=500, blocked_by={"seqs": 0.5, "budget": 0.4}, limits=top))
     assert both.why == f"{TTFT}, and max_num_seqs, max_num_batched_tokens cannot go higher; add replicas"
@@ -255,8 +267,9 @@ def test_no_replica_and_no_answer_hold() -> None:
 
 
 def test_stale_evidence_holds() -> None:
-    stale = [structs.replace(pod, age_s=46.0) for pod in pods(make_evidence(itl_over=4000))]
-    assert decide(TUNING, TunerState(), stale, now_s=NOW_S).reason is Reason.NO_EVIDENCE
+    for age_s, reason in (45.0, Reason.INTER_TOKEN_LATENCY_OVER), (46.0, Reason.NO_EVIDENCE):
+        evidence = [structs.replace(pod, age_s=age_s) for pod in pods(make_evidence(itl_over=4000))]
+        assert decide(TUNING, TunerState(), evidence, now_s=NOW_S).reason is reason
 
 
 def test_after_a_change_the_window_must_pass_before_the_next() -> None:

@@ -74,6 +74,12 @@ def test_shares_of_one_step_and_one_token_are_whole() -> None:
     assert idle.recomputed_share == 0.0
 
 
+def test_the_window_is_the_longest_that_a_replica_has_been_up_for() -> None:
+    young, short = make_evidence(window_s=60.0, uptime_s=20.0), make_evidence(window_s=30.0)
+    assert pool([young, short], TunerState()).window_s == 30.0
+    assert pool([young], TunerState()).window_s == 20.0
+
+
 def test_the_tightest_envelope_is_what_every_replica_can_take() -> None:
     other = structs.replace(
         ENVELOPE,

@@ -3,9 +3,10 @@
 import pytest
 from msgspec import structs
 
-from flyball_operator.tuning.knobs import Knob, Span, as_change, changed, cut, raised
+from flyball_operator.spec import Bounds, Range
+from flyball_operator.tuning.knobs import Knob, Span, as_change, changed, cut, raised, spans
 from flyball_operator.tuning.state import MAX_COOLDOWN_S, MAX_MOVES, Direction, Move, TunerState
-from operator_kit.evidence import LIMITS
+from operator_kit.evidence import ENVELOPE, LIMITS
 
 SEQS, TOKENS, KV = Knob.MAX_NUM_SEQS, Knob.MAX_NUM_BATCHED_TOKENS, Knob.KV_CACHE_FRACTION
 
@@ -59,6 +60,43 @@ def test_a_change_for_a_replica_names_every_limit() -> None:
     limits = structs.replace(LIMITS, step_time_target_ms=25.0)
     change = as_change(limits)
     assert {name: getattr(change, name) for name in change.__struct_fields__} == structs.asdict(limits)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "limits", "expected"),
+    [
+        ({}, {}, {SEQS: (1, 128), TOKENS: (64, 2048), KV: (0.1, 1.0)}),
+        ({}, {"max_num_batched_tokens": 100}, {SEQS: (1, 100)}),  # sequences are not raised above the token budget
+        ({}, {"max_num_batched_tokens": 32}, {SEQS: (1, 64)}),  # and not cut for being above it
+        ({}, {"max_num_seqs": 4}, {TOKENS: (16, 2048)}),
+        ({"max_num_seqs": Range(min=8, max=32)}, {}, {SEQS: (8, 32), TOKENS: (32, 2048)}),
+        ({"max_num_batched_tokens": Range(min=100, max=600)}, {}, {TOKENS: (100, 600)}),
+        ({"kv_cache_percent": Range(min=20, max=50)}, {}, {KV: (0.2, 0.5)}),
+        # the envelope holds where bounds contradict it
+        ({"max_num_seqs": Range(min=300)}, {}, {SEQS: (128, 128)}),
+        ({"max_num_batched_tokens": Range(max=4)}, {}, {TOKENS: (16, 16)}),
+        ({"kv_cache_percent": Range(min=1, max=5)}, {}, {KV: (0.1, 0.1)}),
+    ],
+)
+def test_where_a_limit_may_be(
+    bounds: dict[str, Range], limits: dict[str, int], expected: dict[Knob, tuple[float, float]]
+) -> None:
+    found = spans(Bounds(**bounds), ENVELOPE, structs.replace(LIMITS, **limits))
+    assert {knob: (found[knob].low, found[knob].high) for knob in expected} == expected
+
+
+def test_the_least_share_of_the_kv_cache_is_a_whole_percent() -> None:
+    envelope = structs.replace(ENVELOPE, min_kv_cache_fraction=0.123)
+    assert spans(Bounds(), envelope, LIMITS)[KV] == Span(0.13, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("direction", "opposite"),
+    [(Direction.RAISE, Direction.CUT), (Direction.CUT, Direction.RAISE), (Direction.CLAMP, Direction.CLAMP)],
+)
+def test_what_takes_a_move_back(direction: Direction, opposite: Direction) -> None:
+    undone = Move(knob=SEQS, direction=direction, before=1, after=2, at_s=3.0).undone(4.0)
+    assert undone == Move(knob=SEQS, direction=opposite, before=2, after=1, at_s=4.0)
 
 
 def move(knob: Knob, direction: Direction, at_s: float) -> Move:

@@ -1,6 +1,7 @@
 """One round of the slow loop with an admin client that is a list: what is posted, kept, recorded and said."""
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -9,8 +10,10 @@ from msgspec import structs
 
 from flyball_operator.tuning import Action, PodEvidence, Reason
 from flyball_operator.tuning.admin import AdminClient, Posted, Target
+from flyball_operator.tuning.knobs import as_change
 from flyball_operator.tuning.loop import LEASE_ROUNDS, MIN_LEASE_S, SlowLoop
 from flyball_operator.tuning.record import DecisionRecord
+from flyball_operator.tuning.recovery import Memory
 from flyball_protocol import Evidence, LimitsAck, LimitsStatus, LimitsUpdate
 from operator_kit.evidence import LIMITS, TUNING, make_evidence
 
@@ -22,7 +25,7 @@ class Admin:
     """Answers with the evidence that a test sets, and with an ack or a problem."""
 
     def __init__(self, **sees: Any) -> None:
-        self.evidence: Evidence = make_evidence(**sees)
+        self.evidence: Evidence | None = make_evidence(**sees)
         self.updates: list[LimitsUpdate] = []
         self.status: LimitsStatus | None = LimitsStatus.APPLIED
 
@@ -59,6 +62,8 @@ def test_every_replica_gets_the_change_under_a_lease(interval_s: int, lease_s: f
     assert admin.updates[0].limits.max_num_batched_tokens == 358
     assert [(one.pod, one.ack is not None) for one in result.posted] == [("one", True), ("two", True)]
     assert (len(records), records[0].canary_first, result.told) == (1, False, True)
+    assert (records[0].deployment, records[0].evidence) == ("chat", result.evidence)
+    assert records[0].replay() == records[0].decision == result.decision
     assert not loop.has_trial, "without a canary a change goes to all"
 
 
@@ -86,7 +91,31 @@ def test_a_hold_is_recorded_when_it_is_news() -> None:
     assert [result.decision.reason for result in results] == [Reason.STEADY] * 3
     assert [result.told for result in results] == [True, False, False]
     assert len(records) == 1
-    assert records[0].time.endswith("+00:00"), "UTC, whatever the machine's zone"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", records[0].time), "UTC, whatever the zone"
+
+
+def test_a_trial_is_taken_back_when_tuning_is_turned_off() -> None:
+    admin = Admin(**OVER)
+    loop, records = make_loop(admin, canary_first=True)
+    asyncio.run(loop.round(TUNING, TARGETS))
+    admin.updates.clear()
+    result = asyncio.run(loop.round(structs.replace(TUNING, mode="Off"), TARGETS))
+    assert (result.decision.action, loop.has_trial) == (Action.ROLL_BACK, False)
+    assert [(one.revision, one.limits) for one in admin.updates] == [(5, as_change(LIMITS))] * 2
+    assert [record.replay() for record in records] == [record.decision for record in records]
+
+
+def test_after_a_restart_nothing_is_posted_until_the_replicas_answer() -> None:
+    admin = Admin(**OVER)
+    evidence, admin.evidence = admin.evidence, None
+    loop, _ = make_loop(admin, memory=Memory(revision=7))
+    silent = asyncio.run(loop.round(TUNING, TARGETS))
+    assert (silent.posted, admin.updates) == ((), [])
+    admin.evidence = structs.replace(evidence, revision=7)
+    found = asyncio.run(loop.round(TUNING, TARGETS))
+    assert (found.decision.action, found.decision.revision, len(admin.updates)) == (Action.CHANGE, 8, 2)
+    again = asyncio.run(loop.round(TUNING, TARGETS))
+    assert (again.decision.action, again.decision.revision) == (Action.HOLD, 8), "it remembers what it did since"
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,12 @@ def test_a_trial_goes_on(name: str) -> None:
     assert (trial.started_s, trial.taken_s) == (NOW_S, None)  # a whole window again
 
 
+def test_of_limits_that_as_many_have_the_newest_are_what_was_before() -> None:
+    state = recovered([(1, OTHER), (4, RAISED), (3, LIMITS)], Memory(revision=3))
+    assert state is not None and state.trial is not None
+    assert (state.trial.before, state.trial.before_revision) == (LIMITS, 3)
+
+
 def test_a_trial_of_a_cut_is_one_and_its_move_is_whole() -> None:
     state = recovered([(3, LIMITS), (4, OTHER)], Memory(revision=3))
     assert state is not None and state.trial is not None
