@@ -17,6 +17,8 @@ TOKEN = 999_999
 MAX_MODEL_LEN = 64
 NUM_SEATS = 4
 
+_arrivals = itertools.count()
+
 
 class Load:
     """A scheduler without a model, which counts admissions and the service of each client."""
@@ -217,6 +219,75 @@ def test_cached_prompt_tokens_cost_nothing():
     cached = {"a": 0, "b": 12}
     order = [queue.admit_head(cached[queue.head().client]).client for _ in sequences]
     assert order == ["a", "b", "b", "b", "a"]
+
+
+def make_arrivals(*clients_and_prompts: tuple[str, int]) -> list[Sequence]:
+    """Return a sequence of each client, in this order of arrival and after all earlier ones."""
+    sequences = [make_sequence(prompt, client=client) for client, prompt in clients_and_prompts]
+    for seq in sequences:
+        seq.arrival_index = next(_arrivals)
+    return sequences
+
+
+def arrive(queue: WaitingQueue, *clients_and_prompts: tuple[str, int]) -> list[Sequence]:
+    sequences = make_arrivals(*clients_and_prompts)
+    for seq in sequences:
+        queue.push(seq)
+    return sequences
+
+
+def admit(queue: WaitingQueue, num: int) -> str:
+    return "".join(queue.admit_head(0).client for _ in range(num))
+
+
+def test_a_prompt_costs_its_length():
+    queue = WaitingQueue(POLICIES["fcfs"])
+    arrive(queue, ("a", 8), ("a", 8), *[("b", 2)] * 5)
+    assert admit(queue, 7) == "abbbbab", "a's 8 tokens are worth 4 prompts of b's"
+
+
+def test_a_newcomer_has_a_part_in_what_was_served_before_it_came():
+    """Two clients shared the 30 tokens of a's first prompt, so a third starts with 15, and waits for 3 prompts of b's 6."""
+    queue = WaitingQueue(POLICIES["fcfs"])
+    arrive(queue, ("a", 30), *[("b", 6)] * 5, ("a", 30))
+    order = admit(queue, 1)
+    arrive(queue, ("c", 6), ("c", 6))
+    assert order + admit(queue, 8) == "abbbcbcba"
+
+
+def test_a_sequence_that_was_preempted_is_admitted_again_for_nothing():
+    queue = WaitingQueue(POLICIES["fcfs"])
+    first, _ = arrive(queue, ("a", 4), ("b", 4))
+    admit(queue, 2)
+    first.num_preemptions += 1
+    queue.push(first)
+    queue.release(first)
+    arrive(queue, ("a", 4), ("b", 4))
+    assert queue.admit_head(0) is first
+    assert admit(queue, 2) == "ab", "they have had the same, so the order is that of arrival"
+
+
+def test_the_client_that_idles_longest_is_forgotten_first():
+    queue = WaitingQueue(POLICIES["fcfs"])
+    names = [f"client {number}" for number in range(MAX_IDLE_CLIENTS + 1)]
+    arrive(queue, ("one that runs", 4))
+    queue.admit_head(4)
+    for name in names[:-1]:
+        get_into_debt(queue, name)
+    queue.remove(*arrive(queue, (names[0], 4)))  # it is back for a moment, so the second idles longest
+    get_into_debt(queue, names[-1])
+    *owing, forgotten = make_arrivals(*((names[number], 4) for number in (2, -1, 0, 1)))
+    for seq in (forgotten, *owing):
+        queue.push(seq)
+    assert [queue.admit_head(0) for _ in range(4)] == [forgotten, *owing]
+
+
+def get_into_debt(queue: WaitingQueue, client: str) -> None:
+    """Serve a sequence whose prompt is cached and whose output is still owed for."""
+    (seq,) = arrive(queue, (client, 4))
+    queue.admit_head(4)
+    seq.token_ids += [1] * 10
+    queue.release(seq)
 
 
 def test_who_owes_and_idles_still_owes():

@@ -4,6 +4,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from flyball_protocol import BootPrior, Envelope, Limits, LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import FakeClock
@@ -23,16 +24,22 @@ START = Limits(max_num_seqs=64, kv_cache_fraction=1.0, max_num_batched_tokens=20
 
 
 class FakeScheduler:
-    """Obeys at once, except that ``num_running`` sequences keep running."""
+    """Obeys at once, except that ``num_running`` sequences keep running and ``used`` of the KV cache stays in use."""
 
     def __init__(self) -> None:
         self.envelope = ENVELOPE
         self.limits = START
         self.num_running = 0
+        self.used = 0.0
 
     @property
     def effective(self) -> Limits:
-        return limits(self.limits, max_num_seqs=max(self.limits.max_num_seqs, self.num_running))
+        return limits(
+            self.limits,
+            max_num_seqs=max(self.limits.max_num_seqs, self.num_running),
+            kv_cache_fraction=max(self.limits.kv_cache_fraction, self.used),
+            max_num_batched_tokens=max(self.limits.max_num_batched_tokens, self.num_running),
+        )
 
     def set_limits(self, limits: Limits) -> None:
         self.limits = limits
@@ -81,11 +88,25 @@ def test_a_limit_that_drains_is_deferred(ledger: LimitsLedger, scheduler: FakeSc
     assert ack.reason == "max_num_seqs drains from 20 to 8 as running sequences end"
 
 
-def test_an_older_revision_is_stale(ledger: LimitsLedger, scheduler: FakeScheduler):
+def test_every_limit_that_drains_is_named(ledger: LimitsLedger, scheduler: FakeScheduler):
+    scheduler.num_running, scheduler.used = 20, 2 / 3
+    ack = ledger.post(update(1, max_num_seqs=8, kv_cache_fraction=0.5, max_num_batched_tokens=16))
+    assert (ack.status, ack.reason) == (
+        LimitsStatus.DEFERRED,
+        "max_num_seqs drains from 20 to 8 as running sequences end; "
+        "kv_cache_fraction drains from 0.666667 to 0.5 as running sequences end; "
+        "max_num_batched_tokens drains from 20 to 16 as running sequences end",
+    )
+
+
+def test_an_older_revision_is_stale_which_the_log_says_too(
+    ledger: LimitsLedger, scheduler: FakeScheduler, caplog: pytest.LogCaptureFixture
+):
     ledger.post(update(5, max_num_seqs=8))
     ack = ledger.post(update(4, max_num_seqs=9))
     assert (ack.status, ack.revision, scheduler.limits.max_num_seqs) == (LimitsStatus.STALE, 5, 8)
-    assert "revision 4 is older than 5" in ack.reason
+    assert ack.reason == "revision 4 is older than 5, in force here; post one above it."
+    assert caplog.messages == [f"limits update stale: {ack.reason}"]
 
 
 def test_an_equal_revision_is_idempotent(ledger: LimitsLedger):
@@ -133,9 +154,19 @@ def test_limits_outside_the_envelope_are_rejected_whole(
 
 
 def test_every_reason_is_given(ledger: LimitsLedger):
-    reason = ledger.post(update(1, max_num_seqs=65, kv_cache_fraction=0.1)).reason
-    assert "max_num_seqs is 65" in reason
-    assert "kv_cache_fraction is 0.1" in reason
+    reason = ledger.post(update(1, max_num_seqs=65, kv_cache_fraction=0.1, step_time_target_ms=20.0)).reason
+    assert reason == (
+        "max_num_seqs is 65; this runtime takes 1 to 64. Stay inside, or start with a higher --max-num-seqs. "
+        "kv_cache_fraction is 0.1; this runtime takes 0.25 to 1. "
+        "Stay inside, or one sequence of 4000 tokens must fit; start with a lower --max-model-len. "
+        "step_time_target_ms is 20; this runtime does not support it yet. "
+        "Leave it out and move max_num_batched_tokens."
+    )
+    reason = ledger.post(update(1, max_num_batched_tokens=2049)).reason
+    assert reason == (
+        "max_num_batched_tokens is 2049; this runtime takes 1 to 2048. "
+        "Stay inside, or start with a higher --max-num-batched-tokens, or with chunked prefill to go lower."
+    )
 
 
 def test_a_rejected_update_does_not_use_up_its_revision(ledger: LimitsLedger):
@@ -154,7 +185,9 @@ def test_a_lease_holds_until_it_runs_out_then_the_last_known_good_returns(
     clock.advance(1)
     with caplog.at_level(logging.WARNING):
         assert ledger.tick() is True
-    assert "limits revision 2 ran out unrenewed" in caplog.text
+    assert caplog.messages == [
+        f"limits revision 2 ran out unrenewed; target falls from {limits(max_num_seqs=32)} to {limits(max_num_seqs=8)}"
+    ]
     assert scheduler.limits == limits(max_num_seqs=8)
     assert (ledger.tick(), ledger.report().revision, ledger.report().lease_expires_in_s) == (False, 2, None)
 
@@ -224,8 +257,12 @@ def test_a_refused_update_leaves_the_lease_alone(ledger: LimitsLedger, clock: Fa
 PRIOR = BootPrior(revision=7, limits=limits(max_num_seqs=16, max_num_batched_tokens=512))
 
 
-def test_a_boot_prior_is_in_force_from_the_start(scheduler: FakeScheduler, clock: FakeClock):
-    report = LimitsLedger(scheduler, clock, PRIOR).report()
+def test_a_boot_prior_is_in_force_from_the_start(
+    scheduler: FakeScheduler, clock: FakeClock, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO):
+        report = LimitsLedger(scheduler, clock, PRIOR).report()
+    assert caplog.messages == [f"starting with the boot prior's revision 7: {PRIOR.limits}"]
     assert (report.revision, report.target, report.effective) == (7, PRIOR.limits, PRIOR.limits)
     assert report.lease_expires_in_s is None
     assert scheduler.limits == PRIOR.limits
@@ -257,11 +294,10 @@ def test_a_boot_prior_outside_the_envelope_starts_at_the_nearest_inside(
     assert report.target == limits(kv_cache_fraction=0.25, max_num_batched_tokens=512)
     assert (report.revision, report.last_known_good) == (7, report.target)
     (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert (
-        "max_num_seqs is 100; this runtime takes 1 to 64. Stay inside, or start with a higher --max-num-seqs." in error
+    assert error == (
+        "the boot prior's limits (revision 7) do not fit this runtime: "
+        f"{' '.join(violations(outside, ENVELOPE))} Starting with the nearest that do."
     )
-    assert "kv_cache_fraction is 0.1" in error
-    assert "step_time_target_ms is 20" in error
 
 
 @given(
@@ -294,6 +330,16 @@ def test_a_late_renewal_in_other_words_restores_what_the_revision_asked_for(
     assert scheduler.limits.max_num_seqs == 32
 
 
-def test_the_lowest_limits_are_inside():
+def test_the_lowest_and_the_highest_limits_are_inside():
     lowest = limits(max_num_seqs=1, kv_cache_fraction=0.25, max_num_batched_tokens=1)
-    assert inside(lowest, ENVELOPE) == lowest
+    for edge in (lowest, START):
+        assert violations(edge, ENVELOPE) == []
+        assert inside(edge, ENVELOPE) == edge
+
+
+def test_what_is_below_or_above_the_envelope_ends_at_its_edge():
+    envelope = structs.replace(ENVELOPE, min_num_batched_tokens=100)
+    below = limits(max_num_seqs=0, kv_cache_fraction=0.1, max_num_batched_tokens=99)
+    assert inside(below, envelope) == limits(max_num_seqs=1, kv_cache_fraction=0.25, max_num_batched_tokens=100)
+    above = limits(max_num_seqs=65, kv_cache_fraction=1.5, max_num_batched_tokens=2049)
+    assert inside(above, envelope) == START

@@ -53,6 +53,7 @@ def limits(scheduler: Scheduler, **changes) -> Limits:
 
 def test_an_idle_scheduler_plans_nothing():
     scheduler = make_scheduler()
+    assert scheduler.blocked_by is BlockedBy.NONE, "nothing was planned yet"
     assert scheduler.plan() is None
     assert scheduler.blocked_by is BlockedBy.NONE
 
@@ -415,6 +416,30 @@ def test_what_the_prefix_cache_kept_is_not_recomputed():
     assert (plan.starts, plan.num_recomputed_tokens) == ((16,), 4)
     assert second.num_cached_tokens == 0, "a sequence's own blocks are no prefix hit"
     assert (plan.num_prefix_queried_tokens, plan.num_prefix_hit_tokens) == (0, 0)
+
+
+def test_what_several_readmitted_sequences_compute_again_adds_up():
+    """8 blocks: the first sequence has 6. Its 7th needs both others to go, because each of them needs a 2nd block too."""
+    scheduler = make_scheduler(num_blocks=8, caching=False)
+    first, second, third = submit(scheduler, 23, 3, 3)
+    step(scheduler)
+    step(scheduler)
+    assert set(step(scheduler).preempted) == {second, third}
+    scheduler.abort(first.request_id)
+    plan = step(scheduler)
+    assert (plan.num_scheduled, plan.num_recomputed_tokens) == ((5, 5), 4 + 4)
+
+
+def test_a_sequence_that_finds_more_cached_than_it_lost_computes_nothing_again():
+    """13 blocks: both prompts start alike, and the second is preempted when it has computed 4 of 25 tokens."""
+    scheduler = make_scheduler(num_blocks=13, max_num_batched_tokens=28)
+    prompt = list(range(1, 25))
+    submit(scheduler, prompt)
+    (preempted,) = submit(scheduler, [*prompt, 25])
+    assert step(scheduler).num_scheduled == (24, 4)
+    assert step(scheduler).preempted == (preempted,)
+    plan = step(scheduler)
+    assert (plan.sequences[1], plan.starts[1], plan.num_recomputed_tokens) == (preempted, 24, 0)
 
 
 def test_the_lowest_priority_is_preempted():
