@@ -11,7 +11,7 @@ _CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9
 
 @dataclass(frozen=True)
 class HubModel:
-    """``hf://ORG/NAME``: downloaded by the runtime."""
+    """``ORG/NAME`` or ``hf://ORG/NAME``: downloaded by the runtime."""
 
     repo: str
     revision: str | None
@@ -42,16 +42,21 @@ class FolderModel:
 ModelSource = HubModel | ClaimModel | ImageModel | FolderModel
 
 
+def is_on_hub(uri: str) -> bool:
+    """Return whether ``uri`` names a model of the Hugging Face Hub, with or without ``hf://``."""
+    return uri.startswith("hf://") or ":" not in uri
+
+
 def parse_model_uri(uri: str, *, revision: str | None, base: Path) -> ModelSource:
     """Take ``uri`` apart; a relative folder is resolved against ``base``, the manifest's own folder.
 
     Raises:
         ValueError: nothing usable behind the scheme; the message says what is expected.
     """
+    if is_on_hub(uri):
+        return HubModel(_hub_repo(uri.removeprefix("hf://")), revision)
     scheme, _, rest = uri.partition(":")
     match scheme:
-        case "hf":
-            return HubModel(_hub_repo(rest.removeprefix("//")), revision)
         case "pvc":
             claim, _, folder = rest.removeprefix("//").partition("/")
             return ClaimModel(_claim(claim), _inside(folder.strip("/")))
@@ -61,12 +66,14 @@ def parse_model_uri(uri: str, *, revision: str | None, base: Path) -> ModelSourc
             folder = _nonempty(rest.removeprefix("//"), "file:FOLDER")
             return FolderModel(Path(os.path.realpath(base / folder)))  # resolve() raises for a loop of links
         case _:
-            raise ValueError("it must start with hf://, pvc://, oci:// or file:")
+            raise ValueError("expected ORG/NAME on the Hub, or hf://, pvc://, oci:// or file:")
 
 
 def _hub_repo(repo: str) -> str:
     if not _HUB_REPO.fullmatch(repo):
-        raise ValueError("expected hf://ORG/NAME, as on the model's page on the Hub")
+        raise ValueError(
+            "expected ORG/NAME or hf://ORG/NAME, as on the model's page on the Hub; a folder is file:FOLDER"
+        )
     return repo
 
 

@@ -1,4 +1,4 @@
-"""Kubernetes quantities: a number with a decimal or binary unit."""
+"""Kubernetes quantities: a number with a decimal or binary unit. Sizes may end with B, as ``2GiB`` does."""
 
 import math
 import re
@@ -25,6 +25,11 @@ def to_number(quantity: str | int) -> Fraction:
     return Fraction(matched[1]) * _UNITS[matched[2]]
 
 
-def to_bytes(quantity: str | int) -> int:
-    """Return the bytes of a quantity, rounded up. Raises ValueError, as ``to_number`` does."""
-    return math.ceil(to_number(quantity))
+def of_size(size: str | int) -> str | int:
+    """Return a size as a Kubernetes quantity: ``2GiB`` is ``2Gi``."""
+    return size.removesuffix("B") if isinstance(size, str) else size
+
+
+def to_bytes(size: str | int) -> int:
+    """Return the bytes of a size, rounded up. Raises ValueError, as ``to_number`` does."""
+    return math.ceil(to_number(of_size(size)))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from flyball_operator import names, quantity
 from flyball_operator.field_path import entry
+from flyball_operator.model_source import is_on_hub
 from flyball_operator.spec import DeploymentSpec, EnvVar, Objectives, Quantity, Range
 from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
 from flyball_protocol.quoting import quoted
@@ -59,13 +60,13 @@ def problems(spec: DeploymentSpec) -> list[str]:
 
 def _model_problems(spec: DeploymentSpec) -> Iterator[str]:
     model = spec.model
-    if model.uri.startswith("hf://"):
+    if is_on_hub(model.uri):
         return
     if model.revision is not None:
-        yield f"spec.model.revision works with an hf:// uri only; the uri is {quoted(model.uri)}, remove revision"
+        yield f"spec.model.revision works with a model of the Hub only; the uri is {quoted(model.uri)}, remove revision"
     if model.secret_ref is not None:
         yield (
-            f"spec.model.secretRef is the Hub's token and works with an hf:// uri only; the uri is {quoted(model.uri)}. "
+            f"spec.model.secretRef is the Hub's token and works with a model of the Hub only; the uri is {quoted(model.uri)}. "
             "Remove it, or for oci:// use spec.runtime.imagePullSecrets"
         )
 
@@ -155,7 +156,7 @@ def _resource_problems(spec: DeploymentSpec) -> Iterator[str]:
 
 
 def _memory_problems(kv_cache: Quantity, limit: Quantity) -> Iterator[str]:
-    if quantity.to_number(kv_cache) >= quantity.to_number(limit):
+    if quantity.to_number(quantity.of_size(kv_cache)) >= quantity.to_number(limit):
         yield (
             f"spec.runtime.kvCacheMemory is {kv_cache}, and spec.resources.limits.memory only {limit}; "
             "raise the limit (the weights need room too) or lower kvCacheMemory"

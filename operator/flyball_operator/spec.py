@@ -69,7 +69,7 @@ class EnvSource(_Spec, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Runtime(_Spec, frozen=True, kw_only=True):
-    dtype: Literal["Auto", "BFloat16", "Float16", "Float32"]
+    dtype: Literal["auto", "bfloat16", "float16", "float32"]
     max_num_seqs: int
     max_num_batched_tokens: int
     image: str | None = None

@@ -14,6 +14,7 @@ from flyball_protocol import endpoints, metrics
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from flyball_runtime.cli import add_serve_arguments, build_parser, engine_config_from
 from flyball_runtime.core.clock import FakeClock
+from flyball_runtime.core.config import DTYPES, parse_bytes
 from flyball_runtime.listener.command import parse_service
 from runtime.fake_engine import FakeEngine
 
@@ -52,11 +53,20 @@ def pods() -> list[dict[str, Any]]:
     texts = [
         path.read_text() for path in [*sorted(EXAMPLES.glob("*.yaml")), EXAMPLES / "gateway" / "llmdeployment.yaml"]
     ]
-    for dtype in ("Auto", "BFloat16", "Float16", "Float32"):
-        for count, kv in ((0, "kvCacheMemory: 1Gi"), (1, "kvCacheMemoryPercent: 80"), (1, "kvCacheMemory: 4Gi")):
+    for dtype in DTYPES:
+        for count, kv in ((0, "kvCacheMemory: 1Gi"), (1, "kvCacheMemoryPercent: 80"), (1, "kvCacheMemory: 4GiB")):
             texts.append(EVERY_SETTING.replace("DTYPE", dtype).replace("COUNT", str(count)).replace("KV", kv))
     deployments = [one for text in texts for one in manifest.parse(text, source="test", base=EXAMPLES)]
     return [local_deployment(one)["spec"]["template"]["spec"] for one in deployments]
+
+
+@pytest.mark.parametrize("size", ["2GiB", "2Gi", "1.5GiB", "0.5G", "500M", "500MB", "500kB", "4096", "4096B"])
+def test_a_size_is_the_same_in_a_manifest_and_at_the_command_line(size: str) -> None:
+    text = EVERY_SETTING.replace("DTYPE", "auto").replace("COUNT", "1").replace("KV", f'kvCacheMemory: "{size}"')
+    (deployment,) = manifest.parse(text, source="test", base=EXAMPLES)
+    container = local_deployment(deployment)["spec"]["template"]["spec"]["containers"][0]
+    args = PARSER.parse_args(container["args"])
+    assert engine_config_from(args, Path(args.model)).kv_cache_memory_bytes == parse_bytes(size)
 
 
 def containers() -> list[dict[str, Any]]:

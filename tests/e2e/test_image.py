@@ -38,7 +38,7 @@ def test_the_image_is_as_fast_as_the_checkout(
     folder = make_checkpoint(tmp_path / "model", "llama3", dtype=torch.bfloat16, **SIZES)
     for path in (tmp_path, *folder.iterdir()):
         path.chmod(0o755)  # pods run as another user
-    runtime = {"dtype": "BFloat16", "kvCacheMemory": "128Mi", "extraArgs": [NUM_THREADS]}
+    runtime = {"dtype": "bfloat16", "kvCacheMemory": "128Mi", "extraArgs": [NUM_THREADS]}
     model = from_folder(operator, namespace, folder, runtime=runtime)
     model.apply()
     model.wait_ready()

@@ -20,7 +20,7 @@ HUB_REPO, HUB_TOKEN = "acme/demo", "hf_of_the_test"
 SMALL: dict[str, Any] = {
     "model": {"uri": f"oci://{images.MODEL}", "servedName": SERVED_NAME},
     "runtime": {
-        "dtype": "Float32",
+        "dtype": "float32",
         "maxNumSeqs": 16,
         "maxNumBatchedTokens": 256,
         "kvCacheMemory": "64Mi",

@@ -71,7 +71,7 @@ def test_selector_matches_the_pods_and_replicas_are_the_specs() -> None:
 
 def test_settings_become_arguments_one_word_each() -> None:
     runtime = {
-        "dtype": "BFloat16",
+        "dtype": "bfloat16",
         "maxModelLen": 512,
         "maxNumSeqs": 8,
         "maxNumBatchedTokens": 64,
@@ -191,13 +191,25 @@ def test_models_on_volumes_are_mounted_read_only(uri: str, volume: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("2Gi", 2**31), ("500m", 1), ("1.5k", 1500), ("7", 7), (7, 7), ("0.5Ki", 512), ("1T", 10**12)]
+    ("text", "size"),
+    [
+        ("2Gi", 2**31),
+        ("500m", 1),
+        ("1.5k", 1500),
+        ("7", 7),
+        (7, 7),
+        ("0.5Ki", 512),
+        ("1T", 10**12),
+        ("2GiB", 2**31),
+        ("1.5kB", 1500),
+        ("7B", 7),
+    ],
 )
 def test_quantities_of_memory(text: str | int, size: int) -> None:
     assert to_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["2GiB", "", "Gi", "two"])
+@pytest.mark.parametrize("text", ["2 GiB", "2gib", "", "Gi", "B", "two"])
 def test_what_is_no_quantity_of_memory(text: str) -> None:
     with pytest.raises(ValueError, match="quantity"):
         to_bytes(text)
@@ -385,10 +397,10 @@ def test_pods_look_for_the_boot_prior_where_it_is_mounted_and_start_without_one(
     ("cache", "volume", "claim"),
     [
         ({}, {"emptyDir": {}}, None),
-        ({"size": "5Gi"}, {"emptyDir": {"sizeLimit": "5Gi"}}, None),
+        ({"size": "5GiB"}, {"emptyDir": {"sizeLimit": "5Gi"}}, None),
         ({"mode": "Claim", "claimName": "mine"}, {"persistentVolumeClaim": {"claimName": "mine"}}, None),
         (
-            {"mode": "Claim", "size": "5Gi", "storageClassName": "fast"},
+            {"mode": "Claim", "size": "5GiB", "storageClassName": "fast"},
             {"persistentVolumeClaim": {"claimName": "chat-cache"}},
             {
                 "accessModes": ["ReadWriteMany"],

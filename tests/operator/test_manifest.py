@@ -41,6 +41,8 @@ def test_a_partly_given_object_keeps_the_other_defaults() -> None:
     ("uri", "source"),
     [
         ("hf://org/name", HubModel("org/name", None)),
+        ("Qwen/Qwen3-0.6B", HubModel("Qwen/Qwen3-0.6B", None)),
+        ("gpt2", HubModel("gpt2", None)),
         ("pvc://claim/models/llama", ClaimModel("claim", "models/llama")),
         ("pvc://claim", ClaimModel("claim", "")),
         ("oci://registry.example/llama:8b", ImageModel("registry.example/llama:8b")),
@@ -105,8 +107,11 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ("flavour: 2", ["spec.flavour is not a field", "known are", "tuning"]),
         ("runtime: {maxNumSeqs: 5000}", ["spec.runtime.maxNumSeqs is 5000", "4096"]),
         ("runtime: {maxnumseqs: 5}", ["did you mean 'maxNumSeqs'?"]),
-        ("runtime: {dtype: fp16}", ["'fp16'", "Float16"]),
+        ("runtime: {dtype: fp16}", ["'fp16'", "auto, bfloat16, float16, float32"]),
+        ("runtime: {dtype: BFloat16}", ["'BFloat16'", "bfloat16"]),
         ("runtime: {kvCacheMemory: 2 GB}", ["spec.runtime.kvCacheMemory", "'2 GB'", "2Gi"]),
+        ("runtime: {kvCacheMemory: 2gib}", ["spec.runtime.kvCacheMemory", "'2gib'", "2GiB"]),
+        ("runtime: {kvCacheMemory: 0.0GiB}", ["spec.runtime.kvCacheMemory is '0.0GiB'"]),
         ("runtime: {kvCacheMemory: 0}", ["spec.runtime.kvCacheMemory is 0"]),
         ("runtime: {kvCacheMemory: 1Gi, kvCacheMemoryPercent: 50}", ["both set"]),
         ("runtime: {maxNumBatchedTokens: 64}", ["64", "256", "raise it or lower"]),
@@ -126,11 +131,14 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ("rollout: {drain: {timeoutSeconds: 0}}", ["spec.rollout.drain.timeoutSeconds is 0"]),
         ("startupTimeoutSeconds: 10", ["spec.startupTimeoutSeconds is 10", "60"]),
         ("model: {uri: /models/llama}", ["spec.model.uri", "'/models/llama'", "hf"]),
-        ("model: {uri: 'hf://a/b/c'}", ["hf://ORG/NAME"]),
+        ("model: {uri: 'hf://a/b/c'}", ["expected ORG/NAME or hf://ORG/NAME", "file:FOLDER"]),
+        ("model: {uri: models/llama/8b}", ["expected ORG/NAME or hf://ORG/NAME", "file:FOLDER"]),
+        ("model: {uri: ./llama}", ["spec.model.uri is './llama'"]),
+        ("model: {uri: 's3://bucket'}", ["spec.model.uri is 's3://bucket'"]),
         ("model: {uri: 'pvc://claim/../x'}", ["'..'"]),
         ("model: {uri: 'file://'}", ["file:FOLDER"]),
         ('model: {uri: "file:a\\n"}', ["spec.model.uri"]),
-        ("model: {uri: 'pvc://claim/x', revision: main}", ["revision", "hf://"]),
+        ("model: {uri: 'pvc://claim/x', revision: main}", ["revision", "a model of the Hub only"]),
         ("model: {}", ["spec.model.uri is missing"]),
         ("model: {uri: 'pvc://Claim/x'}", ["pvc://CLAIM/FOLDER"]),
         ("model: {uri: 'oci://a:b', secretRef: {name: s}}", ["spec.model.secretRef", "oci://a:b", "imagePullSecrets"]),
@@ -176,8 +184,13 @@ def test_a_bad_field_is_refused_with_its_path_and_a_way_out(field: str, words: l
 def test_without_an_accelerator_the_kv_cache_is_sized_in_bytes_and_below_the_memory_limit() -> None:
     with pytest.raises(SpecError, match="set kvCacheMemory instead"):
         parse_spec("accelerator: {count: 0}", "runtime: {kvCacheMemoryPercent: 50}")
-    with pytest.raises(SpecError, match=r"is 2Gi, and .* only 2048Mi"):
-        parse_spec("accelerator: {count: 0}", "runtime: {kvCacheMemory: 2Gi}", "resources: {limits: {memory: 2048Mi}}")
+    with pytest.raises(SpecError, match=r"is 2GiB, and .* only 2048Mi"):
+        parse_spec("accelerator: {count: 0}", "runtime: {kvCacheMemory: 2GiB}", "resources: {limits: {memory: 2048Mi}}")
+
+
+def test_what_belongs_to_a_model_of_the_hub_goes_with_a_bare_id_too() -> None:
+    model = parse_spec("model: {uri: org/name, revision: v2, secretRef: {name: hub}}")
+    assert model.model_source == HubModel("org/name", "v2")
 
 
 def test_every_problem_of_a_manifest_is_named_at_once() -> None:

@@ -5,8 +5,6 @@ from flyball_operator.model_source import ClaimModel, FolderModel, HubModel, Ima
 from flyball_operator.spec import LLMDeployment
 from flyball_protocol import endpoints
 
-_DTYPES = {"Auto": "auto", "BFloat16": "bfloat16", "Float16": "float16", "Float32": "float32"}
-
 
 def serve_args(llm: LLMDeployment) -> list[str]:
     """Return the arguments of ``flyball``: serve, the model, and one ``--flag=value`` word per setting."""
@@ -24,7 +22,7 @@ def serve_args(llm: LLMDeployment) -> list[str]:
         "--admin-port": endpoints.ADMIN_PORT,
         "--served-model-name": llm.served_name,
         "--device": "cuda" if spec.accelerator.count else "cpu",
-        "--dtype": _DTYPES[runtime.dtype],
+        "--dtype": runtime.dtype,
         "--max-num-seqs": runtime.max_num_seqs,
         "--max-num-batched-tokens": runtime.max_num_batched_tokens,
         "--boot-prior": f"{names.BOOT_PRIOR_MOUNT}/{names.BOOT_PRIOR_FILE}",

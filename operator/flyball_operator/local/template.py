@@ -120,9 +120,7 @@ def _check_folders(volumes: Sequence[Volume]) -> None:
     for volume in (volume for volume in volumes if volume.name == "model"):
         if volume.host_path is None:
             scheme = "oci://" if volume.persistent_volume_claim is None else "pvc://"
-            raise LocalError(
-                f"spec.model.uri: {scheme} needs a cluster; on this machine use file:FOLDER or hf://ORG/NAME"
-            )
+            raise LocalError(f"spec.model.uri: {scheme} needs a cluster; on this machine use file:FOLDER or ORG/NAME")
         if not os.path.isdir(volume.host_path.path):  # noqa: PTH112 (Path.is_dir raises for a name that is too long)
             raise LocalError(
                 f"spec.model.uri: {one_line(volume.host_path.path)} is not a folder; "
