@@ -1,7 +1,10 @@
 """Ports, paths and environment names that both sides must spell alike."""
 
 API_PORT = 8000
+"""Default port of every address that serves the API: a replica's, a Service's, the balanced one of local mode."""
 ADMIN_PORT = 8001
+DEFAULT_BASE_URL = f"http://127.0.0.1:{API_PORT}"
+"""Where clients look for a server."""
 
 LIVEZ_PATH = "/livez"
 READYZ_PATH = "/readyz"

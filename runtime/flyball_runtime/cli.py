@@ -31,23 +31,34 @@ def build_parser() -> argparse.ArgumentParser:
     bench_command = commands.add_parser("bench", help="measure a served model: latency, throughput, goodput")
     bench.add_arguments(bench_command)
     bench_command.set_defaults(run=bench.run)
-    listener_command = commands.add_parser("listener", help="keep a replica's port open while its runtime is restarted")
+    listener_command = commands.add_parser("listener")  # no help: the operator runs it, users do not
     listener.add_arguments(listener_command)
     listener_command.set_defaults(run=listener.run)
     return parser
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds each default to the help. Where the default is None, the help itself says what is in effect."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of ``flyball serve``; names and meanings follow ``vllm serve`` where both have them."""
     on_off = argparse.BooleanOptionalAction
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.formatter_class = HelpFormatter
     parser.add_argument("model", help="directory of a Hugging Face checkpoint, or a Hugging Face id")
 
     model = parser.add_argument_group("model")
-    model.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use")
-    model.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
+    model.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names that requests may use (default: MODEL as written)"
+    )
+    model.add_argument("--revision", help="branch, tag or commit of a Hugging Face id (default: its main branch)")
     model.add_argument("--dtype", default="auto", choices=settings.DTYPES, help="auto takes the checkpoint's")
-    model.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output")
+    model.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output (default: the checkpoint's)"
+    )
     model.add_argument(
         "--generation-config",
         default=generation_config.AUTO,
@@ -55,11 +66,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="sampling defaults: auto (the checkpoint's generation_config.json), none (vllm means the same), or a folder",
     )
     model.add_argument(
-        "--seed", type=int, help="seeds the requests that bring no seed of their own; None draws one at each start"
+        "--seed", type=int, help="seeds the requests that bring no seed of their own (default: drawn at each start)"
     )
 
     engine = parser.add_argument_group("engine: the envelope inside which limits move live")
-    engine.add_argument("--device", default="auto", choices=settings.DEVICES)
+    engine.add_argument("--device", default="auto", choices=settings.DEVICES, help="auto takes CUDA where there is one")
     engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="most sequences that run at once")
     engine.add_argument(
         "--max-num-batched-tokens", type=int, default=2048, metavar="TOKENS", help="most tokens one step computes"
@@ -67,11 +78,23 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="share of the GPU's memory to use"
     )
-    engine.add_argument("--kv-cache-memory-bytes", metavar="SIZE", help="size of the KV cache, e.g. 2GiB")
+    engine.add_argument(
+        "--kv-cache-memory-bytes",
+        metavar="SIZE",
+        help="size of the KV cache, e.g. 2GiB (default: what --gpu-memory-utilization leaves; "
+        "on a CPU half of the free memory, at most 4GiB)",
+    )
     engine.add_argument("--block-size", type=int, default=16, choices=settings.BLOCK_SIZES, help="tokens per KV block")
-    engine.add_argument("--enable-prefix-caching", default=True, action=on_off)
-    engine.add_argument("--enable-chunked-prefill", default=True, action=on_off)
-    engine.add_argument("--scheduling-policy", default="fcfs", choices=settings.SCHEDULING_POLICIES)
+    engine.add_argument(
+        "--enable-prefix-caching", default=True, action=on_off, help="reuse the KV blocks of equal prompt beginnings"
+    )
+    engine.add_argument("--enable-chunked-prefill", default=True, action=on_off, help="split long prompts over steps")
+    engine.add_argument(
+        "--scheduling-policy",
+        default="fcfs",
+        choices=settings.SCHEDULING_POLICIES,
+        help="priority runs requests with a lower priority number first",
+    )
     engine.add_argument("--fair-share", default=True, action=on_off, help="clients take turns, by tokens")
     engine.add_argument(
         *("--max-queued-requests", "--max-num-queued-reqs"),
@@ -84,27 +107,32 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--boot-prior",
         type=Path,
         metavar="FILE",
-        help="JSON file with the live limits to start with; it may be missing",
+        help="JSON file with the live limits to start with; it may be missing (default: the limits of these flags)",
     )
-    engine.add_argument("--attention-backend", default="auto", choices=settings.ATTENTION_BACKENDS)
-    engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine; None takes all cores")
+    engine.add_argument(
+        "--attention-backend",
+        default="auto",
+        choices=settings.ATTENTION_BACKENDS,
+        help="auto takes triton on CUDA and cpp on a CPU",
+    )
+    engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine (default: all cores)")
 
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="0.0.0.0", help="address to listen on")
-    server.add_argument("--port", type=int, default=endpoints.API_PORT)
+    server.add_argument("--port", type=int, default=endpoints.API_PORT, help="port of the API")
     server.add_argument(
         "--forwarded-allow-ips",
         default=settings.LOOPBACK_PROXIES,
         metavar="LIST",
         help="addresses and networks of proxies whose X-Forwarded-For names the client; * for all",
     )
-    server.add_argument("--admin-host", default="127.0.0.1")
-    server.add_argument("--admin-port", type=int, default=endpoints.ADMIN_PORT)
+    server.add_argument("--admin-host", default="127.0.0.1", help="address of the admin port")
+    server.add_argument("--admin-port", type=int, default=endpoints.ADMIN_PORT, help="port of the admin API")
     server.add_argument(
         "--admin-token-file",
         type=Path,
         metavar="FILE",
-        help=f"token of the admin port (or set {endpoints.ADMIN_TOKEN_ENV}); without one the port is off",
+        help=f"token of the admin port (default: ${endpoints.ADMIN_TOKEN_ENV}; without a token the port is off)",
     )
     server.add_argument(
         *("--drain-timeout", "--shutdown-timeout"),
@@ -127,7 +155,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds without progress, in a step or between two, after which /livez turns red",
     )
-    server.add_argument("--log-level", default="info", choices=settings.LOG_LEVELS)
+    server.add_argument("--log-level", default="info", choices=settings.LOG_LEVELS, help="least severe level to log")
     add_bound_arguments(parser.add_argument_group("bounds on one request"))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from flyball_protocol import endpoints
+from flyball_protocol import endpoints, example
 from flyball_runtime.api.admin import create_admin_app
 from flyball_runtime.api.app import create_app
 from flyball_runtime.api.metrics import Metrics
@@ -101,7 +101,7 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Cha
             )
         metrics = Metrics(model_name=engine_config.served_model_name, clock=MonotonicClock())
         async with EngineClient(engine_config, observer=metrics) as client:
-            replica = Replica(config, client)
+            replica = Replica(config, client, has_chat=tokenizer.chat_template is not None)
             replica.add_server(create_app(client, tokenizer, config.api, metrics), listener)
             if admin_listener is not None and config.admin_token is not None:
                 admin = create_admin_app(client, metrics, config.admin_token)
@@ -115,8 +115,9 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Cha
 class Replica:
     """The life of one replica: loading, ready, draining, gone."""
 
-    def __init__(self, config: ServeConfig, client: EngineClient) -> None:
+    def __init__(self, config: ServeConfig, client: EngineClient, *, has_chat: bool) -> None:
         self._config = config
+        self._has_chat = has_chat
         self._client = client
         self._servers: list[tuple[QuietServer, socket.socket]] = []
         self._stop_asked = asyncio.Event()
@@ -183,7 +184,12 @@ class Replica:
         )
         for _, listener in self._servers:
             logger.info("listening on http://%s:%d", *listener.getsockname()[:2])
+        logger.info("try it: %s", self._first_request())
         return True
+
+    def _first_request(self) -> str:
+        url = example.base_url(*self._servers[0][1].getsockname()[:2])
+        return example.curl_line(url, self._config.api.served_model_names[0], chat=self._has_chat)
 
     async def _drain(self) -> int:
         deadline_s = time.monotonic() + self._config.drain_timeout_s

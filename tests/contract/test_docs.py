@@ -62,9 +62,7 @@ def code(text: str) -> list[str]:
 
 
 def subcommand(command: str, name: str) -> argparse.ArgumentParser:
-    (choices,) = (one.choices for one in PARSERS[command]._actions if isinstance(one.choices, dict))
-    parser: argparse.ArgumentParser = choices[name]
-    return parser
+    return commands(PARSERS[command])[name]
 
 
 def shown_default(action: argparse.Action) -> str:
@@ -90,6 +88,31 @@ def test_every_flag_is_documented_with_its_default_and_choices(page: str, comman
     for flags, (_, default, meaning) in documented.items():
         assert default == shown_default(actions[flags]), flags
         assert {str(choice) for choice in actions[flags].choices or ()} <= set(code(default + meaning)), flags
+
+
+def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (choices,) = (one.choices for one in parser._actions if isinstance(one.choices, dict))
+    return choices
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_help_never_shows_none_as_a_default(name: str) -> None:
+    for parser in commands(PARSERS[name]).values():
+        assert not re.search(r"\bNone\b", parser.format_help()), parser.prog
+
+
+def test_help_shows_the_default_of_every_flag_of_serve() -> None:
+    parser = subcommand("flyball", "serve")
+    texts = {action.dest: parser._get_formatter()._get_help_string(action) or "" for action in parser._actions}
+    assert [dest for dest, text in texts.items() if "(default: " not in text] == ["help", "model"]
+
+
+def test_the_port_of_an_api_is_the_same_everywhere() -> None:
+    ports = {subcommand("flyball", "serve").parse_args(["model"]).port}
+    ports.add(subcommand("flyball-operator", "local").parse_args(["-f", "x"]).port)
+    for client in ("chat", "bench"):
+        ports.add(urlsplit(subcommand("flyball", client).parse_args([]).base_url).port)
+    assert ports == {endpoints.API_PORT}
 
 
 def test_every_metric_is_documented_with_its_type() -> None:

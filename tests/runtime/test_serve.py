@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -320,3 +321,10 @@ def test_a_request_that_says_nothing_is_sampled_as_the_checkpoint_asks(model: Pa
 def test_the_admin_port_is_off_without_a_token_and_no_token_is_logged(server: Replica) -> None:
     assert ADMIN_TOKEN not in server.log.read_text()
     assert b"a-test-token" not in Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+
+
+def test_the_log_has_a_first_request_that_is_answered(server: Replica) -> None:
+    (line,) = (line for line in server.log.read_text().splitlines() if " try it: curl " in line)
+    _, url, _, body = shlex.split(line.partition("try it: ")[2])
+    answer = httpx.post(url, content=body, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] >= 1

@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="which deployment of a file that holds several")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
-        "--port", type=int, default=8080, help="port of the balanced address; 0: a free one (default: %(default)s)"
+        "--port",
+        type=int,
+        default=endpoints.API_PORT,
+        help="port of the balanced address; 0: a free one (default: %(default)s)",
     )
     parser.add_argument(
         "--log-dir", type=Path, help="where the replicas' logs and decisions.jsonl go (default: in the state folder)"
@@ -120,6 +123,7 @@ async def _serve(runner: LocalRunner, *, show_table: bool) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     await runner.start()
+    log.info("once a replica is ready, try: %s", runner.first_request())
     loop.add_signal_handler(signal.SIGHUP, runner.reload)
     try:
         await _until(stop, runner, show_table=show_table)

@@ -30,6 +30,8 @@ from flyball_operator.local.tuner import LocalTuner
 from flyball_operator.local.watch import WatchedFile
 from flyball_operator.spec import LLMDeployment
 from flyball_operator.tuning.admin import AdminClient
+from flyball_protocol import example
+from flyball_protocol.endpoints import API_PORT
 from flyball_protocol.quoting import one_line, quoted
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class LocalOptions:
     executable: tuple[str, ...]
     log_dir: Path
     host: str = LOOPBACK
-    port: int = 8080
+    port: int = API_PORT
     evidence_period_s: float | None = None
     watch_period_s: float = 0.5
     echo: Callable[[str, str], None] | None = None
@@ -207,6 +209,11 @@ class LocalRunner:
             decision=self._tuner.decision,
             events=self._report.kept,
         )
+
+    def first_request(self) -> str:
+        """Return a shell command that asks the balanced address for a few tokens; it needs no chat template."""
+        url = example.base_url(self._options.host, int(self._url.rpartition(":")[2]))
+        return example.curl_line(url, self._deployment.served_name, chat=False)
 
     @property
     def url(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from flyball_protocol import endpoints
 from flyball_runtime.bench.lengths import parse_lengths
 from flyball_runtime.bench.slo import Slo
 from flyball_runtime.client.endpoint import Api, normalise_base_url
@@ -46,7 +47,7 @@ class BenchSettings(Struct, frozen=True, kw_only=True):
         max_duration_s: start no request after this time; those in flight finish.
     """
 
-    base_url: str = "http://127.0.0.1:8000"
+    base_url: str = endpoints.DEFAULT_BASE_URL
     model: str | None = None
     endpoint: Api = "completions"
     api_key_env: str | None = None

@@ -2,6 +2,8 @@
 
 import argparse
 
+from flyball_protocol import endpoints
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of ``flyball chat``."""
@@ -12,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt", nargs="?", help="ask this once; without it, talk (or read stdin when it is not a terminal)"
     )
     parser.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="with or without /v1 (%(default)s)"
+        "--base-url", default=endpoints.DEFAULT_BASE_URL, metavar="URL", help="with or without /v1 (%(default)s)"
     )
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument("--system", metavar="TEXT", help="system message")
