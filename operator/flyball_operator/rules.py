@@ -178,7 +178,7 @@ def _autoscaling_problems(spec: DeploymentSpec) -> Iterator[str]:
 
 def _tuning_problems(spec: DeploymentSpec) -> Iterator[str]:
     tuning = spec.tuning
-    if tuning.mode != "Off" and tuning.objectives == Objectives():
+    if tuning.mode != "Disabled" and tuning.objectives == Objectives():
         yield (
             f"spec.tuning.mode is {tuning.mode} and spec.tuning.objectives is empty; "
             "set ttftP95Milliseconds or interTokenLatencyP95Milliseconds"
@@ -237,7 +237,7 @@ def _metadata_problems(spec: DeploymentSpec) -> Iterator[str]:
 
 def _network_problems(spec: DeploymentSpec) -> Iterator[str]:
     policy = spec.network_policy
-    if policy.mode == "None" and policy.ingress_from is not None:
+    if policy.mode == "Disabled" and policy.ingress_from is not None:
         yield "spec.networkPolicy.ingressFrom needs mode Managed; set that mode or remove ingressFrom"
     for i, peer in enumerate(policy.ingress_from or ()):
         path = f"spec.networkPolicy.ingressFrom[{i}]"

@@ -177,8 +177,9 @@ def _limit(error: ValidationError) -> str:
 
 def _expected_type(error: ValidationError) -> str:
     if isinstance(error.instance, bool) and "enum" in _field(error):
-        word = "On" if error.instance else "Off"
-        return f'a string is expected (YAML reads a bare {word} as {str(error.instance).lower()}: write "{word}" in quotes)'
+        words = ("on", "yes") if error.instance else ("off", "no")
+        read = f"YAML reads a bare {' or '.join(words)} as {str(error.instance).lower()}"
+        return f"one of {', '.join(_field(error)['enum'])} is expected ({read})"
     types: Any = error.validator_value
     names: list[str] = types if isinstance(types, list) else [types]
     return f"{' or '.join(_TYPE_NAMES[name] for name in names)} is expected"

@@ -148,7 +148,7 @@ class Bounds(_Spec, frozen=True, kw_only=True):
 
 
 class Tuning(_Spec, frozen=True, kw_only=True):
-    mode: Literal["Off", "Recommend", "Auto"]
+    mode: Literal["Disabled", "Recommend", "Auto"]
     interval_seconds: int
     cooldown_seconds: int
     min_samples: int
@@ -170,7 +170,7 @@ class Rollout(_Spec, frozen=True, kw_only=True):
 
 
 class Disruption(_Spec, frozen=True, kw_only=True):
-    mode: Literal["Managed", "None"]
+    mode: Literal["Managed", "Disabled"]
     max_unavailable: int
 
 
@@ -191,7 +191,7 @@ class Peer(_Spec, frozen=True, kw_only=True):
 
 
 class NetworkPolicy(_Spec, frozen=True, kw_only=True):
-    mode: Literal["None", "Managed"]
+    mode: Literal["Disabled", "Managed"]
     ingress_from: tuple[Peer, ...] | None = None
 
 

@@ -19,7 +19,7 @@ from flyball_operator.tuning.loop import Round
 from flyball_operator.tuning.signals import BUDGET, Signal, Standing, signals
 from flyball_protocol import Limits
 
-State = Literal["Off", "Observing", "Adjusting", "Converged", "AtLimit", "Frozen"]
+State = Literal["Disabled", "Observing", "Adjusting", "Converged", "AtLimit", "Frozen"]
 
 HEALTHY, SLO_MET = "TuningHealthy", "SLOMet"
 MAX_HISTORY = 5
@@ -42,7 +42,7 @@ _STATES: dict[Reason, State] = {
 }
 
 _MEANINGS: dict[State, str] = {
-    "Off": "tuning is off",
+    "Disabled": "tuning is disabled",
     "Observing": "there is not enough traffic to decide on, or mode Recommend leaves the limits as they are",
     "Adjusting": "limits are being changed, or a change is given time to show",
     "Converged": "the objectives are met and no limit needs to move",
@@ -99,7 +99,7 @@ class TuningStatus(Struct, frozen=True, kw_only=True, rename="camel", omit_defau
             return None
 
 
-OFF = TuningStatus(state="Off")
+DISABLED = TuningStatus(state="Disabled")
 
 
 class Theme(NamedTuple):
@@ -137,7 +137,7 @@ class Report(NamedTuple):
         """Return what an earlier process left in an LLMDeployment's status; None where tuning was off."""
         known = TuningStatus.from_object(status.get("tuning", {}))
         slo = next((one for one in status.get("conditions", []) if one["type"] == SLO_MET), None)
-        if known is None or known.state == "Off":
+        if known is None or known.state == "Disabled":
             return None
         shown = None if slo is None else Condition(SLO_MET, slo["status"], slo["reason"], slo["message"])
         return cls(known, shown, Theme.of_status(known), None if shown is None else (shown.status, shown.reason))

@@ -121,7 +121,7 @@ RULES = [
     Rule(
         "Recommend and Auto need at least one objective",
         [
-            {"tuning": {"mode": "Off", "objectives": {}}},
+            {"tuning": {"mode": "Disabled", "objectives": {}}},
             {"tuning": {"mode": "Auto", "objectives": {"ttftP95Milliseconds": 1}}},
             {"tuning": {"mode": "Recommend", "objectives": {"interTokenLatencyP95Milliseconds": 1}}},
         ],
@@ -279,7 +279,7 @@ RULES = [
     Rule(
         "ingressFrom needs mode Managed",
         [ingress({"cidr": "10.0.0.0/8"}), {"networkPolicy": {"mode": "Managed"}}],
-        [ingress({"cidr": "10.0.0.0/8"}, mode="None")],
+        [ingress({"cidr": "10.0.0.0/8"}, mode="Disabled")],
     ),
     Rule(
         "set cidr, or namespaceSelector and podSelector",
@@ -307,6 +307,14 @@ def test_a_rule_lets_through_what_keeps_it(api_server: ApiServer, message: str, 
 @pytest.mark.parametrize(("message", "spec"), cases("refuses"))
 def test_a_rule_refuses_what_breaks_it_and_says_why(api_server: ApiServer, message: str, spec: Spec) -> None:
     assert message in api_server.create(llm(spec)).message
+
+
+def test_what_is_off_is_called_disabled_in_every_field() -> None:
+    fields = dict(reference.fields(schema.schema()["properties"]["spec"]))
+    choices = {path: field["enum"] for path, field in fields.items() if "enum" in field}
+    assert not {path for path, words in choices.items() if {"Off", "None", "No", "False"} & {*words}}
+    modes = {path for path in choices if path.endswith((".mode", ".podMonitor"))} - {"model.cache.mode"}
+    assert modes and all("Disabled" in choices[path] for path in modes)
 
 
 def test_every_rule_is_in_the_table() -> None:
@@ -337,7 +345,10 @@ def test_names_that_some_child_could_not_have_are_refused(api_server: ApiServer,
         (runtime(maxnumseqs=3), 'unknown field "spec.runtime.maxnumseqs"'),
         ({"podTemplate": {"metdata": {}}}, 'unknown field "spec.podTemplate.metdata"'),
         ({"tuning": {"mode": False}}, 'spec.tuning.mode in body must be of type string: "boolean"'),
-        ({"tuning": {"mode": "auto"}}, 'Unsupported value: "auto": supported values: "Off", "Recommend", "Auto"'),
+        ({"tuning": {"mode": "auto"}}, 'Unsupported value: "auto": supported values: "Disabled", "Recommend", "Auto"'),
+        ({"tuning": {"mode": "Off"}}, 'supported values: "Disabled", "Recommend", "Auto"'),
+        ({"networkPolicy": {"mode": "None"}}, 'supported values: "Disabled", "Managed"'),
+        ({"disruption": {"mode": "None"}}, 'supported values: "Managed", "Disabled"'),
         ({"autoscaling": {"mode": "None"}}, 'supported values: "Disabled", "HPA", "KEDA", "External"'),
         ({"replicas": -1}, "spec.replicas in body should be greater than or equal to 0"),
         (runtime(maxNumSeqs=4097), "spec.runtime.maxNumSeqs in body should be less than or equal to 4096"),

@@ -270,10 +270,10 @@ def test_samples_that_are_too_few_are_listed() -> None:
 def test_why_a_trial_ended_without_a_verdict() -> None:
     restarted = judged(canary(revision=0, limits=LIMITS))
     assert restarted.why.endswith("the canary lost it (revision 0): it restarted")
-    off = judged(canary(), tuning=structs.replace(TUNING, mode="Off"))
-    assert (off.reason, off.why[-8:]) == (Reason.TUNING_OFF, "mode Off")
-    off_and_silent = judged(None, None, None, tuning=structs.replace(TUNING, mode="Off"))
-    assert (off_and_silent.reason, off_and_silent.revision) == (Reason.TUNING_OFF, 5)
+    off = judged(canary(), tuning=structs.replace(TUNING, mode="Disabled"))
+    assert (off.reason, off.why[-13:]) == (Reason.MODE_CHANGED, "mode Disabled")
+    off_and_silent = judged(None, None, None, tuning=structs.replace(TUNING, mode="Disabled"))
+    assert (off_and_silent.reason, off_and_silent.revision) == (Reason.MODE_CHANGED, 5)
     alone = advanced(in_trial(on_trial()), [pods(None, canary())[1]], now_s=NOW_S + WINDOW_S)
     assert (alone.action, alone.why.split(": ")[-1]) == (Action.PROMOTE, "no other replica is left")
     bounds = Bounds(max_num_seqs=Range(max=32), max_num_batched_tokens=Range(max=300))
@@ -366,11 +366,11 @@ def test_a_revision_that_somebody_else_set_ends_the_trial_above_it() -> None:
     assert "replica 1 has revision 9, which somebody else set" in decision.why
 
 
-@pytest.mark.parametrize("mode", ["Off", "Recommend"])
+@pytest.mark.parametrize("mode", ["Disabled", "Recommend"])
 def test_a_mode_that_changes_nothing_leaves_no_canary_behind(mode: Any) -> None:
     tuning = structs.replace(TUNING, mode=mode)
     decision = judged(canary(), after_s=5, tuning=tuning)
-    assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.TUNING_OFF)
+    assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.MODE_CHANGED)
     assert decision.wanted_at("replica 2") == decision.wanted_at("replica 1") == (5, LIMITS)
     after = advanced(decision.state, pods(*[make_evidence(**ITL_OVER)] * 2), tuning=tuning)
     assert (after.action, after.state.trial) == (Action.HOLD, None)

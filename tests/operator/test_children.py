@@ -430,7 +430,7 @@ def test_the_service_has_the_api_port_only() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "is_built"),
-    [({"replicas": 1}, False), ({"replicas": 2}, True), ({"replicas": 2, "disruption": {"mode": "None"}}, False)],
+    [({"replicas": 1}, False), ({"replicas": 2}, True), ({"replicas": 2, "disruption": {"mode": "Disabled"}}, False)],
 )
 def test_a_disruption_budget_is_there_from_two_replicas_on(spec: Any, is_built: bool) -> None:
     assert (child("PodDisruptionBudget", **spec) is not None) == is_built

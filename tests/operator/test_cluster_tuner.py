@@ -405,7 +405,7 @@ async def test_recommendations_are_shown_and_not_made() -> None:
         assert (now.tuner.boot_prior(KEY), now.actions) == (None, [])
 
 
-@pytest.mark.parametrize("mode", ["Off", "Recommend"])
+@pytest.mark.parametrize("mode", ["Disabled", "Recommend"])
 def test_turning_tuning_off_takes_back_what_is_on_trial(mode: str) -> None:
     async def test() -> None:
         async with scene(sees=good_below(400)) as now:
@@ -416,8 +416,8 @@ def test_turning_tuning_off_takes_back_what_is_on_trial(mode: str) -> None:
             assert now.events[-1][1] == "LimitsRolledBack"
             num_requests = now.replicas[0].num_requests
             await now.rounds(3)
-            assert (now.replicas[0].num_requests == num_requests) == (mode == "Off")
-            assert (now.tuning == {"state": "Off"}) == (mode == "Off")
+            assert (now.replicas[0].num_requests == num_requests) == (mode == "Disabled")
+            assert (now.tuning == {"state": "Disabled"}) == (mode == "Disabled")
 
     asyncio.run(test())
 

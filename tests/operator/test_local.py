@@ -405,7 +405,7 @@ def test_tuning_changes_the_limits_of_every_replica_and_records_why() -> None:
             await now.until(lambda s: in_force(s) == [358, 358, 358])  # a new replica gets the limits in force
             records = [from_line(line) for line in (now.folder.log_dir / "decisions.jsonl").read_bytes().splitlines()]
             assert [record.replay() for record in records] == [record.decision for record in records]
-            now.file.write(tuning={"mode": "Off"})
+            now.file.write(tuning={"mode": "Disabled"})
             await now.until(lambda s: s.decision is None)
 
     run(scenario())

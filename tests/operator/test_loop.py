@@ -99,7 +99,7 @@ def test_a_trial_is_taken_back_when_tuning_is_turned_off() -> None:
     loop, records = make_loop(admin, canary_first=True)
     asyncio.run(loop.round(TUNING, TARGETS))
     admin.updates.clear()
-    result = asyncio.run(loop.round(structs.replace(TUNING, mode="Off"), TARGETS))
+    result = asyncio.run(loop.round(structs.replace(TUNING, mode="Disabled"), TARGETS))
     assert (result.decision.action, loop.has_trial) == (Action.ROLL_BACK, False)
     assert [(one.revision, one.limits) for one in admin.updates] == [(5, as_change(LIMITS))] * 2
     assert [record.replay() for record in records] == [record.decision for record in records]

@@ -29,7 +29,7 @@ def test_the_shortest_manifest_is_completed_with_the_schemas_defaults() -> None:
     spec = deployment.spec
     assert (deployment.name, deployment.namespace, deployment.served_name) == ("chat", "default", "chat")
     assert (spec.replicas, spec.accelerator.count, spec.runtime.max_num_seqs) == (1, 1, 256)
-    assert (spec.tuning.mode, spec.tuning.interval_seconds) == ("Off", 15)
+    assert (spec.tuning.mode, spec.tuning.interval_seconds) == ("Disabled", 15)
     assert (spec.rollout.drain.pre_stop_seconds, spec.rollout.drain.timeout_seconds) == (10, 120)
 
 
@@ -124,7 +124,10 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ("accelerator: {count: 2}", ["spec.accelerator.count is 2", "1"]),
         ("resources: {limits: {nvidia.com/gpu: 1}}", ["nvidia.com/gpu", "spec.accelerator.count"]),
         ("resources: {limits: {memory: lots}}", ["spec.resources.limits.memory", "'lots'"]),
-        ("tuning: {mode: Off}", ['write "Off" in quotes']),
+        ("tuning: {mode: Off}", ["one of Disabled, Recommend, Auto is expected", "a bare off or no as false"]),
+        ("tuning: {mode: 'Off'}", ["'Off'", "one of Disabled, Recommend, Auto is expected"]),
+        ("networkPolicy: {mode: None}", ["'None'", "one of Disabled, Managed is expected"]),
+        ("disruption: {mode: None}", ["'None'", "one of Managed, Disabled is expected"]),
         ("tuning: {mode: Auto}", ["Auto", "objectives"]),
         ("tuning: {bounds: {maxNumSeqs: {min: 9, max: 4}}}", ["9", "4", "swap"]),
         ("tuning: {bounds: {maxNumSeqs: {max: 300}}}", ["300", "256", "envelope"]),

@@ -8,7 +8,7 @@ from flyball_operator.spec import LLMDeployment
 def disruption_budget(llm: LLMDeployment) -> Manifest | None:
     """Return the policy/v1 PodDisruptionBudget, or None: with less than two replicas there is nothing to keep in service."""
     disruption = llm.spec.disruption
-    if disruption.mode == "None" or llm.spec.replicas < 2:
+    if disruption.mode == "Disabled" or llm.spec.replicas < 2:
         return None
     return {
         "apiVersion": "policy/v1",

@@ -12,7 +12,7 @@ def network_policy(llm: LLMDeployment, platform: Platform) -> Manifest | None:
 
     Ports are numbers: a name would be looked up in each pod, and podTemplate may rename them.
     """
-    if llm.spec.network_policy.mode == "None":
+    if llm.spec.network_policy.mode == "Disabled":
         return None
     return {
         "apiVersion": "networking.k8s.io/v1",

@@ -20,7 +20,7 @@ from flyball_operator.tuning.admin import AdminClient, Target
 from flyball_operator.tuning.loop import Round, SlowLoop
 from flyball_operator.tuning.record import DecisionRecord, to_line
 from flyball_operator.tuning.recovery import Memory
-from flyball_operator.tuning_status import OFF, Report, TuningStatus, report
+from flyball_operator.tuning_status import DISABLED, Report, TuningStatus, report
 from flyball_protocol import BootPrior
 from flyball_protocol.endpoints import ADMIN_PORT
 
@@ -80,15 +80,15 @@ class ClusterTuner:
     def status(self, key: Key) -> Mapping[str, Any] | None:
         """Return status.tuning; before the first round, as an earlier process left it."""
         resource = self._store.resources.get(key)
-        if resource is None or _mode(resource) == "Off":
-            return None if resource is None else OFF.as_object()
+        if resource is None or _mode(resource) == "Disabled":
+            return None if resource is None else DISABLED.as_object()
         known = self._report(resource)
         return None if known is None else known.status.as_object()
 
     def conditions(self, key: Key) -> Sequence[Condition]:
         """Return TuningHealthy and SLOMet; none where tuning is off or nothing is known yet."""
         resource = self._store.resources.get(key)
-        if resource is None or _mode(resource) == "Off":
+        if resource is None or _mode(resource) == "Disabled":
             return ()
         known = self._report(resource)
         return () if known is None else known.conditions
@@ -123,7 +123,7 @@ class ClusterTuner:
         if resource.deleting or resource.spec.get("suspend", False):
             return False
         tuned = self._current(resource)
-        return _mode(resource) != "Off" or (tuned is not None and tuned.has_trial)
+        return _mode(resource) != "Disabled" or (tuned is not None and tuned.has_trial)
 
     def _take_turn(self, resource: Resource, now_s: float) -> bool:
         tuned = self._current(resource)
@@ -150,8 +150,8 @@ class ClusterTuner:
         resources = self._store.resources
         for key, tuned in list(self._tuned.items()):
             resource = resources.get(key)
-            is_off = resource is not None and _mode(resource) == "Off" and not tuned.has_trial
-            if (resource is None or resource.uid != tuned.uid or is_off) and not tuned.is_busy:
+            is_disabled = resource is not None and _mode(resource) == "Disabled" and not tuned.has_trial
+            if (resource is None or resource.uid != tuned.uid or is_disabled) and not tuned.is_busy:
                 del self._tuned[key]
 
     def _current(self, resource: Resource) -> "_Tuned | None":
@@ -244,7 +244,7 @@ def target(pod: Pod) -> Target:
 
 def remembered(resource: Resource, prior: BootPrior | None, now: datetime) -> Memory:
     """Return what an earlier process left in the status and the boot prior."""
-    status = TuningStatus.from_object(resource.status.get("tuning", {})) or OFF
+    status = TuningStatus.from_object(resource.status.get("tuning", {})) or DISABLED
     last = status.history[0] if status.history else None
     age_s = None if last is None else max(0.0, (now - datetime.fromisoformat(last.time)).total_seconds())
     trying = last is not None and last.action == Action.TRY
@@ -252,7 +252,7 @@ def remembered(resource: Resource, prior: BootPrior | None, now: datetime) -> Me
 
 
 def _mode(resource: Resource) -> str:
-    return str(resource.spec.get("tuning", {}).get("mode", "Off"))
+    return str(resource.spec.get("tuning", {}).get("mode", "Disabled"))
 
 
 def _left_prior(store: Store, resource: Resource) -> BootPrior | None:

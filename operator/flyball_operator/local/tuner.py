@@ -66,7 +66,7 @@ class LocalTuner:
     async def _tune_forever(self) -> None:
         while True:
             self._changed.clear()
-            if self._tuning.mode == "Off":
+            if self._tuning.mode == "Disabled":
                 self.decision = None
             else:
                 await self._round()

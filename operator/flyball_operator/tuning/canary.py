@@ -35,7 +35,7 @@ def advance(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence], 
     """
     if state.trial is not None:
         trying = _Situation(tuning, state, state.trial, tuple(evidence), now_s)
-        return _judge(trying) if tuning.mode == "Auto" else trying.take_back(Reason.TUNING_OFF, f"mode {tuning.mode}")
+        return _judge(trying) if tuning.mode == "Auto" else trying.take_back(Reason.MODE_CHANGED, f"mode {tuning.mode}")
     decision = decide(tuning, state, evidence, now_s=now_s)
     if tuning.mode != "Auto" or not _is_experiment(decision) or len(evidence) < 2:
         return decision

@@ -46,7 +46,7 @@ class Reason(StrEnum):
     CANARY_WORSE = "CanaryWorse"
     CANARY_RESTARTED = "CanaryRestarted"
     CANARY_UNJUDGED = "CanaryUnjudged"
-    TUNING_OFF = "TuningOff"
+    MODE_CHANGED = "ModeChanged"
 
 
 class Decision(Struct, frozen=True, kw_only=True):
