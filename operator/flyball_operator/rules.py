@@ -87,12 +87,14 @@ def _cache_problems(spec: DeploymentSpec) -> Iterator[str]:
 
 def _runtime_problems(spec: DeploymentSpec) -> Iterator[str]:
     runtime = spec.runtime
-    if runtime.kv_cache_memory is not None and runtime.kv_cache_memory_percent is not None:
-        yield "spec.runtime.kvCacheMemory and kvCacheMemoryPercent are both set; keep one of them"
-    if runtime.kv_cache_memory_percent is not None and spec.accelerator.count == 0:
+    if runtime.kv_cache_memory_percent is not None:
+        yield "spec.runtime.kvCacheMemoryPercent is now called gpuMemoryUtilizationPercent; rename it"
+    if runtime.kv_cache_memory is not None and runtime.gpu_memory_utilization_percent is not None:
+        yield "spec.runtime.kvCacheMemory and gpuMemoryUtilizationPercent are both set; keep one of them"
+    if runtime.gpu_memory_utilization_percent is not None and spec.accelerator.count == 0:
         yield (
-            f"spec.runtime.kvCacheMemoryPercent is {runtime.kv_cache_memory_percent}, a share of the accelerator's memory, "
-            "but spec.accelerator.count is 0; set kvCacheMemory instead"
+            f"spec.runtime.gpuMemoryUtilizationPercent is {runtime.gpu_memory_utilization_percent}, "
+            "a share of the accelerator's memory, but spec.accelerator.count is 0; set kvCacheMemory instead"
         )
     if runtime.max_num_batched_tokens < runtime.max_num_seqs:
         yield (

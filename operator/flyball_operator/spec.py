@@ -76,7 +76,8 @@ class Runtime(_Spec, frozen=True, kw_only=True):
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     image_pull_secrets: tuple[ObjectName, ...] = ()
     max_model_len: int | None = None
-    kv_cache_memory_percent: int | None = None
+    gpu_memory_utilization_percent: int | None = None
+    kv_cache_memory_percent: int | None = None  # the former name
     kv_cache_memory: Quantity | None = None
     extra_args: tuple[str, ...] = ()
     env: tuple[EnvVar, ...] = ()

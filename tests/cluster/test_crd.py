@@ -76,9 +76,9 @@ CONFIG_MAP = {"configMapKeyRef": {"name": "c", "key": "k"}}
 
 RULES = [
     Rule(
-        "runtime.kvCacheMemoryPercent is a share of the accelerator's memory",
-        [runtime(kvCacheMemoryPercent=80), CPU | runtime(kvCacheMemory="1Gi")],
-        [CPU | runtime(kvCacheMemoryPercent=80)],
+        "runtime.gpuMemoryUtilizationPercent is a share of the accelerator's memory",
+        [runtime(gpuMemoryUtilizationPercent=80), CPU | runtime(kvCacheMemory="1Gi")],
+        [CPU | runtime(gpuMemoryUtilizationPercent=80)],
     ),
     Rule(
         "runtime.kvCacheMemory must be less than resources.limits.memory",
@@ -169,9 +169,14 @@ RULES = [
         ],
     ),
     Rule(
-        "set kvCacheMemory or kvCacheMemoryPercent, not both",
+        "set kvCacheMemory or gpuMemoryUtilizationPercent, not both",
         [runtime(kvCacheMemory="1Gi")],
-        [runtime(kvCacheMemory="1Gi", kvCacheMemoryPercent=50)],
+        [runtime(kvCacheMemory="1Gi", gpuMemoryUtilizationPercent=50)],
+    ),
+    Rule(
+        "kvCacheMemoryPercent is now called gpuMemoryUtilizationPercent",
+        [runtime(gpuMemoryUtilizationPercent=80)],
+        [runtime(kvCacheMemoryPercent=80), CPU | runtime(kvCacheMemoryPercent=0)],
     ),
     Rule(
         "maxNumBatchedTokens must be at least maxNumSeqs",

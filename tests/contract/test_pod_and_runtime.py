@@ -54,7 +54,11 @@ def pods() -> list[dict[str, Any]]:
         path.read_text() for path in [*sorted(EXAMPLES.glob("*.yaml")), EXAMPLES / "gateway" / "llmdeployment.yaml"]
     ]
     for dtype in DTYPES:
-        for count, kv in ((0, "kvCacheMemory: 1Gi"), (1, "kvCacheMemoryPercent: 80"), (1, "kvCacheMemory: 4GiB")):
+        for count, kv in (
+            (0, "kvCacheMemory: 1Gi"),
+            (1, "gpuMemoryUtilizationPercent: 80"),
+            (1, "kvCacheMemory: 4GiB"),
+        ):
             texts.append(EVERY_SETTING.replace("DTYPE", dtype).replace("COUNT", str(count)).replace("KV", kv))
     deployments = [one for text in texts for one in manifest.parse(text, source="test", base=EXAMPLES)]
     return [local_deployment(one)["spec"]["template"]["spec"] for one in deployments]

@@ -75,7 +75,7 @@ def test_settings_become_arguments_one_word_each() -> None:
         "maxModelLen": 512,
         "maxNumSeqs": 8,
         "maxNumBatchedTokens": 64,
-        "kvCacheMemoryPercent": 85,
+        "gpuMemoryUtilizationPercent": 85,
     }
     args = container(
         build(runtime={**runtime, "extraArgs": ["--seed=1"]}, model={"uri": "hf://org/name", "revision": "v2"})

@@ -113,7 +113,8 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ("runtime: {kvCacheMemory: 2gib}", ["spec.runtime.kvCacheMemory", "'2gib'", "2GiB"]),
         ("runtime: {kvCacheMemory: 0.0GiB}", ["spec.runtime.kvCacheMemory is '0.0GiB'"]),
         ("runtime: {kvCacheMemory: 0}", ["spec.runtime.kvCacheMemory is 0"]),
-        ("runtime: {kvCacheMemory: 1Gi, kvCacheMemoryPercent: 50}", ["both set"]),
+        ("runtime: {kvCacheMemory: 1Gi, gpuMemoryUtilizationPercent: 50}", ["both set"]),
+        ("runtime: {kvCacheMemoryPercent: 50}", ["kvCacheMemoryPercent is now called gpuMemoryUtilizationPercent"]),
         ("runtime: {maxNumBatchedTokens: 64}", ["64", "256", "raise it or lower"]),
         ("runtime: {extraArgs: ['--max-num-seqs=4']}", ["extraArgs[0]", "--max-num-seqs"]),
         ("runtime: {extraArgs: ['--max-num-s=4']}", ["extraArgs[0]", "--max-num-seqs"]),
@@ -186,7 +187,7 @@ def test_a_bad_field_is_refused_with_its_path_and_a_way_out(field: str, words: l
 
 def test_without_an_accelerator_the_kv_cache_is_sized_in_bytes_and_below_the_memory_limit() -> None:
     with pytest.raises(SpecError, match="set kvCacheMemory instead"):
-        parse_spec("accelerator: {count: 0}", "runtime: {kvCacheMemoryPercent: 50}")
+        parse_spec("accelerator: {count: 0}", "runtime: {gpuMemoryUtilizationPercent: 50}")
     with pytest.raises(SpecError, match=r"is 2GiB, and .* only 2048Mi"):
         parse_spec("accelerator: {count: 0}", "runtime: {kvCacheMemory: 2GiB}", "resources: {limits: {memory: 2048Mi}}")
 

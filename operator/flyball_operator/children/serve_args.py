@@ -12,7 +12,7 @@ def serve_args(llm: LLMDeployment) -> list[str]:
     optional = {
         "--revision": llm.model_source.revision if isinstance(llm.model_source, HubModel) else None,
         "--max-model-len": runtime.max_model_len,
-        "--gpu-memory-utilization": None if (p := runtime.kv_cache_memory_percent) is None else f"{p / 100:.2f}",
+        "--gpu-memory-utilization": None if (p := runtime.gpu_memory_utilization_percent) is None else f"{p / 100:.2f}",
         "--kv-cache-memory-bytes": None if (m := runtime.kv_cache_memory) is None else quantity.to_bytes(m),
     }
     flags = {
