@@ -1,6 +1,6 @@
 """README.md and docs/operations.md, followed line by line.
 
-Images have the names that the pages count on. The example keeps its name, but serves the demo model on the CPU.
+Images have the names that the pages count on. The examples keep their names, but serve the demo model on the CPU.
 """
 
 import os
@@ -17,7 +17,7 @@ from e2e_kit.models import SMALL
 from e2e_kit.node import Node
 from e2e_kit.programs import HELM
 
-EXAMPLE = Path("examples/llmdeployment.yaml")
+EXAMPLES = (Path("examples/cpu.yaml"), Path("examples/llmdeployment.yaml"))
 NAMES = {
     images.OPERATOR: ("docker.io/library/flyball-operator:0.1.0", "registry.example.com/flyball-operator:0.1.0"),
     images.RUNTIME: ("docker.io/library/flyball-runtime:0.1.0", "registry.example.com/flyball-runtime:0.1.0"),
@@ -30,10 +30,11 @@ def checkout(tmp_path: Path) -> Path:
     """The repository as far as the pages speak of it."""
     for name in ("charts", "crds"):
         (tmp_path / name).symlink_to(images.ROOT / name)
-    llm = yaml.safe_load((images.ROOT / EXAMPLE).read_text())
-    llm["spec"] = {**SMALL, "model": {**llm["spec"]["model"], "uri": SMALL["model"]["uri"]}}
-    (tmp_path / EXAMPLE.parent).mkdir()
-    (tmp_path / EXAMPLE).write_text(yaml.safe_dump(llm))
+    (tmp_path / "examples").mkdir()
+    for example in EXAMPLES:
+        llm = yaml.safe_load((images.ROOT / example).read_text())
+        llm["spec"] = {**SMALL, "model": {**llm["spec"]["model"], "uri": SMALL["model"]["uri"]}}
+        (tmp_path / example).write_text(yaml.safe_dump(llm))
     return tmp_path
 
 
