@@ -1,9 +1,10 @@
-"""What docs/ says, held to the code: flags, fields, metrics, errors, reasons, commands, file names."""
+"""What README.md and docs/ say, held to the code: flags, fields, metrics, errors, reasons, commands, file names, links."""
 
 import argparse
 import re
 import shlex
 from collections.abc import Iterator
+from importlib.metadata import version
 from itertools import dropwhile, groupby
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import make_tokenizer
 from flyball_operator import cli as operator_cli
-from flyball_operator import diagnosis, manifest, reference, schema, status, tuning_status
+from flyball_operator import diagnosis, manifest, names, reference, rules, schema, status, tuning_status
 from flyball_operator.cluster import reconciler
 from flyball_operator.cluster.metrics import Metrics as OperatorMetrics
 from flyball_operator.tuning import Reason
-from flyball_protocol import LimitsUpdate, endpoints
+from flyball_protocol import Limits, LimitsUpdate, endpoints
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from flyball_runtime import cli as runtime_cli
 from flyball_runtime.api import ApiSettings, Metrics, create_admin_app, create_app
 from flyball_runtime.api import errors as api_errors
 from flyball_runtime.api.schemas import ChatRequest, CompletionRequest
+from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS
 from flyball_runtime.bench.arguments import settings_from
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.errors import RequestError
@@ -34,7 +36,7 @@ from runtime.fake_engine import FakeEngine, step_stats
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 PACKAGES = (
     "runtime/flyball_runtime",
     "operator/flyball_operator",
@@ -115,18 +117,22 @@ def test_the_port_of_an_api_is_the_same_everywhere() -> None:
     assert ports == {endpoints.API_PORT}
 
 
-def test_every_metric_is_documented_with_its_type() -> None:
+def exported_metrics() -> dict[str, str]:
+    """Type by name of what /metrics of a replica has."""
     metrics = Metrics(model_name="test", clock=FakeClock())
     metrics.attach(FakeEngine(vocab_size=384))
     metrics.step(step_stats(num_tokens=1))
     families = text_string_to_metric_families(metrics.exposition("")[0].decode())
-    exported = {
+    return {
         family.name + ("_total" if family.type == "counter" else ""): family.type
         for family in families
         if not family.name.startswith("process_")
     }
+
+
+def test_every_metric_is_documented_with_its_type() -> None:
     documented = {code(row[0])[0].partition("{")[0]: row[1] for row in table("serving.md", "Metric", "Type")}
-    assert documented == exported
+    assert documented == exported_metrics()
 
 
 def test_every_metric_of_the_operator_is_documented_with_its_type() -> None:
@@ -193,14 +199,64 @@ def test_every_field_of_a_request_is_documented() -> None:
     assert documented == {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
 
 
+def known_fields() -> set[str]:
+    """Every field below spec."""
+    return {name for name, _ in reference.fields(schema.schema()["properties"]["spec"])}
+
+
+def flags_in(*cells: str) -> set[str]:
+    return {word for cell in cells for word in code(cell) if word.startswith("--")}
+
+
+def test_every_flag_field_and_limit_that_vllms_flags_become_exists() -> None:
+    """A flag is the same on both sides or named in the second column; what extraArgs is to hold is not refused there."""
+    options = {flag for one in subcommand("flyball", "serve")._actions for flag in one.option_strings}
+    for theirs, ours, field, limit in table("from-vllm.md", "vLLM", "`flyball serve`", "Manifest", "Live limit"):
+        mine = flags_in(theirs if ours.startswith("same") else "", ours)
+        assert mine <= options, theirs
+        fields = {word for word in code(field) if "." in word}
+        assert fields <= known_fields(), theirs
+        assert {*code(limit)} <= {*Limits.__struct_fields__}, theirs
+        assert "runtime.extraArgs" not in fields or (mine and not mine & rules.MANAGED_FLAGS), theirs
+
+
+def test_a_flag_of_vllm_without_a_counterpart_has_none() -> None:
+    options = {flag for one in subcommand("flyball", "serve")._actions for flag in one.option_strings}
+    rows = table("from-vllm.md", "vLLM", "Way out")
+    assert not flags_in(*(theirs for theirs, _ in rows)) & options
+    assert flags_in(*(way_out for _, way_out in rows)) <= options
+
+
+def test_every_field_of_vllm_that_is_said_to_be_refused_is_refused() -> None:
+    refused = {field for row in table("from-vllm.md", "Field", "") for field in code(row[0])}
+    assert len(refused) > 20
+    assert refused <= {*CHAT_NOOPS, *COMPLETION_NOOPS}
+
+
+def test_the_metrics_of_vllm_are_mapped_to_those_that_exist() -> None:
+    rows = table("from-vllm.md", "vLLM", "Flyball", "Under vLLM's name too")
+    exported = exported_metrics()
+    assert {name for row in rows for name in code(row[1])} <= exported.keys()
+    theirs = {name for name in exported if name.startswith("vllm:")}
+    assert {name for row in rows if row[2] == "yes" for name in code(row[0])} == theirs
+
+
+def test_the_images_of_the_readme_are_those_that_the_chart_and_the_operator_use() -> None:
+    text = "".join(re.findall(r"```bash images\n(.*?)```", PAGES[0].read_text(), flags=re.DOTALL))
+    expected = {f"flyball-operator:{version('flyball')}", names.runtime_image()}
+    assert {*re.findall(r"\bflyball-\w+:[\w.-]+", text)} == expected
+    for dockerfile, rest in re.findall(r"docker build -f (\S+) (.*)", text):
+        declared = {*re.findall(r"^ARG (\w+)", (ROOT / dockerfile).read_text(), flags=re.MULTILINE)}
+        assert {*re.findall(r"--build-arg (\w+)=", rest)} <= declared
+
+
 def test_the_reference_is_what_the_crd_says() -> None:
     assert (DOCS / "reference" / "llmdeployment.md").read_text() == reference.markdown()
 
 
 def test_every_field_that_local_mode_treats_differently_exists() -> None:
-    known = {name for name, _ in reference.fields(schema.schema()["properties"]["spec"])}
     named = {field for row in table("local-mode.md", "Field of spec", "Here") for field in code(row[0])}
-    assert named <= known
+    assert named <= known_fields()
 
 
 def test_every_reason_of_a_decision_is_documented() -> None:
@@ -288,3 +344,19 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
     missing = [path for path in paths if not any((folder / path).exists() for folder in folders)]
     links = [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (page.parent / link).exists()]
     assert not missing + links
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as GitHub turns them into anchors."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_heading_that_is_linked_exists(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+    missing = [
+        f"{path}#{anchor}" for path, anchor in links if anchor not in anchors(page.parent / path if path else page)
+    ]
+    assert not missing
