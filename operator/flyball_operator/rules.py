@@ -52,6 +52,7 @@ def problems(spec: DeploymentSpec) -> list[str]:
         _tuning_problems,
         _rollout_problems,
         _pod_template_problems,
+        _monitoring_problems,
         _metadata_problems,
         _network_problems,
     )
@@ -219,6 +220,11 @@ def _pod_template_problems(spec: DeploymentSpec) -> Iterator[str]:
         yield f"{entry('spec.podTemplate.metadata.labels', key)} is how the operator finds its pods; remove it"
 
 
+def _monitoring_problems(spec: DeploymentSpec) -> Iterator[str]:
+    for key in spec.monitoring.labels.keys() & names.labels("").keys():
+        yield f"{entry('spec.monitoring.labels', key)} is a label that the operator sets; remove it"
+
+
 def _metadata_problems(spec: DeploymentSpec) -> Iterator[str]:
     """Yield what the API server would refuse as a key of labels or annotations."""
     template = spec.pod_template.get("metadata", {})
@@ -226,6 +232,7 @@ def _metadata_problems(spec: DeploymentSpec) -> Iterator[str]:
         "spec.podTemplate.metadata.labels": template.get("labels", {}),
         "spec.podTemplate.metadata.annotations": template.get("annotations", {}),
         "spec.service.annotations": spec.service.annotations,
+        "spec.monitoring.labels": spec.monitoring.labels,
     }
     for i, peer in enumerate(spec.network_policy.ingress_from or ()):
         for name, selector in (("namespaceSelector", peer.namespace_selector), ("podSelector", peer.pod_selector)):

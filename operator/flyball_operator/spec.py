@@ -199,6 +199,7 @@ class NetworkPolicy(_Spec, frozen=True, kw_only=True):
 class Monitoring(_Spec, frozen=True, kw_only=True):
     pod_monitor: Literal["Auto", "Enabled", "Disabled"]
     interval_seconds: int
+    labels: dict[str, str] = {}
 
 
 class DeploymentSpec(_Spec, frozen=True, kw_only=True):

@@ -273,6 +273,7 @@ RULES = [
             labels(**{"a b": "c"}),
             {"podTemplate": {"metadata": {"annotations": {"/a": "b"}}}},
             {"service": {"annotations": {"a/b/c": ""}}},
+            {"monitoring": {"labels": {"a b": "c"}}},
             ingress({"podSelector": {"matchLabels": {"-": "x"}}}),
         ],
     ),
@@ -280,6 +281,14 @@ RULES = [
         "the operator finds its pods by",
         [labels(**{"app.kubernetes.io/part-of": "chat"})],
         [labels(**{f"app.kubernetes.io/{key}": "x"}) for key in ("name", "instance", "component", "managed-by")],
+    ),
+    Rule(
+        "the operator sets app.kubernetes.io/name",
+        [{"monitoring": {"labels": {"release": "prometheus", "app.kubernetes.io/part-of": "chat"}}}],
+        [
+            {"monitoring": {"labels": {f"app.kubernetes.io/{key}": "x"}}}
+            for key in ("name", "instance", "component", "managed-by")
+        ],
     ),
     Rule(
         "ingressFrom needs mode Managed",

@@ -539,7 +539,7 @@ def random_spec(rng: random.Random) -> Object:
             {"nonsense": 1},
         ],
         "startupTimeoutSeconds": [60, 14400],
-        "monitoring": [{"podMonitor": "Enabled"}, {"podMonitor": "Disabled"}],
+        "monitoring": [{"podMonitor": "Enabled"}, {"podMonitor": "Disabled"}, {"labels": {"release": "prometheus"}}],
         "suspend": [False],
     }
     return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.4}

@@ -527,6 +527,11 @@ def test_a_pod_monitor_scrapes_the_api_port_and_labels_series_with_the_deploymen
     assert child("PodMonitor", monitoring={"podMonitor": "Disabled"}) is None
 
 
+def test_a_pod_monitor_has_the_labels_by_which_a_prometheus_selects_it() -> None:
+    built = child("PodMonitor", monitoring={"labels": {"release": "prometheus"}})
+    assert built is not None and built["metadata"]["labels"] == {**names.labels("chat"), "release": "prometheus"}
+
+
 # --- network policy
 
 

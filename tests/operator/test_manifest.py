@@ -168,6 +168,11 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ("rollout: {maxSurge: 101%}", ["spec.rollout.maxSurge is '101%'"]),
         ("podTemplate: {metadata: {labels: {app.kubernetes.io/name: x}}}", ["app.kubernetes.io/name", "remove it"]),
         ("podTemplate: {metadata: {labels: {app.kubernetes.io/managed-by: x}}}", ["managed-by", "remove it"]),
+        (
+            "monitoring: {labels: {app.kubernetes.io/instance: x}}",
+            ["monitoring.labels.app.kubernetes.io/instance", "remove"],
+        ),
+        ("monitoring: {labels: {a b: x}}", ["spec.monitoring.labels['a b']", "DOMAIN/NAME"]),
         ("podTemplate: {metadata: {annotations: {a b: x}}}", ["annotations['a b']", "DOMAIN/NAME"]),
         ("podTemplate: {spec: {containers: [{image: x}]}}", ["spec.podTemplate.spec.containers[0].name is missing"]),
         ("podTemplate: {metadata: {name: x}}", ["spec.podTemplate.metadata.name is not a field"]),

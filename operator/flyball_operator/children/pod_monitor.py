@@ -8,16 +8,17 @@ from flyball_protocol import endpoints
 
 
 def pod_monitor(llm: LLMDeployment, platform: Platform) -> Manifest | None:
-    """Return the monitoring.coreos.com/v1 PodMonitor, or None when it is off or the cluster does not know the kind."""
+    """Return the monitoring.coreos.com/v1 PodMonitor, or None when it is disabled or the cluster does not know the kind."""
     monitoring = llm.spec.monitoring
     if monitoring.pod_monitor == "Disabled" or not platform.pod_monitor:
         return None
     interval = f"{monitoring.interval_seconds}s"
+    common = metadata(llm)
     endpoint = {"port": names.API_PORT_NAME, "path": endpoints.METRICS_PATH, "interval": interval}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
-        "metadata": metadata(llm),
+        "metadata": {**common, "labels": {**monitoring.labels, **common["labels"]}},
         "spec": {
             "selector": {"matchLabels": names.selector_labels(llm.name)},
             "podTargetLabels": [names.INSTANCE_LABEL],
