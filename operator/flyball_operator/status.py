@@ -67,6 +67,7 @@ def status_of(seen: Observation, now: str) -> Object:
         "observedGeneration": seen.resource.generation,
         "replicas": rollout.total,
         "readyReplicas": rollout.ready,
+        "ready": f"{rollout.ready}/{rollout.wanted}",
         "updatedReplicas": rollout.updated,
         "availableReplicas": rollout.available,
         "selector": labels,

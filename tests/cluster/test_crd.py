@@ -495,6 +495,7 @@ def test_kubectl_scale_and_the_columns_of_kubectl_get(cluster: Cluster, stored: 
     stored({"autoscaling": {"mode": "External"}})
     status = {
         "readyReplicas": 2,
+        "ready": "2/3",
         "replicas": 3,
         "selector": "app.kubernetes.io/instance=chat",
         "url": "http://chat:8000",
@@ -516,8 +517,8 @@ def test_kubectl_scale_and_the_columns_of_kubectl_get(cluster: Cluster, stored: 
     )
     cluster.kubectl("-n", namespace, "scale", "llmdep/chat", "--replicas=3")
     head, row = cluster.kubectl("-n", namespace, "get", "llmdep", "chat").splitlines()
-    assert head.split() == ["NAME", "MODEL", "READY", "REPLICAS", "SEQS", "KV%", "SLO", "STATUS", "AGE"]
-    assert row.split()[:-1] == ["chat", "hf://org/name", "2", "3", "96", "80", "True", "Updating"]
+    assert head.split() == ["NAME", "MODEL", "READY", "SEQS", "KV%", "SLO", "STATUS", "AGE"]
+    assert row.split()[:-1] == ["chat", "hf://org/name", "2/3", "96", "80", "True", "Updating"]
     wide = cluster.kubectl("-n", namespace, "get", "llmdep", "chat", "-o", "wide").splitlines()[1].split()
     assert wide[-4:] == ["Converged", "External", "http://chat:8000", "-"]
 

@@ -167,6 +167,19 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
     assert status_of(observation(counts(2, 2, 0), pods=[LOADING], before=before), LATER) == before
 
 
+@pytest.mark.parametrize(
+    ("seen", "ready"),
+    [
+        (observation(None, replicas=1), "0/1"),
+        (observation(counts(2, 2, 1)), "1/2"),
+        (observation(counts(3, 1, 3)), "3/2"),  # an update has one more than is wanted, as in a Deployment's READY
+        (observation({"replicas": 0}, replicas=0), "0/0"),
+    ],
+)
+def test_ready_replicas_are_shown_beside_those_that_are_wanted(seen: Observation, ready: str) -> None:
+    assert status_of(seen, NOW)["ready"] == ready
+
+
 def test_scale_clients_find_their_fields() -> None:
     status = status_of(observation(DONE), NOW)
     assert (status["replicas"], status["observedGeneration"], status["url"]) == (2, 3, "http://chat.team.svc:8000")
