@@ -100,7 +100,7 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Cha
                 contextlib.closing(bind(config.admin_host, config.admin_port, "--admin-port"))
             )
         metrics = Metrics(model_name=engine_config.served_model_name, clock=MonotonicClock())
-        async with EngineClient(engine_config, observer=metrics) as client:
+        async with EngineClient(engine_config, observer=metrics.measured) as client:
             replica = Replica(config, client, has_chat=tokenizer.chat_template is not None)
             replica.add_server(create_app(client, tokenizer, config.api, metrics), listener)
             if admin_listener is not None and config.admin_token is not None:

@@ -25,7 +25,7 @@ UPDATE = LimitsUpdate(revision=3, limits=LimitsChange(max_num_seqs=4), ttl_s=60.
 async def replica() -> AsyncIterator[tuple[FakeEngine, Target]]:
     engine, metrics = FakeEngine(100, lambda _: [1]), Metrics(model_name="m", clock=FakeClock())
     metrics.attach(engine)
-    metrics.step(step_stats())
+    metrics.measured.step(step_stats())
     async with served(create_admin_app(engine, metrics, TOKEN)) as (host, port):
         yield engine, Target("chat-1", f"http://{host}:{port}")
 

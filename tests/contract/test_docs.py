@@ -121,7 +121,7 @@ def exported_metrics() -> dict[str, str]:
     """Type by name of what /metrics of a replica has."""
     metrics = Metrics(model_name="test", clock=FakeClock())
     metrics.attach(FakeEngine(vocab_size=384))
-    metrics.step(step_stats(num_tokens=1))
+    metrics.measured.step(step_stats(num_tokens=1))
     families = text_string_to_metric_families(metrics.exposition("")[0].decode())
     return {
         family.name + ("_total" if family.type == "counter" else ""): family.type

@@ -13,9 +13,8 @@ from flyball_runtime.api.admin_auth import AdminAuth, read_admin_body
 from flyball_runtime.api.app import bare_app
 from flyball_runtime.api.body import decode
 from flyball_runtime.api.errors import json_response
-from flyball_runtime.api.evidence import build_evidence
 from flyball_runtime.api.metrics import Metrics
-from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.errors import ConfigError, EngineDead
 from flyball_runtime.engine.front import EngineFront
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,13 @@ class AdminRoutes:
         return json_response(ack, LIMITS_HTTP_STATUS[ack.status])
 
     async def get_evidence(self) -> Response:
-        return json_response(build_evidence(self._front, self._metrics))
+        front, metrics = self._front, self._metrics
+        if front.dead_reason is not None:
+            raise EngineDead(front.dead_reason)
+        evidence = metrics.measured.evidence(
+            metrics.model_name, front.limits(), ready=front.ready, draining=front.draining
+        )
+        return json_response(evidence)
 
     async def post_drain(self, request: Request) -> Response:
         """Refuse new requests from now on; idempotent. 202: those accepted go on to their end."""

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
 from flyball_runtime.api.errors import from_failed
-from flyball_runtime.api.metrics import Outcome, RequestTimer
 from flyball_runtime.core.errors import EngineError
+from flyball_runtime.core.measurements import Measurements, Outcome, RequestTimes
 from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
 from flyball_runtime.text.output import OutputText
 
@@ -40,7 +40,11 @@ class Choice:
         return text
 
     async def run(
-        self, timer: RequestTimer, abort: Callable[[str], None], changed: Callable[["Choice"], None]
+        self,
+        measured: Measurements,
+        arrival_s: float,
+        abort: Callable[[str], None],
+        changed: Callable[["Choice"], None],
     ) -> Outcome:
         """Take events until the ending, or until a stop string. ``changed`` is called when there is text to take.
 
@@ -51,13 +55,15 @@ class Choice:
             RequestError: the request failed.
             EngineError: the events stopped without an ending.
         """
+        times = RequestTimes(arrival_s, self.num_prompt_tokens)
         outcome: Outcome = "error"
         try:
             async for event in self._events:
                 if not isinstance(event, Tokens):
                     outcome = self._end(event)
                     return outcome
-                self._take_tokens(event, timer, changed)
+                if num_new := self._take_tokens(event, changed):
+                    measured.tokens([times], num_new)
                 if self._output.stopped:
                     abort(self.request_id)
                     self.finish_reason = outcome = "stop"
@@ -67,17 +73,17 @@ class Choice:
             outcome = "abort"
             raise
         finally:
-            timer.ended(outcome, self.num_output_tokens)
+            measured.ended(times, outcome, self.num_output_tokens)
 
-    def _take_tokens(self, event: Tokens, timer: RequestTimer, changed: Callable[["Choice"], None]) -> None:
+    def _take_tokens(self, event: Tokens, changed: Callable[["Choice"], None]) -> int:
+        """Return how many of them belong to the output."""
         self.num_cached_tokens = event.num_cached_tokens
         before = self.num_output_tokens
         text = self._output.add(event.token_ids)
-        if num_new := self.num_output_tokens - before:
-            timer.tokens(num_new)
         if text:
             self._pieces.append(text)
             changed(self)
+        return self.num_output_tokens - before
 
     def _end(self, event: Finished | Failed) -> Outcome:
         if isinstance(event, Failed):

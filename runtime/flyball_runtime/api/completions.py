@@ -34,7 +34,7 @@ class CompletionRoutes:
 
     async def chat_completions(self, request: Request) -> Response:
         fields = parse_object(await self._server.read_body(request))
-        arrival_s = self._server.metrics.clock.now()
+        arrival_s = self._server.measured.clock.now()
         self._server.check_messages(fields.get("messages"))
         body = convert(without_noops(fields, ChatRequest.__struct_fields__, CHAT_NOOPS), ChatRequest)
         self._check(body)
@@ -48,7 +48,7 @@ class CompletionRoutes:
 
     async def completions(self, request: Request) -> Response:
         fields = parse_object(await self._server.read_body(request))
-        arrival_s = self._server.metrics.clock.now()
+        arrival_s = self._server.measured.clock.now()
         self._server.check_prompt(fields.get("prompt"))
         body = convert(without_noops(fields, CompletionRequest.__struct_fields__, COMPLETION_NOOPS), CompletionRequest)
         self._check(body)
@@ -80,7 +80,7 @@ class CompletionRoutes:
         self, request: Request, body: GenerationFields, format: Format, prompts: list[list[int]], arrival_s: float
     ) -> Response:
         call = self._call(request, body, prompts, arrival_s)
-        generation = Generation(call, self._server.front, self._server.metrics, self._server.codec)
+        generation = Generation(call, self._server.front, self._server.measured, self._server.codec)
         model = body.model or self._server.settings.model_name
         envelope = Envelope(format, unique=call.unique, created=int(time.time()), model=model)
         if body.stream:

@@ -16,10 +16,10 @@ from starlette.types import Receive
 
 from flyball_runtime.api.choice import Choice
 from flyball_runtime.api.errors import HttpError
-from flyball_runtime.api.metrics import Metrics
 from flyball_runtime.api.schemas import choice_sampling
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import RequestError
+from flyball_runtime.core.measurements import Measurements
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.front import EngineFront
@@ -82,10 +82,10 @@ class Generation:
         disconnected: the client has left; all choices are aborted then.
     """
 
-    def __init__(self, call: Call, front: EngineFront, metrics: Metrics, codec: TextCodec) -> None:
+    def __init__(self, call: Call, front: EngineFront, measured: Measurements, codec: TextCodec) -> None:
         self.call = call
         self._front = front
-        self._metrics = metrics
+        self._measured = measured
         self._codec = codec
         self.choices: list[Choice] = []
         self.failure: Exception | None = None
@@ -163,15 +163,14 @@ class Generation:
                 self.choices.append(Choice(index, request, events, self._codec.output(request.sampling)))
         except BaseException as error:
             if isinstance(error, RequestError):
-                self._metrics.request_rejected(error.code)
+                self._measured.rejected(error.code)
             self.abort()
             raise
         self._tasks = [asyncio.create_task(self._run(choice)) for choice in self.choices]
 
     async def _run(self, choice: Choice) -> None:
-        timer = self._metrics.request_started(self.call.arrival_s, choice.num_prompt_tokens)
         try:
-            outcome = await choice.run(timer, self._front.abort, self._on_changed)
+            outcome = await choice.run(self._measured, self.call.arrival_s, self._front.abort, self._on_changed)
             if outcome == "abort" and not self._gave_up:
                 raise _aborted(choice)
         except Exception as error:  # noqa: BLE001  handed to whoever writes the answer; a bug here must not hang it
@@ -207,7 +206,7 @@ class Generation:
             "request %s %s after %.3f s: %d prompt (%d cached) and %d output tokens",
             self.call.request_id,
             how,
-            self._metrics.clock.now() - self.call.arrival_s,
+            self._measured.clock.now() - self.call.arrival_s,
             self.usage.num_prompt,
             self.usage.num_cached,
             self.usage.num_output,

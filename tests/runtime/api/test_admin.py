@@ -10,6 +10,7 @@ from flyball_protocol import Evidence, LimitsAck, LimitsReport, LimitsStatus
 from flyball_runtime.api import Metrics, create_admin_app
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.measurements import RequestTimes
 from runtime.api.support import ADMIN_TOKEN, error_of
 from runtime.fake_engine import ENVELOPE, LIMITS, FakeEngine, step_stats
 
@@ -101,16 +102,17 @@ async def test_drain(admin: httpx.AsyncClient, engine: FakeEngine) -> None:
 
 
 async def test_evidence(admin: httpx.AsyncClient, engine: FakeEngine, metrics: Metrics, clock: FakeClock) -> None:
-    metrics.step(step_stats())
+    measured = metrics.measured
+    measured.step(step_stats())
     for blocked_by in ("none", "kv", "kv", "seqs"):
-        metrics.step(step_stats(num_tokens=10, blocked_by=blocked_by, num_preemptions=1, num_recomputed_tokens=5))
-    metrics.step(step_stats(num_running=3, num_waiting=2, num_prefix_queried_tokens=8, num_prefix_hit_tokens=4))
-    timer = metrics.request_started(clock.now() - 0.1, 7)
-    timer.tokens(1)
+        measured.step(step_stats(num_tokens=10, blocked_by=blocked_by, num_preemptions=1, num_recomputed_tokens=5))
+    measured.step(step_stats(num_running=3, num_waiting=2, num_prefix_queried_tokens=8, num_prefix_hit_tokens=4))
+    times = RequestTimes(clock.now() - 0.1, 7)
+    measured.tokens([times])
     clock.advance(0.01)
-    timer.tokens(2)
-    timer.ended("length", 3)
-    metrics.request_started(clock.now(), 1).ended("error", 0)
+    measured.tokens([times], 2)
+    measured.ended(times, "length", 3)
+    measured.ended(RequestTimes(clock.now(), 1), "error", 0)
     evidence = msgspec.json.decode((await admin.get(EVIDENCE)).content, type=Evidence)
     assert evidence.uptime_s == pytest.approx(0.01) and evidence.window_s == 60
     assert (evidence.num_running, evidence.num_waiting, evidence.num_steps) == (3, 2, 4)

@@ -33,7 +33,7 @@ async def test_a_small_request_does_not_wait_for_four_times_256_choices(tmp_path
         log_level="warning",
     )
     metrics = Metrics(model_name=MODEL, clock=MonotonicClock())
-    async with EngineClient(config, observer=metrics) as engine:
+    async with EngineClient(config, observer=metrics.measured) as engine:
         await engine.wait_ready()
         app = create_app(engine, load_tokenizer(path), ApiSettings(served_model_names=(MODEL,)), metrics)
         transport = httpx.ASGITransport(app)

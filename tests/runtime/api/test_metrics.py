@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flyball_protocol import KVBlocks, Limits
 from flyball_runtime.api import Metrics
-from flyball_runtime.api.metrics import LATENCY_EDGES_S
 from flyball_runtime.core.clock import FakeClock
+from flyball_runtime.core.measurements import LATENCY_EDGES_S, Outcome, RequestTimes
 from runtime.api.support import MODEL, chat
 from runtime.fake_engine import FakeEngine, step_stats
 
@@ -43,16 +43,16 @@ def scrape(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 
 def run_one_request(metrics: Metrics, clock: FakeClock) -> None:
-    timer = metrics.request_started(clock.now(), 10)
+    times = RequestTimes(clock.now(), 10)
     for gap_s, count in [(0.2, 1), (0.01, 1), (0.06, 3)]:
         clock.advance(gap_s)
-        timer.tokens(count)
-    timer.ended("stop", 5)
+        metrics.measured.tokens([times], count)
+    metrics.measured.ended(times, "stop", 5)
 
 
 def test_every_name_is_there_with_help_and_only_those(metrics: Metrics, engine: FakeEngine) -> None:
     metrics.attach(engine)
-    metrics.step(step_stats(num_tokens=1))
+    metrics.measured.step(step_stats(num_tokens=1))
     families = list(text_string_to_metric_families(metrics.exposition("")[0].decode()))
     ours = {family.name for family in families if not family.name.startswith("process_")}
     assert ours == set(EXPECTED_NAMES.split())
@@ -74,8 +74,8 @@ def test_latencies_of_a_request(metrics: Metrics, clock: FakeClock) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["abort", "error"])
-def test_a_request_that_did_not_finish_counts_no_latency(metrics: Metrics, clock: FakeClock, outcome: str) -> None:
-    metrics.request_started(clock.now(), 3).ended(outcome, 0)  # type: ignore[arg-type]
+def test_a_request_that_did_not_finish_counts_no_latency(metrics: Metrics, clock: FakeClock, outcome: Outcome) -> None:
+    metrics.measured.ended(RequestTimes(clock.now(), 3), outcome, 0)
     values = scrape(metrics)
     assert values["flyball_requests_total", outcome] == 1
     assert values["flyball_e2e_request_latency_seconds_count",] == values["flyball_prompt_tokens_total",] == 0
@@ -84,7 +84,7 @@ def test_a_request_that_did_not_finish_counts_no_latency(metrics: Metrics, clock
 def test_window_gauges_leave_with_their_samples(metrics: Metrics, clock: FakeClock) -> None:
     name = "flyball_time_to_first_token_window_seconds"
     run_one_request(metrics, clock)
-    metrics.step(step_stats(num_tokens=1))
+    metrics.measured.step(step_stats(num_tokens=1))
     assert scrape(metrics)[name, "0.99"] == pytest.approx(0.2)
     clock.advance(61)
     values = scrape(metrics)
@@ -95,8 +95,9 @@ def test_window_gauges_leave_with_their_samples(metrics: Metrics, clock: FakeClo
 def test_step_state(metrics: Metrics) -> None:
     target = Limits(max_num_seqs=4, kv_cache_fraction=0.5, max_num_batched_tokens=32, step_time_target_ms=20)
     blocks = KVBlocks(total=100, capacity=50, free=70, used=20, cached=10)
-    metrics.step(step_stats(num_tokens=30, blocked_by="kv", kv_blocks=blocks, target=target, revision=3, num_waiting=5))
-    metrics.step(step_stats(num_tokens=10, kv_blocks=blocks, target=target, revision=3, num_waiting=5, num_running=2))
+    state = {"kv_blocks": blocks, "target": target, "revision": 3, "num_waiting": 5}
+    metrics.measured.step(step_stats(num_tokens=30, blocked_by="kv", **state))
+    metrics.measured.step(step_stats(num_tokens=10, num_running=2, **state))
     values = scrape(metrics)
     assert values["flyball_kv_blocks", "used"] == 20 and values["flyball_kv_blocks_capacity",] == 50
     assert values["flyball_kv_cache_usage_ratio",] == values["vllm:kv_cache_usage_perc", MODEL] == 0.4
@@ -114,7 +115,7 @@ def test_step_state(metrics: Metrics) -> None:
 
 def test_idle_steps_count_for_nothing(metrics: Metrics) -> None:
     for _ in range(3):
-        metrics.step(step_stats())
+        metrics.measured.step(step_stats())
     values = scrape(metrics)
     assert values["flyball_step_duration_seconds_count",] == values["flyball_blocked_steps_total", "none"] == 0
 
@@ -135,7 +136,7 @@ def test_edges_are_fine_at_the_low_end() -> None:
 
 def test_registries_are_separate(clock: FakeClock) -> None:
     registry = CollectorRegistry()
-    Metrics(model_name="a", clock=clock, registry=registry).request_rejected("queue_full")
+    Metrics(model_name="a", clock=clock, registry=registry).measured.rejected("queue_full")
     other = Metrics(model_name="b", clock=clock)
     assert other.registry is not registry
     assert ("flyball_requests_rejected_total", "queue_full") not in scrape(other)
@@ -160,8 +161,8 @@ def test_promtool_finds_nothing(metrics: Metrics, engine: FakeEngine, clock: Fak
             "promtool is not on PATH; Debian's package prometheus has it. FLYBALL_REQUIRE_PROMTOOL=1 forbids this."
         )
     metrics.attach(engine)
-    metrics.step(step_stats(num_tokens=1))
-    metrics.request_rejected("queue_full")
+    metrics.measured.step(step_stats(num_tokens=1))
+    metrics.measured.rejected("queue_full")
     run_one_request(metrics, clock)
     text = metrics.exposition("")[0].decode()
     checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)

@@ -1,0 +1,172 @@
+"""What a runtime measures, in plain numbers, and the evidence that they amount to.
+
+It needs no server and no metrics library, so whatever drives an engine can measure it, on its own clock. Each call takes
+as much as there is at that moment, say all tokens of one step. All calls come from one thread.
+
+Latencies count from a request's arrival (the API process's: its complete body) to the moment when its caller has a token.
+A "request" is one engine request: one choice of one prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flyball_protocol import Evidence, LimitsReport
+from flyball_runtime.core.clock import Clock
+from flyball_runtime.core.errors import NotReady
+from flyball_runtime.core.stats import StepStats
+from flyball_runtime.core.window import Counts, Series
+
+Outcome = Literal["stop", "length", "abort", "error"]
+OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
+BLOCKED_REASONS = ("none", "seqs", "kv", "budget", "step_time")
+
+# fmt: off
+LATENCY_EDGES_S = (
+    0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
+    0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0,
+)
+TOKEN_EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+# fmt: on
+
+# Keys of the counts; of the last three, with a second part: (REQUESTS, outcome)
+PROMPT_TOKENS = "prompt_tokens"
+GENERATION_TOKENS = "generation_tokens"
+PREFIX_QUERIED = "prefix_cache_queried_tokens"
+PREFIX_HITS = "prefix_cache_hit_tokens"
+PREEMPTIONS = "preemptions"
+RECOMPUTED = "recomputed_tokens"
+REQUESTS = "requests"
+REJECTED = "requests_rejected"
+BLOCKED_STEPS = "blocked_steps"
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When one request came and when it got tokens, on the clock of its Measurements."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+
+
+class Measurements:
+    """The counts of one runtime; implements EngineObserver.
+
+    Args:
+        window_s: length of the sliding window.
+
+    Attributes:
+        latest: stats of the last step, None before the first.
+        ttft, itl, tpot, e2e, step_time: seconds.
+        step_tokens, request_prompt_tokens, request_generation_tokens: tokens.
+    """
+
+    def __init__(self, clock: Clock, *, window_s: float = 60.0) -> None:
+        self.clock = clock
+        self.window_s = window_s
+        self.latest: StepStats | None = None
+        self._first_step_s = 0.0
+        self.counts = Counts(window_s)
+        self.ttft, self.itl, self.tpot, self.e2e, self.step_time = (Series(LATENCY_EDGES_S, window_s) for _ in range(5))
+        self.step_tokens, self.request_prompt_tokens, self.request_generation_tokens = (
+            Series(TOKEN_EDGES, window_s) for _ in range(3)
+        )
+
+    def step(self, stats: StepStats) -> None:
+        """Take in one engine step, or the sign of life of an idle engine (0 tokens, blocked by nothing)."""
+        now, count = self.clock.now(), self.counts.add
+        if self.latest is None:
+            self._first_step_s = now
+        self.latest = stats
+        if stats.num_tokens or stats.blocked_by != "none":
+            count(now, (BLOCKED_STEPS, stats.blocked_by))
+        if stats.num_tokens:
+            self.step_time.add(now, [stats.duration_s])
+            self.step_tokens.add(now, [stats.num_tokens])
+        count(now, PREEMPTIONS, stats.num_preemptions)
+        count(now, RECOMPUTED, stats.num_recomputed_tokens)
+        count(now, PREFIX_QUERIED, stats.num_prefix_queried_tokens)
+        count(now, PREFIX_HITS, stats.num_prefix_hit_tokens)
+
+    def tokens(self, requests: Sequence[RequestTimes], count: int = 1) -> None:
+        """Each of these requests has ``count`` tokens more; after the first ones, such tokens share their gap evenly."""
+        now, num_prompt_tokens = self.clock.now(), 0
+        waits: list[float] = []
+        gaps: list[float] = []
+        for one in requests:
+            if one.first_token_s is None:
+                one.first_token_s = now
+                waits.append(now - one.arrival_s)
+                num_prompt_tokens += one.num_prompt_tokens
+            else:
+                gaps.append((now - one.last_token_s) / count)
+            one.last_token_s = now
+        self.ttft.add(now, waits)
+        self.itl.add(now, gaps * count)
+        self.counts.add(now, PROMPT_TOKENS, num_prompt_tokens)
+        self.counts.add(now, GENERATION_TOKENS, len(requests) * count)
+
+    def ended(self, request: RequestTimes, outcome: Outcome, num_output_tokens: int) -> None:
+        """Take in the end of a request. Only those that finish (stop and length) count into latencies and sizes."""
+        now = self.clock.now()
+        self.counts.add(now, (REQUESTS, outcome))
+        if outcome not in ("stop", "length"):
+            return
+        self.e2e.add(now, [now - request.arrival_s])
+        self.request_prompt_tokens.add(now, [request.num_prompt_tokens])
+        self.request_generation_tokens.add(now, [num_output_tokens])
+        if request.first_token_s is not None and num_output_tokens > 1:
+            self.tpot.add(now, [(request.last_token_s - request.first_token_s) / (num_output_tokens - 1)])
+
+    def rejected(self, code: str) -> None:
+        """Take in a request that the engine refused, by error code."""
+        self.counts.add(self.clock.now(), (REJECTED, code))
+
+    def blocked_by_shares(self) -> dict[str, float]:
+        """Return the share of the window's steps by BLOCKED_REASONS; empty without steps."""
+        recent = self.counts.recent(self.clock.now())
+        steps = {reason: recent[BLOCKED_STEPS, reason] for reason in BLOCKED_REASONS}
+        num_steps = sum(steps.values())
+        return {reason: count / num_steps for reason, count in steps.items()} if num_steps else {}
+
+    def evidence(self, model: str, limits: LimitsReport, *, ready: bool, draining: bool) -> Evidence:
+        """Return the evidence of this moment. ``num_finished`` counts stop and length, ``num_failed`` error.
+
+        Raises:
+            NotReady: no step was taken in yet.
+        """
+        if (stats := self.latest) is None:
+            raise NotReady
+        now = self.clock.now()
+        recent, steps = self.counts.recent(now), self.step_time.window(now)
+        return Evidence(
+            model=model,
+            uptime_s=now - self._first_step_s,
+            window_s=self.window_s,
+            ready=ready,
+            draining=draining,
+            revision=limits.revision,
+            target=limits.target,
+            effective=limits.effective,
+            envelope=limits.envelope,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_finished=recent[REQUESTS, "stop"] + recent[REQUESTS, "length"],
+            num_failed=recent[REQUESTS, "error"],
+            ttft=self.ttft.window(now),
+            itl=self.itl.window(now),
+            e2e=self.e2e.window(now),
+            blocked_by=self.blocked_by_shares(),
+            kv_blocks=stats.kv_blocks,
+            num_prompt_tokens=recent[PROMPT_TOKENS],
+            num_generated_tokens=recent[GENERATION_TOKENS],
+            num_prefix_queried_tokens=recent[PREFIX_QUERIED],
+            num_prefix_hit_tokens=recent[PREFIX_HITS],
+            num_preemptions=recent[PREEMPTIONS],
+            num_recomputed_tokens=recent[RECOMPUTED],
+            num_steps=steps.count,
+            step_time_p50_s=steps.p50_s,
+            step_time_p95_s=steps.p95_s,
+        )
