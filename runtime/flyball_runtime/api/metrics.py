@@ -50,8 +50,22 @@ VLLM_NAMES = {
     "flyball_requests_running": "vllm:num_requests_running",
     REQUESTS_WAITING: "vllm:num_requests_waiting",
     "flyball_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "flyball_requests": "vllm:request_success",
+    "flyball_prompt_tokens": "vllm:prompt_tokens",
+    "flyball_generation_tokens": "vllm:generation_tokens",
+    "flyball_prefix_cache_queried_tokens": "vllm:prefix_cache_queries",
+    "flyball_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
+    "flyball_preemptions": "vllm:num_preemptions",
+    "flyball_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "flyball_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "flyball_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "flyball_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "flyball_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "flyball_request_generation_tokens": "vllm:request_generation_tokens",
 }
 """Families that vLLM has too, with the same meaning: ours (counters without ``_total``) to vLLM's."""
+
+VLLM_LABELS = {"outcome": "finished_reason"}
 
 
 class Metrics(Collector):
@@ -96,7 +110,8 @@ class Metrics(Collector):
         """Return the same samples under vLLM's name and labels."""
         renamed = Metric(name, f"{family.name} under vLLM's name.", family.type)
         for sample in family.samples:
-            labels = {"model_name": self.model_name} | sample.labels
+            labels = {VLLM_LABELS.get(label, label): value for label, value in sample.labels.items()}
+            labels["model_name"] = self.model_name
             renamed.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
         return renamed
 

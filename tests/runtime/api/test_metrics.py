@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flyball_protocol import KVBlocks, Limits
 from flyball_runtime.api import Metrics
+from flyball_runtime.api.metrics import VLLM_NAMES
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.measurements import LATENCY_EDGES_S, Outcome, RequestTimes
 from runtime.api.support import MODEL, chat
@@ -28,8 +29,20 @@ flyball_e2e_request_latency_seconds flyball_request_prompt_tokens flyball_reques
 flyball_step_duration_seconds flyball_step_tokens flyball_time_to_first_token_window_seconds
 flyball_inter_token_latency_window_seconds flyball_e2e_request_latency_window_seconds flyball_startup_seconds
 flyball_draining flyball_build_info vllm:num_requests_waiting vllm:num_requests_running vllm:kv_cache_usage_perc
-vllm:cache_config_info
+vllm:cache_config_info vllm:request_success vllm:prompt_tokens vllm:generation_tokens vllm:prefix_cache_queries
+vllm:prefix_cache_hits vllm:num_preemptions vllm:time_to_first_token_seconds vllm:inter_token_latency_seconds
+vllm:request_time_per_output_token_seconds vllm:e2e_request_latency_seconds vllm:request_prompt_tokens
+vllm:request_generation_tokens
 """
+
+VLLM_DASHBOARD = """
+rate(vllm:e2e_request_latency_seconds_sum) rate(vllm:e2e_request_latency_seconds_count)
+histogram_quantile(vllm:e2e_request_latency_seconds_bucket) histogram_quantile(vllm:time_to_first_token_seconds_bucket)
+histogram_quantile(vllm:inter_token_latency_seconds_bucket) increase(vllm:request_prompt_tokens_bucket)
+increase(vllm:request_generation_tokens_bucket) rate(vllm:prompt_tokens_total) rate(vllm:generation_tokens_total)
+increase(vllm:request_success_total) vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
+"""
+"""What the panels of vLLM's own Grafana dashboard ask for, of what we measure; each with the label model_name."""
 
 
 def scrape(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -71,6 +84,19 @@ def test_latencies_of_a_request(metrics: Metrics, clock: FakeClock) -> None:
     assert values["flyball_requests_total", "stop"] == 1 and values["flyball_requests_total", "length"] == 0
     assert values["flyball_inter_token_latency_window_seconds", "0.5"] == pytest.approx(0.02)
     assert values["flyball_request_prompt_tokens_bucket", "10"] == 1, "an edge belongs to the bucket below it"
+
+
+def test_vllms_dashboard_finds_its_series_and_our_values(metrics: Metrics, clock: FakeClock) -> None:
+    metrics.measured.step(step_stats(num_tokens=1, num_preemptions=2))
+    run_one_request(metrics, clock)
+    values = scrape(metrics)
+    series = {key[0] for key in values if MODEL in key}
+    assert set(re.findall(r"vllm:\w+", VLLM_DASHBOARD)) <= series
+    assert values["vllm:request_success_total", "stop", MODEL] == values["flyball_requests_total", "stop"] == 1
+    assert values["vllm:generation_tokens_total", MODEL] == 5 and values["vllm:num_preemptions_total", MODEL] == 2
+    families = {one.name: one for one in text_string_to_metric_families(metrics.exposition("")[0].decode())}
+    for ours, theirs in VLLM_NAMES.items():
+        assert [one.value for one in families[theirs].samples] == [one.value for one in families[ours].samples], theirs
 
 
 @pytest.mark.parametrize("outcome", ["abort", "error"])
