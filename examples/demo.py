@@ -2,8 +2,8 @@
 
     make demo
 
-It runs `flyball-operator local -f demo.yaml` as you would, talks to its one address with the `openai` client, and asks
-`flyball-operator status` for the table. Half-way it writes a latency objective into its copy of the manifest and sends
+It runs `flyball local -f demo.yaml` as you would, talks to its one address with the `openai` client, and asks
+`flyball status` for the table. Half-way it writes a latency objective into its copy of the manifest and sends
 long prompts; the tuner then has to do something about it. Exits 0 when every request was answered, a limit was changed
 and the drain lost nothing.
 """
@@ -137,7 +137,7 @@ class Client:
 
 
 class Operator:
-    """`flyball-operator local` as a process."""
+    """`flyball local` as a process."""
 
     def __init__(self, folder: Path) -> None:
         self._state = folder / "state"
@@ -151,7 +151,7 @@ class Operator:
         self._write()
 
     async def start(self) -> None:
-        command = Path(sys.executable).with_name("flyball-operator")
+        command = Path(sys.executable).with_name("flyball")
         arguments = ["local", "-f", str(self._manifest), "--port", "0", "--state-dir", str(self._state)]
         with (self._manifest.parent / "operator.log").open("wb") as log:
             # A session of its own: Ctrl-C reaches the demo alone, which then drains.
@@ -161,7 +161,7 @@ class Operator:
 
     async def snapshot(self) -> Snapshot | None:
         if self._process.returncode is not None and not self._draining:
-            raise SystemExit(f"flyball-operator ended with exit code {self._process.returncode}:\n{self.log()}")
+            raise SystemExit(f"flyball local ended with exit code {self._process.returncode}:\n{self.log()}")
         try:
             return await ask_status(self._instance)
         except LocalError:
@@ -279,7 +279,7 @@ def changes(snapshot: Snapshot) -> list[str]:
 async def session(console: Console, folder: Path) -> int:
     operator, tally = Operator(folder), Tally()
     screen = Screen(console, operator, tally)
-    screen.phase = f"1/4  flyball-operator local -f {MANIFEST.relative_to(EXAMPLES.parent)}: starting the replicas"
+    screen.phase = f"1/4  flyball local -f {MANIFEST.relative_to(EXAMPLES.parent)}: starting the replicas"
     await operator.start()
     try:
         async with background(screen.run()):
@@ -345,7 +345,7 @@ def report(console: Console, tally: Tally, moves: list[str], exit_code: int) -> 
     if not moves:
         problems.append("the tuner changed no limit")
     if exit_code:
-        problems.append(f"flyball-operator ended with exit code {exit_code}")
+        problems.append(f"flyball local ended with exit code {exit_code}")
     for problem in problems:
         console.print(f"  problem: {problem}", style="red")
     console.print("Demo failed." if problems else "Every request was answered and every replica drained.", style="bold")

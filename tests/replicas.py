@@ -28,7 +28,7 @@ def free_port() -> int:
 
 def environment(**extra: str) -> dict[str, str]:
     """This process's environment with the source tree first on the path."""
-    sources = [str(ROOT / name) for name in ("protocol", "kernels", "runtime", "operator")]
+    sources = [str(ROOT / name) for name in ("protocol", "kernels", "runtime", "operator", "cli")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "HF_HUB_OFFLINE": "1", **extra}
 
 

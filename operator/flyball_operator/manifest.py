@@ -1,9 +1,12 @@
 """Manifests to LLMDeployments: YAML, the CRD's schema, its defaults, then the rules that span fields."""
 
+import argparse
 import re
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -16,14 +19,23 @@ from flyball_operator.spec import DeploymentSpec, LLMDeployment
 from flyball_protocol.quoting import one_line, quoted
 
 MAX_BYTES = 4 * MAX_CHARS
-NO_FOLDER_ON_A_CLUSTER = "file: models are for flyball-operator local; on a cluster use hf://, pvc:// or oci://"
+STDIN = Path("-")
+"""Given in the place of a file, stands for standard input. Relative models are then resolved against the current folder."""
+NO_FOLDER_ON_A_CLUSTER = "file: models are for flyball local; on a cluster use hf://, pvc:// or oci://"
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
+def add_file_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``-f FILE``, a Path for ``read_file``."""
+    parser.add_argument(
+        "-f", "--file", type=Path, required=True, help="a YAML file with LLMDeployments; - reads standard input"
+    )
+
+
 def read_file(path: Path) -> list[LLMDeployment]:
-    """Return the LLMDeployments of a YAML file.
+    """Return the LLMDeployments of a YAML file, or of standard input for ``STDIN``.
 
     Raises:
         SpecError: the file cannot be read, or something in it is wrong.
@@ -34,21 +46,34 @@ def read_file(path: Path) -> list[LLMDeployment]:
 def read_content(path: Path) -> bytes:
     """Return a YAML file as it is, up to one byte more than is taken: the file may have no end. Raises SpecError."""
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             return file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise SpecError(str(path), [f"cannot be read: {one_line(str(error))}"]) from error
+        raise SpecError(_source(path), [f"cannot be read: {one_line(str(error))}"]) from error
+
+
+def _open(path: Path) -> AbstractContextManager[BinaryIO]:
+    if path != STDIN:
+        return path.open("rb")
+    if sys.stdin is None:
+        raise OSError("it is closed")
+    return nullcontext(sys.stdin.buffer)
+
+
+def _source(path: Path) -> str:
+    return "standard input" if path.name == STDIN.name else str(path)
 
 
 def parse_content(content: bytes, path: Path) -> list[LLMDeployment]:
     """Return the LLMDeployments of a YAML file's content. Raises SpecError, as ``parse`` does."""
+    source = _source(path)
     if len(content) > MAX_BYTES:
-        raise SpecError(str(path), [f"has more than {MAX_BYTES} bytes, the most of a manifest. Is it the right file?"])
+        raise SpecError(source, [f"has more than {MAX_BYTES} bytes, the most of a manifest. Is it the right file?"])
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SpecError(str(path), [f"cannot be read: {one_line(str(error))}"]) from error
-    return parse(text, source=str(path), base=path.parent)
+        raise SpecError(source, [f"cannot be read: {one_line(str(error))}"]) from error
+    return parse(text, source=source, base=path.parent)
 
 
 def parse(text: str, *, source: str, base: Path) -> list[LLMDeployment]:

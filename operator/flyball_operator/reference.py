@@ -8,7 +8,7 @@ from flyball_operator.schema import Schema
 _HEAD = f"""\
 # LLMDeployment
 
-{names.API_VERSION}. This page is made from `crds/llmdeployments.yaml` by `flyball-operator crd --reference`; do not edit it.
+{names.API_VERSION}. This page is made from `crds/llmdeployments.yaml` by `flyball crd --reference`; do not edit it.
 `kubectl explain llmdeployment.spec` says the same on a cluster.
 
 {{description}}
@@ -17,7 +17,7 @@ _HEAD = f"""\
 _RULES = """\
 ## Rules
 
-The API server refuses what breaks one of these. `flyball-operator local` and `render` refuse it too, but they take `file:`
+The API server refuses what breaks one of these. `flyball local` and `render` refuse it too, but they take `file:`
 models, and they know no older state to compare with.
 """
 

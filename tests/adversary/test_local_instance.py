@@ -1,4 +1,4 @@
-"""A `flyball-operator local` whose machine or manifest fails it: what runs goes on, and the reason is told once."""
+"""A `flyball local` whose machine or manifest fails it: what runs goes on, and the reason is told once."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`flyball-operator render` of bad manifests: one line that says what is wrong, at once and whatever it was."""
+"""`flyball render` of bad manifests: one line that says what is wrong, at once and whatever it was."""
 
 import random
 import resource
@@ -32,7 +32,7 @@ def limit_memory() -> None:
 
 
 def render(file: Path) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "flyball_operator.cli", "render", "-f", str(file)]
+    command = [sys.executable, "-m", "flyball_cli", "render", "-f", str(file)]
     return subprocess.run(
         command, capture_output=True, timeout=DEADLINE_S, preexec_fn=limit_memory, env=environment(), check=False
     )
@@ -46,7 +46,7 @@ def test_a_bad_manifest_is_told_in_one_line(name: str, tmp_path: Path) -> None:
     file.write_bytes(REFUSED[name].encode())
     done = render(file)
     assert (done.returncode, done.stdout) == (endpoints.EXIT_CONFIG_ERROR, b""), (done.stderr[-500:], done.stdout[:500])
-    assert done.stderr.startswith(b"flyball-operator: ")
+    assert done.stderr.startswith(b"flyball: ")
     assert len(done.stderr) < MOST_BYTES_SAID
     assert not log_problems(done.stderr)
 

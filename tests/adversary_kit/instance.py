@@ -1,4 +1,4 @@
-"""A running `flyball-operator local`, over fake runtimes or real ones."""
+"""A running `flyball local`, over fake runtimes or real ones."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ class Instance:
         self.manifest = manifest
         self.log, self.log_dir = folder / "instance.log", folder / "logs"
         self.decisions = self.log_dir / "decisions.jsonl"
-        command = [sys.executable, "-m", "flyball_operator.cli", "local", "-f", str(manifest.path), "--port", "0"]
+        command = [sys.executable, "-m", "flyball_cli", "local", "-f", str(manifest.path), "--port", "0"]
         command += ["--state-dir", str(folder / "state"), "--log-dir", str(self.log_dir), "--flyball", str(flyball)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
 

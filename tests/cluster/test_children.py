@@ -20,7 +20,7 @@ from operator_kit.specs import SpecMaker
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = [*sorted(FOLDER.glob("*.yaml")), *sorted(FOLDER.glob("gateway/*.yaml"))]
 PLATFORM = children.Platform()
-LOCAL_ONLY = "file: models are for flyball-operator local"
+LOCAL_ONLY = "file: models are for flyball local"
 BOOT_PRIOR = {"revision": 3, "limits": {"max_num_seqs": 8, "kv_cache_fraction": 0.5, "max_num_batched_tokens": 64}}
 
 

@@ -137,7 +137,7 @@ RULES = [
         [model(secretRef={"name": "hub", "key": "token"}), {"model": {"uri": "gpt2", "secretRef": {"name": "hub"}}}],
         [{"model": {"uri": "pvc://claim", "secretRef": {"name": "hub"}}}],
     ),
-    Rule("file: models are for flyball-operator local", [uri("oci://a:b")], [uri("file:/models"), uri("file:model")]),
+    Rule("file: models are for flyball local", [uri("oci://a:b")], [uri("file:/models"), uri("file:model")]),
     Rule(
         "expected ORG/NAME or hf://ORG/NAME",
         [uri("hf://gpt2"), uri("hf://Qwen/Qwen3-0.6B"), uri("gpt2"), uri("Qwen/Qwen3-0.6B")],

@@ -17,6 +17,7 @@ from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import make_tokenizer
+from flyball_cli.commands import COMMANDS
 from flyball_operator import cli as operator_cli
 from flyball_operator import diagnosis, manifest, names, reference, rules, schema, status, tuning_status
 from flyball_operator.cluster import reconciler
@@ -44,7 +45,10 @@ PACKAGES = (
     "kernels/flyball_kernels",
     "protocol/flyball_protocol",
 )
-PARSERS = {"flyball": runtime_cli.build_parser(), "flyball-operator": operator_cli.build_parser()}
+PARSERS = {
+    "flyball": {"runtime": runtime_cli.build_parser(), "operator": operator_cli.build_parser("flyball")},
+    "flyball-operator": {"operator": operator_cli.build_parser()},
+}
 
 Rows = list[list[str]]
 
@@ -65,7 +69,8 @@ def code(text: str) -> list[str]:
 
 
 def subcommand(command: str, name: str) -> argparse.ArgumentParser:
-    return commands(PARSERS[command])[name]
+    extra = COMMANDS[name].extra if command == "flyball" else "operator"
+    return commands(PARSERS[command][extra])[name]
 
 
 def shown_default(action: argparse.Action) -> str:
@@ -80,7 +85,7 @@ def shown_default(action: argparse.Action) -> str:
         ("serving.md", "flyball", "serve"),
         ("operations.md", "flyball", "listener"),
         ("benchmarking.md", "flyball", "bench"),
-        ("local-mode.md", "flyball-operator", "local"),
+        ("local-mode.md", "flyball", "local"),
     ],
 )
 def test_every_flag_is_documented_with_its_default_and_choices(page: str, command: str, name: str) -> None:
@@ -98,9 +103,9 @@ def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
     return choices
 
 
-@pytest.mark.parametrize("name", PARSERS)
-def test_help_never_shows_none_as_a_default(name: str) -> None:
-    for parser in commands(PARSERS[name]).values():
+@pytest.mark.parametrize("extra", PARSERS["flyball"])
+def test_help_never_shows_none_as_a_default(extra: str) -> None:
+    for parser in commands(PARSERS["flyball"][extra]).values():
         assert not re.search(r"\bNone\b", parser.format_help()), parser.prog
 
 
@@ -112,7 +117,7 @@ def test_help_shows_the_default_of_every_flag_of_serve() -> None:
 
 def test_the_port_of_an_api_is_the_same_everywhere() -> None:
     ports = {subcommand("flyball", "serve").parse_args(["model"]).port}
-    ports.add(subcommand("flyball-operator", "local").parse_args(["-f", "x"]).port)
+    ports.add(subcommand("flyball", "local").parse_args(["-f", "x"]).port)
     for client in ("chat", "bench"):
         ports.add(urlsplit(subcommand("flyball", client).parse_args([]).base_url).port)
     assert ports == {endpoints.API_PORT}
@@ -301,7 +306,7 @@ def as_id(value: str | list[str]) -> str:
 
 @pytest.mark.parametrize(("page", "words"), command_lines(*PARSERS), ids=as_id)
 def test_every_command_is_understood(page: str, words: list[str]) -> None:
-    arguments = PARSERS[words[0]].parse_args(words[1:])
+    arguments = subcommand(*words[:2]).parse_args(words[2:])
     if words[:2] == ["flyball", "serve"]:
         runtime_cli.engine_config_from(arguments, Path(arguments.model))
     if words[:2] == ["flyball", "bench"]:

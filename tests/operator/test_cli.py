@@ -1,6 +1,7 @@
 """The command, as a process and in this one."""
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -12,11 +13,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from flyball_operator import cli
+from flyball_operator import cli, manifest
+from flyball_operator.model_source import FolderModel
 from operator_kit.local import DEADLINE_S, FAKE_RUNTIME, ManifestFile
 
 ROOT = Path(__file__).parents[2]
@@ -32,21 +35,31 @@ def workplace() -> Iterator[Path]:
         yield folder
 
 
-def local(folder: Path, *options: str) -> list[str]:
+def local(folder: Path, *options: str, file: str | None = None) -> list[str]:
     """Return the command line of an instance in ``folder``."""
     where = ["--state-dir", str(folder / "state"), "--flyball", str(folder / "flyball"), "--port", "0"]
-    return [sys.executable, "-m", "flyball_operator.cli", "local", "-f", str(folder / "chat.yaml"), *where, *options]
+    return [
+        sys.executable,
+        "-m",
+        "flyball_operator.cli",
+        "local",
+        "-f",
+        file or str(folder / "chat.yaml"),
+        *where,
+        *options,
+    ]
 
 
 class Instance:
-    """A running `flyball-operator local`; its standard error is read from a file."""
+    """A running `flyball local`; its standard error is read from a file."""
 
-    def __init__(self, folder: Path, *options: str, num_files: int | None = None) -> None:
+    def __init__(self, folder: Path, *options: str, num_files: int | None = None, stdin: Path | None = None) -> None:
         self.log = folder / "instance.log"
         limited = ["sh", "-c", f'ulimit -n {num_files}; exec "$@"', "sh"] if num_files is not None else []
-        with self.log.open("wb") as log:
-            command = [*limited, *local(folder, *options)]
-            self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment())
+        source = contextlib.nullcontext() if stdin is None else stdin.open("rb")
+        with self.log.open("wb") as log, source as given:
+            command = [*limited, *local(folder, *options, file=None if stdin is None else "-")]
+            self.process = subprocess.Popen(command, stdin=given, stderr=log, stdout=log, env=environment())
 
     def until(self, text: str) -> str:
         deadline = time.monotonic() + DEADLINE_S
@@ -115,6 +128,26 @@ def test_run_again_with_a_changed_file_reconciles_the_running_instance() -> None
         other.write(replicas=1)
         instance.process.send_signal(signal.SIGHUP)
         instance.until("was read again: nothing to change")
+        instance.process.send_signal(signal.SIGTERM)
+        assert instance.end() == 0
+
+
+def test_a_manifest_from_standard_input_runs_and_is_not_watched() -> None:
+    with workplace() as folder:
+        file = ManifestFile(folder)
+        instance = Instance(folder, stdin=file.path)
+        instance.until("replica 1 ready in")
+        instance.process.send_signal(signal.SIGHUP)
+        instance.until("came from standard input, which is read once")
+        file.write(replicas=2)
+        handed = subprocess.run(
+            local(folder, file="-"),
+            input=file.path.read_bytes(),
+            env=environment(),
+            capture_output=True,
+            timeout=DEADLINE_S,
+        )
+        assert b"scaling 1 -> 2: spec.replicas changed" in handed.stdout, handed.stderr
         instance.process.send_signal(signal.SIGTERM)
         assert instance.end() == 0
 
@@ -198,6 +231,64 @@ def test_render_prints_every_child(capsys: pytest.CaptureFixture[str]) -> None:
     assert {one["metadata"]["name"] for one in rendered} == {"chat"}
 
 
+def feed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_a_manifest_is_read_from_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = ROOT / "examples" / "llmdeployment.yaml"
+    assert cli.main(["render", "-f", str(example)]) == 0
+    from_file = capsys.readouterr().out
+    feed(monkeypatch, example.read_bytes())
+    assert cli.main(["render", "-f", "-"]) == 0
+    assert capsys.readouterr().out == from_file
+
+
+def test_a_relative_model_from_standard_input_is_in_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    feed(monkeypatch, yaml.safe_dump(deployment(uri="file:./model")).encode())
+    (llm,) = manifest.read_file(manifest.STDIN)
+    assert isinstance(llm.model_source, FolderModel)
+    assert llm.model_source.path.resolve() == tmp_path / "model"
+
+
+@pytest.mark.parametrize("stdin", [b"a: [", None])
+def test_what_is_wrong_with_standard_input_is_told(
+    stdin: bytes | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if stdin is None:
+        monkeypatch.setattr(sys, "stdin", None)
+    else:
+        feed(monkeypatch, stdin)
+    assert cli.main(["validate", "-f", "-"]) == 2
+    assert "standard input: " in capsys.readouterr().err
+
+
+def deployment(uri: str, name: str = "chat", **spec: Any) -> dict[str, Any]:
+    head = {"apiVersion": "flyball.dev/v1alpha1", "kind": "LLMDeployment", "metadata": {"name": name}}
+    return {**head, "spec": {"model": {"uri": uri}, **spec}}
+
+
+def test_validate_names_what_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two = [deployment("hf://org/name", name) for name in ("one", "two")]
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump_all(two))
+    assert cli.main(["validate", "-f", str(tmp_path / "two.yaml")]) == 0
+    assert capsys.readouterr().out == "default/one is valid\ndefault/two is valid\n"
+
+
+def test_validate_lists_every_problem_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "chat.yaml").write_text(yaml.safe_dump(deployment("hf://org/name", replicas=-1, seed=3)))
+    assert cli.main(["validate", "-f", str(tmp_path / "chat.yaml")]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert len(printed.err.splitlines()) == 2
+    assert {"spec.replicas", "spec.seed"} <= set(printed.err.split())
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -242,12 +333,12 @@ def test_output_that_cannot_be_written_is_a_line_and_one_that_is_enough_is_none(
         os.close(reading)
     else:
         writing = os.open(output, os.O_WRONLY)
-    command = [sys.executable, "-m", "flyball_operator.cli", "render", "-f", "examples/llmdeployment.yaml"]
+    command = [sys.executable, "-m", "flyball_cli", "render", "-f", "examples/llmdeployment.yaml"]
     with os.fdopen(writing, "wb") as stdout:
         ended = subprocess.run(
             command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment(), timeout=DEADLINE_S
         )
-    assert (ended.returncode, ended.stderr.removeprefix("flyball-operator: ")) == (code, says)
+    assert (ended.returncode, ended.stderr.removeprefix("flyball: ")) == (code, says)
 
 
 def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`flyball-operator status` asks the instance that runs."""
+"""`flyball status` asks the instance that runs."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def test_status_of_nothing_says_how_to_start(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(LocalError, match="no instance runs"):
         asyncio.run(ask_status(InstanceFolder(tmp_path, "demo")))
     assert cli.main(["status", "demo", "--state-dir", str(tmp_path)]) == 2
-    assert "start one with flyball-operator local" in capsys.readouterr().err
+    assert "start one with flyball local" in capsys.readouterr().err
 
 
 def test_status_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

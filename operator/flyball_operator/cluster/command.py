@@ -21,6 +21,7 @@ MAX_SECONDS = 86400
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``flyball-operator run``."""
+    parser.description = "Watch LLMDeployments and keep their children, status and limits as they should be."
     scope = parser.add_mutually_exclusive_group(required=True)
     scope.add_argument("--namespace", action="append", metavar="NAME", help="serve this namespace; may be repeated")
     scope.add_argument("--all-namespaces", action="store_true", help="serve every namespace")

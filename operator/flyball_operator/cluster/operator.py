@@ -320,7 +320,7 @@ class Operator:
 
     async def _wait_for_kind(self, kind: Kind) -> None:
         while not await self._insist(lambda: self._client.serves(kind)):
-            remedy = "set crds.install in the chart, or apply what `flyball-operator crd` prints"
+            remedy = "set crds.install in the chart, or apply what `flyball crd` prints"
             self._wait_for(f"the CustomResourceDefinition {kind.resource}; {remedy}")
             await asyncio.sleep(WAIT_S)
 

@@ -1,4 +1,4 @@
-"""``flyball-operator local``: run a deployment here, or hand a changed manifest to the instance that already does."""
+"""``flyball local``: run a deployment here, or hand a changed manifest to the instance that already does."""
 
 import argparse
 import asyncio
@@ -8,13 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.live import Live
 
 from flyball_operator import manifest
 from flyball_operator.errors import LocalError
-from flyball_operator.local.control import Handover, InstanceFolder, ask_status, hand_over
+from flyball_operator.local.control import Handover, InstanceFolder, hand_over
 from flyball_operator.local.events import to_log
 from flyball_operator.local.runner import LocalOptions, LocalRunner, select
 from flyball_operator.local.table import render
@@ -27,7 +26,11 @@ TABLE_PERIOD_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``flyball-operator local``."""
+    """Add the options of ``flyball local``."""
+    parser.description = (
+        "Run an LLMDeployment as processes on this machine. Run it again, or edit the file, to change what runs."
+    )
+    manifest.add_file_argument(parser)
     parser.add_argument("--name", help="which deployment of a file that holds several")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
@@ -39,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-dir", type=Path, help="where the replicas' logs and decisions.jsonl go (default: in the state folder)"
     )
-    parser.add_argument(
-        "--state-dir", type=Path, help="state folder (default: $XDG_STATE_HOME/flyball or ~/.local/state/flyball)"
-    )
+    add_state_argument(parser)
     parser.add_argument(
         "--flyball", type=Path, metavar="FILE", help="the flyball command to run (default: this environment's)"
     )
@@ -56,27 +57,21 @@ def run(arguments: argparse.Namespace) -> int:
     return asyncio.run(_run(arguments))
 
 
-def add_status_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``flyball-operator status``."""
-    parser.add_argument("name", help="metadata.name of the deployment")
-    parser.add_argument("--state-dir", type=Path, help="state folder, as given to local")
-    parser.add_argument("--json", action="store_true", help="print everything that is known as JSON")
+def add_state_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--state-dir``, for ``instance_folder``."""
+    parser.add_argument(
+        "--state-dir", type=Path, help="state folder (default: $XDG_STATE_HOME/flyball or ~/.local/state/flyball)"
+    )
 
 
-def status(arguments: argparse.Namespace) -> int:
-    """Print how a running instance stands. Raises LocalError when none runs."""
-    folder = InstanceFolder(arguments.state_dir or default_state_dir(), arguments.name)
-    snapshot = asyncio.run(ask_status(folder))
-    if arguments.json:
-        print(msgspec.json.encode(snapshot).decode())
-    else:
-        Console().print(render(snapshot))
-    return endpoints.EXIT_OK
+def instance_folder(arguments: argparse.Namespace) -> InstanceFolder:
+    """Return the folder of the instance that ``name`` and ``state_dir`` of the arguments mean."""
+    return InstanceFolder(arguments.state_dir or default_state_dir(), arguments.name)
 
 
 async def _run(arguments: argparse.Namespace) -> int:
+    content = manifest.read_content(arguments.file)
     source: Path = arguments.file.absolute()
-    content = manifest.read_content(source)
     deployment = select(manifest.parse_content(content, source), arguments.name)
     folder = InstanceFolder(arguments.state_dir or default_state_dir(), deployment.name)
     if not folder.acquire():

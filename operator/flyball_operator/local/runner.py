@@ -177,7 +177,7 @@ class LocalRunner:
         if deployment.name != self._deployment.name:
             raise LocalError(
                 f"metadata.name changed from {self._deployment.name} to {deployment.name}, which is another deployment; "
-                "start a second flyball-operator local for it"
+                "start a second flyball local for it"
             )
         template = process_template(self._options.build(deployment), self._options.executable)
         plan = describe_changes(self._deployment, deployment, self._template, template)

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from flyball_operator.manifest import MAX_BYTES
+from flyball_operator.manifest import MAX_BYTES, STDIN
 
 
 class WatchedFile:
-    """Looks at the file's metadata first, and at its content only when that changed.
+    """Looks at the file's metadata first, and at its content only when that changed. Standard input never changes.
 
     Attributes:
         content: what was read last, up to one byte more than a manifest may have; empty before the first success.
@@ -36,5 +36,7 @@ class WatchedFile:
         self._stamp = stamp
 
     def _stamp_now(self) -> tuple[int, int, int]:
+        if self.path.name == STDIN.name:
+            raise OSError("the manifest came from standard input, which is read once")
         stat = self.path.stat()
         return (stat.st_mtime_ns, stat.st_size, stat.st_ino)

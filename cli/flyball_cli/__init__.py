@@ -1,0 +1,53 @@
+"""The command ``flyball``: hands each command to the package that has it, and imports no other package."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from flyball_cli.commands import COMMANDS
+from flyball_protocol import endpoints
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = COMMANDS.get(words[0]) if words else None
+    if command is None:
+        build_parser().parse_args(words)  # prints help, version or what is wrong, and leaves
+        return endpoints.EXIT_OK
+    package = f"flyball_{command.extra}"
+    try:
+        return int(importlib.import_module(f"{package}.cli").main(words))
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("flyball_") and error.name != package:
+            raise  # a fault of Flyball's own
+        print(
+            f"flyball: {words[0]} needs the Python package {error.name}, which is not installed here. "
+            f"Install what this command needs: pip install 'flyball[{command.extra}]'",
+            file=sys.stderr,
+        )
+        return endpoints.EXIT_CONFIG_ERROR
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return a parser that knows the commands' names and none of their flags."""
+    parser = argparse.ArgumentParser(
+        prog="flyball",
+        description="Serve language models, on one machine or on Kubernetes; talk to them; measure them.",
+        epilog="`flyball COMMAND --help` lists the flags of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"flyball {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        if command.summary is not None:
+            commands.add_parser(name, help=command.summary)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("flyball")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return "0+unknown"

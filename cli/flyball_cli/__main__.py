@@ -1,0 +1,7 @@
+"""``python -m flyball_cli`` is ``flyball``."""
+
+import sys
+
+from flyball_cli import main
+
+sys.exit(main())

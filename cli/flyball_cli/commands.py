@@ -1,0 +1,28 @@
+"""The commands of ``flyball``, and where they are."""
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        extra: the extra of the package that brings what it needs; its code is ``main`` of ``flyball_EXTRA.cli``.
+        summary: its line in the help; None for a command that Flyball itself runs.
+    """
+
+    extra: str
+    summary: str | None
+
+
+COMMANDS = {
+    "serve": Command("runtime", "serve a model with an OpenAI-compatible API"),
+    "chat": Command("runtime", "talk to a served model in the terminal"),
+    "bench": Command("runtime", "measure a served model: latency, throughput, goodput"),
+    "listener": Command("runtime", None),
+    "local": Command("operator", "run an LLMDeployment as processes on this machine"),
+    "status": Command("operator", "print the state of a deployment, on this machine or on a cluster"),
+    "validate": Command("operator", "check the LLMDeployments in a file"),
+    "render": Command("operator", "print the Kubernetes objects that an LLMDeployment stands for"),
+    "crd": Command("operator", "print the CustomResourceDefinition"),
+}
