@@ -124,11 +124,16 @@ def test_every_answer_to_an_update_is_one(status: LimitsStatus) -> None:
 def test_all_are_asked_and_each_answer_is_that_replicas() -> None:
     async def check() -> None:
         evidence = answering(200, msgspec.json.encode(EVIDENCE))
-        ack = answering(409, msgspec.json.encode(an_ack(LimitsStatus.STALE)))
+        posted: list[LimitsUpdate] = []
+
+        async def refuse(request: web.Request) -> web.Response:
+            posted.append(msgspec.json.decode(await request.read(), type=LimitsUpdate))
+            return web.Response(status=409, body=msgspec.json.encode(an_ack(LimitsStatus.STALE)))
+
         async with (
             replica(evidence, name="one") as one,
             replica(answering(503, b"starting"), name="two") as two,
-            replica(ack, name="three") as three,
+            replica(refuse, name="three") as three,
             asking() as client,
         ):
             assert await client.gather([two, one]) == [
@@ -140,6 +145,7 @@ def test_all_are_asked_and_each_answer_is_that_replicas() -> None:
                 Posted("three", an_ack(LimitsStatus.STALE)),
                 Posted("two", None, "POST /admin/limits answered 503: starting"),
             ]
+            assert posted == [UPDATE]
 
     asyncio.run(check())
 

@@ -131,6 +131,10 @@ def test_an_apply_carries_the_manifest_and_every_difference() -> None:
     assert isinstance(step, Apply)
     assert step.manifest == WANTED
     lines = step.seen.split("\n")
+    assert sorted(line for line in lines if HASH_ANNOTATION not in line) == [
+        "metadata.labels.a is 'c', wanted 'b'",
+        "spec.ports[0].port is 9, wanted 8000",
+    ]
     assert len(lines) == 3, "the label, the port and the hash"
     assert step.reason.endswith(" (and 1 more)")
 

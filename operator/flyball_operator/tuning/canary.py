@@ -142,7 +142,7 @@ class _Situation:
         trial = self.trial
         revision = max([trial.revision, *(one.revision for one in self.answered.values())]) + 1
         # Both moves are kept: a limit that turned round has a longer cool-down, so a bad change is tried ever less often.
-        moves = [structs.replace(trial.move, at_s=trial.started_s), trial.move.undone(self.now_s)]
+        moves = [trial.move, trial.move.undone(self.now_s)]
         return Decision(
             action=Action.ROLL_BACK,
             reason=reason,
