@@ -188,6 +188,10 @@ def test_a_change_is_remembered_with_its_limits_and_direction() -> None:
     assert (decision.state.revision, decision.state.limits) == (4, decision.limits)
     (move,) = decision.state.moves
     assert (move.knob, move.direction, move.before, move.after) == (Knob.MAX_NUM_SEQS, Direction.CUT, 64, 44)
+    raised = decided(make_evidence(blocked_by={"seqs": 0.5}))
+    clamped = decided(make_evidence(), bounds=Bounds(max_num_seqs=Range(max=32), kv_cache_percent=Range(max=50)))
+    assert [move.direction for move in raised.state.moves] == [Direction.RAISE]
+    assert [move.direction for move in clamped.state.moves] == [Direction.CLAMP] * 2
 
 
 def test_holds_say_how_long() -> None:

@@ -25,12 +25,16 @@ class Admin:
     """Answers with the evidence that a test sets, and with an ack or a problem."""
 
     def __init__(self, **sees: Any) -> None:
-        self.evidence: Evidence | None = make_evidence(**sees)
+        self.evidence: Evidence = make_evidence(**sees)
+        self.silent: set[str] = set()
         self.updates: list[LimitsUpdate] = []
         self.status: LimitsStatus | None = LimitsStatus.APPLIED
 
     async def gather(self, targets: Sequence[Target]) -> list[PodEvidence]:
-        return [PodEvidence(pod=target.name, evidence=self.evidence, problem="") for target in targets]
+        return [
+            PodEvidence(pod=target.name, evidence=None if target.name in self.silent else self.evidence)
+            for target in targets
+        ]
 
     async def post_all(self, updates: Mapping[Target, LimitsUpdate]) -> list[Posted]:
         self.updates += updates.values()
@@ -68,9 +72,11 @@ def test_every_replica_gets_the_change_under_a_lease(interval_s: int, lease_s: f
 
 
 def test_with_a_canary_a_change_goes_to_one_first() -> None:
-    loop, _ = make_loop(Admin(**OVER), canary_first=True)
+    admin = Admin(**OVER)
+    loop, _ = make_loop(admin, canary_first=True)
     asyncio.run(loop.round(TUNING, TARGETS))
     assert loop.has_trial
+    assert [update.revision for update in admin.updates] == [3, 4], "the second is the canary"
 
 
 def test_a_recommendation_is_neither_posted_nor_remembered() -> None:
@@ -107,14 +113,15 @@ def test_a_trial_is_taken_back_when_tuning_is_turned_off() -> None:
 
 def test_after_a_restart_nothing_is_posted_until_the_replicas_answer() -> None:
     admin = Admin(**OVER)
-    evidence, admin.evidence = admin.evidence, None
-    loop, _ = make_loop(admin, memory=Memory(revision=7))
-    silent = asyncio.run(loop.round(TUNING, TARGETS))
-    assert (silent.posted, admin.updates) == ((), [])
-    admin.evidence = structs.replace(evidence, revision=7)
-    found = asyncio.run(loop.round(TUNING, TARGETS))
-    assert (found.decision.action, found.decision.revision, len(admin.updates)) == (Action.CHANGE, 8, 2)
-    again = asyncio.run(loop.round(TUNING, TARGETS))
+    targets = [*TARGETS, Target("three", "http://127.0.0.1:3")]
+    loop, _ = make_loop(admin, memory=Memory(revision=7, change_age_s=100.0))
+    admin.silent = {"two", "three"}
+    waiting = asyncio.run(loop.round(TUNING, targets))
+    assert (waiting.decision.reason, waiting.posted, admin.updates) == (Reason.PARTIAL_EVIDENCE, (), [])
+    admin.evidence, admin.silent = make_evidence(revision=7, **OVER), set()
+    found = asyncio.run(loop.round(TUNING, targets))
+    assert (found.decision.action, found.decision.revision, len(admin.updates)) == (Action.CHANGE, 8, 3)
+    again = asyncio.run(loop.round(TUNING, targets))
     assert (again.decision.action, again.decision.revision) == (Action.HOLD, 8), "it remembers what it did since"
 
 

@@ -45,6 +45,11 @@ IN_FORCE = {
         (7, RAISED),
     ),
     "nothing but a revision is left": (((0, LIMITS),), Memory(revision=7), (7, LIMITS)),
+    "a replica that has the prior's revision knows best": (
+        ((7, LIMITS),),
+        Memory(revision=7, prior=BootPrior(revision=7, limits=RAISED)),
+        (7, LIMITS),
+    ),
     "the same limits under two revisions": (((4, LIMITS), (3, LIMITS)), Memory(revision=3), (4, LIMITS)),
 }
 

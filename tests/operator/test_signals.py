@@ -36,6 +36,8 @@ def test_wilson_matches_published_values() -> None:
     [
         (0, 99, Standing.UNKNOWN),
         (0, 1000, Standing.CLEAR),
+        (12, 988, Standing.CLEAR),
+        (18, 982, Standing.MET),
         (25, 975, Standing.MET),
         (45, 955, Standing.NEAR),
         (60, 940, Standing.NEAR),
@@ -48,7 +50,12 @@ def test_standing_needs_confidence(over: int, within: int, standing: Standing) -
 
 
 def test_an_objective_that_is_not_set_is_never_missed() -> None:
-    assert signal("gaps", [window((0, 0, 0, 1000))], None, min_samples=1).standing is Standing.UNSET
+    found = signal("gaps", [window((0, 0, 0, 1000))], None, min_samples=1)
+    assert (found.standing, found.num_over, str(found)) == (Standing.UNSET, 0, "gaps: no objective")
+
+
+def test_without_samples_no_share_is_over() -> None:
+    assert signal("gaps", [window((0, 0, 0, 0))], 200, min_samples=1).share == 0.0
 
 
 def test_a_signal_in_words_names_the_objective_in_milliseconds() -> None:

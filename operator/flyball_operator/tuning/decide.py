@@ -229,7 +229,7 @@ def _ttft_over(now: _Situation) -> Decision | None:
 
 def _room(now: _Situation) -> Decision | None:
     standings = {now.ttft.standing, now.itl.standing} - {Standing.UNSET}
-    if not now.binding or not standings or standings != {Standing.CLEAR}:
+    if not now.binding or standings != {Standing.CLEAR}:
         return None
     return _raise_binding(now, Reason.ROOM, f"objectives have room ({_objectives(now)})")
 
