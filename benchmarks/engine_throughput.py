@@ -71,7 +71,7 @@ def flyball(path: Path, load: Load, args: argparse.Namespace) -> tuple[Run, dict
 
     info = llm.engine.info
     return run, {
-        "attention_backend": info.attention_backend,
+        "kernel_backend": info.kernel_backend,
         "num_kv_blocks": info.num_kv_blocks,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "startup_s": info.startup_s,

@@ -11,7 +11,7 @@ import itertools
 import torch
 from torch.nn.functional import linear
 
-from flyball_kernels import PackedLinear, set_attention_backend
+from flyball_kernels import PackedLinear, set_backend
 from machine import compare, describe
 
 SHAPES = {"qkv": (768, 1280), "out": (768, 768), "gate_up": (768, 4096), "down": (2048, 768), "head": (768, 8192)}
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     dtype = getattr(torch, parser.parse_args().dtype)
-    print(f"{describe()}; backend {set_attention_backend('cpu')}; {dtype}")
+    print(f"{describe()}; backend {set_backend('cpu')}; {dtype}")
     for name, (in_features, out_features) in SHAPES.items():
         weight = torch.randn(out_features, in_features, dtype=dtype) * 0.02
         copies = max(1, round(WORKING_SET_BYTES / weight.nbytes))

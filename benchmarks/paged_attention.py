@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flyball_kernels import paged_attention, set_attention_backend
+from flyball_kernels import paged_attention, set_backend
 from machine import compare, describe
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 12, 4, 64, 16
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     dtype = getattr(torch, parser.parse_args().dtype)
-    print(f"{describe()}; backend {set_attention_backend('cpu')}; {dtype}, {Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}")
+    print(f"{describe()}; backend {set_backend('cpu')}; {dtype}, {Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}")
     for num_seqs, context_len in ((1, 600), (1, 8192), (8, 600), (64, 128), (64, 600), (256, 300)):
         inputs = batch(num_seqs, 1, context_len, dtype)
         ours, theirs = compare(

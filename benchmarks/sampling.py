@@ -5,7 +5,7 @@ python benchmarks/sampling.py
 
 import torch
 
-from flyball_kernels import sample, set_attention_backend
+from flyball_kernels import sample, set_backend
 from flyball_kernels.sampling import reference
 from machine import compare, describe
 
@@ -28,7 +28,7 @@ def settings(
 
 
 def main() -> None:
-    print(f"{describe()}; backend {set_attention_backend('cpu')}; logits normal with deviation 3")
+    print(f"{describe()}; backend {set_backend('cpu')}; logits normal with deviation 3")
     for num_rows, vocab in ((1, 8192), (64, 8192), (64, 151936)):
         logits = torch.randn(num_rows, vocab) * 3
         for name, filters in FILTERS.items():

@@ -1,6 +1,6 @@
 """One folder per op: the public op, its torch reference, its Triton kernel and its C++ kernel where there is one."""
 
-from flyball_kernels.backend import resolve_attention_backend, set_attention_backend
+from flyball_kernels.backend import resolve_backend, set_backend
 from flyball_kernels.kv_write import kv_write
 from flyball_kernels.linear import PackedLinear
 from flyball_kernels.paged_attention import paged_attention
@@ -15,11 +15,11 @@ __all__ = [
     "add_rms_norm",
     "kv_write",
     "paged_attention",
-    "resolve_attention_backend",
+    "resolve_backend",
     "rms_norm",
     "rope",
     "rope_kv_write",
     "sample",
-    "set_attention_backend",
+    "set_backend",
     "swiglu",
 ]

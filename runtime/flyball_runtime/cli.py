@@ -110,9 +110,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON file with the live limits to start with; it may be missing (default: the limits of these flags)",
     )
     engine.add_argument(
-        "--attention-backend",
+        *("--kernel-backend", "--attention-backend"),
         default="auto",
-        choices=settings.ATTENTION_BACKENDS,
+        choices=settings.KERNEL_BACKENDS,
         help="auto takes triton on CUDA and cpp on a CPU",
     )
     engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine (default: all cores)")
@@ -247,7 +247,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         scheduling_policy=args.scheduling_policy,
         fair_share=args.fair_share,
         max_queued_requests=args.max_queued_requests,
-        attention_backend=args.attention_backend,
+        kernel_backend=args.kernel_backend,
         num_threads=args.num_threads,
         seed=args.seed,
         log_level=args.log_level,

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flyball_kernels import backend, set_attention_backend
+from flyball_kernels import backend, set_backend
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -11,7 +11,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(scope="session", autouse=True)
 def cpp_ops() -> Iterator[None]:
     """The C++ ops must build here, and run: a test that ran the references instead would prove nothing."""
-    set_attention_backend("cpu", "cpp")
+    set_backend("cpu", "cpp")
     yield
     backend._in_force.pop("cpu")
     backend._by_name.discard("cpu")

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from flyball_kernels import backend, resolve_attention_backend, rms_norm, set_attention_backend
+from flyball_kernels import backend, resolve_backend, rms_norm, set_backend
 from flyball_kernels.cpu import build, library
 
 
@@ -41,14 +41,14 @@ def fake_compiler(monkeypatch, tmp_path):
 
 
 def test_auto_is_cpp_on_cpu_and_triton_on_cuda():
-    assert resolve_attention_backend("cpu", "auto") == "cpp"
-    assert resolve_attention_backend("cuda", "auto") == "triton"
-    assert resolve_attention_backend("cpu", "torch") == "torch"
+    assert resolve_backend("cpu", "auto") == "cpp"
+    assert resolve_backend("cuda", "auto") == "triton"
+    assert resolve_backend("cpu", "torch") == "torch"
 
 
 def test_auto_without_a_compiler_warns_and_runs_the_references(no_choice_yet, no_compiler, caplog):
     with caplog.at_level(logging.WARNING):
-        assert set_attention_backend("cpu", "auto") == "torch"
+        assert set_backend("cpu", "auto") == "torch"
     assert "slower torch references" in caplog.text
     assert "'no-such-compiler' is not on PATH. Install g++" in caplog.text
     torch.testing.assert_close(rms_norm(torch.ones(1, 4), torch.ones(4), 0.0), torch.ones(1, 4))
@@ -56,24 +56,24 @@ def test_auto_without_a_compiler_warns_and_runs_the_references(no_choice_yet, no
 
 def test_cpp_without_a_compiler_is_an_error(no_compiler):
     with pytest.raises(RuntimeError, match="'no-such-compiler' is not on PATH"):
-        resolve_attention_backend("cpu", "cpp")
+        resolve_backend("cpu", "cpp")
 
 
 def test_backends_that_cannot_run_there(monkeypatch):
     with pytest.raises(ValueError, match="backend is 'flash'; it must be one of auto, cpp, torch, triton"):
-        resolve_attention_backend("cpu", "flash")
+        resolve_backend("cpu", "flash")
     with pytest.raises(ValueError, match="'cpp' runs on cpu, not on cuda"):
-        resolve_attention_backend("cuda", "cpp")
+        resolve_backend("cuda", "cpp")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="'triton' runs on cuda, not on cpu"):
-        resolve_attention_backend("cpu", "triton")
+        resolve_backend("cpu", "triton")
 
 
 def test_the_choice_is_in_force_for_that_device_only(no_choice_yet):
-    set_attention_backend("cpu", "torch")
+    set_backend("cpu", "torch")
     assert backend.backend_for(torch.ones(1)) == "torch"
     assert backend.backend_for(torch.ones(1, device="meta")) == "torch"
-    assert set_attention_backend("cpu", "auto") == "cpp"
+    assert set_backend("cpu", "auto") == "cpp"
 
 
 def test_a_failing_compiler_is_quoted(no_compiler, monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flyball_kernels import PackedLinear, backend, set_attention_backend
+from flyball_kernels import PackedLinear, backend, set_backend
 from flyball_kernels.cpu import build, library, variants
 from flyball_kernels.cpu.variants import VARIANTS, X86_64_V3, X86_64_V4, choose, this_cpu, variants_of
 from flyball_kernels.linear import guard
@@ -138,7 +138,7 @@ def test_without_a_library_for_this_cpu_the_references_run(folder, load, monkeyp
     monkeypatch.setenv(library.PREBUILT_VARIABLE, str(folder))
     monkeypatch.setattr(variants, "this_cpu", lambda: ("x86_64", PENRYN))
     with caplog.at_level(logging.WARNING):
-        assert set_attention_backend("cpu", "auto") == "torch"
+        assert set_backend("cpu", "auto") == "torch"
     assert "slower torch references run instead. The C++ ops x86-64-v3 need a CPU with abm, avx, avx2" in caplog.text
 
 
@@ -196,9 +196,9 @@ def test_a_layer_that_wins_somewhere_is_ours(choice, ours):
 
 def test_a_layer_that_was_asked_for_is_not_measured(choice):
     choice(9.0, 9.0)
-    set_attention_backend("cpu", "cpp")
+    set_backend("cpu", "cpp")
     assert PackedLinear(torch.randn(8, 4))._packed
-    set_attention_backend("cpu", "auto")
+    set_backend("cpu", "auto")
     assert not PackedLinear(torch.randn(8, 4))._packed
 
 

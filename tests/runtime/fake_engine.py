@@ -60,7 +60,7 @@ class FakeEngine:
             model="test-model",
             dtype="float32",
             device="cpu",
-            attention_backend="torch",
+            kernel_backend="torch",
             max_model_len=1024,
             vocab_size=vocab_size,
             block_size=16,

@@ -8,7 +8,7 @@ from flyball_runtime.core.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
-ATTENTION_BACKENDS = ("auto", "cpp", "torch", "triton")
+KERNEL_BACKENDS = ("auto", "cpp", "torch", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -53,7 +53,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     fair_share: bool = True
     max_queued_requests: int = 1024
-    attention_backend: str = "auto"
+    kernel_backend: str = "auto"
     num_threads: int | None = None
     seed: int | None = None
     log_level: str = "info"
@@ -62,7 +62,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
-        _check_choice("attention-backend", self.attention_backend, ATTENTION_BACKENDS)
+        _check_choice("kernel-backend", self.kernel_backend, KERNEL_BACKENDS)
         _check_choice("scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _check_choice("log-level", self.log_level, LOG_LEVELS)
         _check_choice("block-size", self.block_size, BLOCK_SIZES)

@@ -36,13 +36,13 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
     Attributes:
         startup_s: seconds by stage: import, config, weights, warm_up (GPUs only), kv_cache.
-        attention_backend: which paged attention runs: cpp, torch or triton.
+        kernel_backend: which implementation the ops run: cpp, torch or triton.
     """
 
     model: str
     dtype: str
     device: str
-    attention_backend: str
+    kernel_backend: str
     max_model_len: int
     vocab_size: int
     block_size: int

@@ -14,7 +14,7 @@ from flyball_runtime.engine.inputs import NOBODY, InputBuilder
 from flyball_runtime.engine.kv_tensors import allocate_kv_tensors
 from flyball_runtime.engine.resolve import resolve_device, resolve_kv_cache, resolve_max_model_len
 from flyball_runtime.engine.warm_up import WarmUp, peak_bytes
-from flyball_runtime.model.attention import use_attention_backend
+from flyball_runtime.model.backend import use_kernel_backend
 from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
@@ -39,7 +39,7 @@ class ModelRunner:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, model_config)
         max_model_len = resolve_max_model_len(config, model_config)
-        attention_backend = use_attention_backend(config.attention_backend, device)
+        kernel_backend = use_kernel_backend(config.kernel_backend, device)
         stages.done("config")
 
         self._model = load_model(
@@ -74,7 +74,7 @@ class ModelRunner:
             model=config.served_model_name,
             dtype=dtype,
             device=str(device),
-            attention_backend=attention_backend,
+            kernel_backend=kernel_backend,
             max_model_len=max_model_len,
             vocab_size=model_config.vocab_size,
             block_size=config.block_size,

@@ -12,7 +12,7 @@ from flyball_runtime.scheduler.policies import POLICIES
     [
         ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of auto, bfloat16, float16, float32"),
         ({"device": "tpu"}, "--device is 'tpu'"),
-        ({"attention_backend": "magic"}, "--attention-backend is 'magic'"),
+        ({"kernel_backend": "magic"}, "--kernel-backend is 'magic'"),
         ({"scheduling_policy": "lifo"}, "--scheduling-policy is 'lifo'; it must be one of fcfs, priority"),
         ({"log_level": "loud"}, "--log-level is 'loud'"),
         ({"block_size": 12}, "--block-size is 12; it must be one of 8, 16, 32, 64, 128"),

@@ -235,7 +235,7 @@ def test_each_step_tells_how_far_a_lowered_limit_has_drained(path: Path) -> None
         ({"max_num_seqs": 0}, "--max-num-seqs is 0"),
         ({"max_num_seqs": 300}, "--max-num-batched-tokens is 256, below --max-num-seqs 300"),
         ({"device": "cuda"}, "no CUDA device"),
-        ({"attention_backend": "triton"}, "--attention-backend triton"),
+        ({"kernel_backend": "triton"}, "--kernel-backend triton"),
     ],
 )
 def test_settings_that_cannot_work_stop_the_start(

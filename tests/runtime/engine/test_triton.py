@@ -23,7 +23,7 @@ def test_tokens_equal_transformers(arch: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(backend, "_in_force", {})
     path = make_checkpoint(tmp_path, arch)
     prompts = random_prompts([3, 17, 40])
-    engine = make_engine(path, attention_backend="triton", max_num_batched_tokens=16)
-    assert engine.info.attention_backend == "triton"
+    engine = make_engine(path, kernel_backend="triton", max_num_batched_tokens=16)
+    assert engine.info.kernel_backend == "triton"
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     assert generate(engine, prompts, sampling) == Reference(path).generate(prompts, NUM_TOKENS)
