@@ -1,5 +1,6 @@
 """Tensors of a safetensors checkpoint, one at a time, straight from the memory-mapped file."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ def iter_headers(files: list[Path]) -> Iterator[Header]:
     """What the files hold, without reading it.
 
     Raises:
-        ConfigError: a file is not safetensors, or is cut short.
+        ConfigError: a file cannot be read, is not safetensors, or is cut short.
     """
     for file in files:
         with _opened(file) as tensors:
@@ -41,7 +42,7 @@ def iter_weights(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor). A tensor is a view of the mapped file: copy what must outlive the iteration.
 
     Raises:
-        ConfigError: a file is not safetensors, or is cut short.
+        ConfigError: a file cannot be read, is not safetensors, or is cut short.
     """
     for file in files:
         with _opened(file) as tensors:
@@ -51,6 +52,10 @@ def iter_weights(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[safe_open]:
+    try:
+        file.open("rb").close()  # safetensors calls every failure to open a file "No such file or directory"
+    except OSError as error:
+        raise _unreadable(file, error) from error
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -65,18 +70,32 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint directory, sorted: those that the index names, else the single file.
 
     Raises:
-        ConfigError: there are none, or one that the index names is missing.
+        ConfigError: there are none, or one that the index names is missing or cannot be read.
     """
     index = path / INDEX_FILE
-    if index.is_file():
+    if _is_file(index):
         files = sorted(path / name for name in _shard_names(index))
         for file in files:
-            if not file.is_file():
+            if not _is_file(file):
                 raise ConfigError(f"{file} is missing, but {INDEX_FILE} names it. Download it again.")
         return files
-    if not (path / SINGLE_FILE).is_file():
+    if not _is_file(path / SINGLE_FILE):
         raise ConfigError(_no_weights_message(path))
     return [path / SINGLE_FILE]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # a link into a directory that may not be searched
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(file: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot read {file} as user {os.geteuid()}: {error.strerror}. The server needs to read the file and to search its "
+        "directories."
+    )
 
 
 def _shard_names(index: Path) -> set[str]:

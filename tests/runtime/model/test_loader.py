@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from flyball_runtime.model import loader
 from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.transformer import CausalLM
-from flyball_runtime.model.weights import iter_weights, weight_files
+from flyball_runtime.model.weights import iter_headers, iter_weights, weight_files
 
+NOBODY = 65534
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -148,6 +151,42 @@ def test_unreadable_file(checkpoint: Callable, tmp_path: Path, content: Callable
     file.write_bytes(content(file.read_bytes()))
     with pytest.raises(ConfigError, match=r"broken/model\.safetensors is not a readable safetensors file"):
         _load(path)
+
+
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Be another user in the block if the test runs as root, who may read every file."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("read", [iter_headers, iter_weights])
+def test_a_file_that_may_not_be_read(checkpoint: Callable, tmp_path: Path, read: Callable) -> None:
+    shutil.copytree(checkpoint("qwen3"), tmp_path, dirs_exist_ok=True)
+    files = weight_files(tmp_path)
+    files[0].chmod(0)
+    with (
+        without_rights(),
+        pytest.raises(ConfigError, match=r"cannot read .*/model\.safetensors as user \d+: Permission denied"),
+    ):
+        list(read(files))
+
+
+def test_a_file_in_a_directory_that_may_not_be_searched(checkpoint: Callable, tmp_path: Path) -> None:
+    blobs = shutil.copytree(checkpoint("qwen3"), tmp_path / "blobs")
+    (tmp_path / "model.safetensors").symlink_to(blobs / "model.safetensors")
+    blobs.chmod(0)
+    with (
+        without_rights(),
+        pytest.raises(ConfigError, match=r"cannot read .*/model\.safetensors.* as user \d+: Permission"),
+    ):
+        weight_files(tmp_path)
+    blobs.chmod(0o700)
 
 
 def test_missing_shard(tmp_path: Path) -> None:
