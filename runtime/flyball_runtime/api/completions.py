@@ -84,7 +84,7 @@ class CompletionRoutes:
         model = body.model or self._server.settings.model_name
         envelope = Envelope(format, unique=call.unique, created=int(time.time()), model=model)
         if body.stream:
-            return EventStream(generation, self._stream_plan(body.stream_options or StreamOptions(), format, envelope))
+            return EventStream(generation, _stream_plan(body.stream_options or StreamOptions(), format, envelope))
         async with generation.running(request.receive):
             await generation.wait_all()
             choices = [format.choice(choice) for choice in generation.choices]
@@ -109,14 +109,14 @@ class CompletionRoutes:
             cache_salt=body.cache_salt,
         )
 
-    def _stream_plan(self, options: StreamOptions, format: Format, envelope: Envelope) -> StreamPlan:
-        return StreamPlan(
-            format=format,
-            envelope=envelope,
-            include_usage=bool(options.include_usage),
-            continuous_usage=bool(options.continuous_usage_stats),
-            write_timeout_s=self._server.settings.write_timeout_s,
-        )
+
+def _stream_plan(options: StreamOptions, format: Format, envelope: Envelope) -> StreamPlan:
+    return StreamPlan(
+        format=format,
+        envelope=envelope,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+    )
 
 
 def _check_stream_options(options: StreamOptions, stream: bool | None) -> None:

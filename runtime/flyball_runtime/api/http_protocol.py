@@ -28,8 +28,8 @@ class BoundedH11Protocol(H11Protocol):
 
     uvicorn's keep-alive timer starts after a response and ends with the next byte, so a client that sends half a request,
     or nothing at all, would keep its connection for ever. How fast bytes drip in does not matter: the headers' time runs
-    from the first byte to the last. An answer that is written whole waits in the transport's buffer for a client that
-    does not read; the connection is dropped when none of it was taken for ``write_timeout_s``.
+    from the first byte to the last. An answer that is written whole, and the next part of a stream, wait in the transport's
+    buffer for a client that does not read; the connection is dropped when none of it was taken for ``write_timeout_s``.
     """
 
     def __init__(self, *args: Any, header_timeout_s: float, write_timeout_s: float, **kwargs: Any) -> None:

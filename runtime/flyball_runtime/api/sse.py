@@ -3,10 +3,10 @@
 Nothing is sent before the first token or failure, so a request that fails before it has output gets a real HTTP status.
 A failure after that becomes an ``error`` event and the stream ends without ``[DONE]``. A slow reader holds up its own
 writes only: the transport's buffer is bounded by uvicorn, and what comes meanwhile gathers in the choices and leaves in
-one chunk each (see generation.py).
+one chunk each (see generation.py). The connection drops a reader that takes nothing (see http_protocol.py), which is a
+disconnect here.
 """
 
-import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -30,7 +30,6 @@ class StreamPlan:
     envelope: Envelope
     include_usage: bool
     continuous_usage: bool
-    write_timeout_s: float
 
 
 class EventStream(Response):
@@ -54,8 +53,8 @@ class EventStream(Response):
                 ready = await generation.wait_changed()
                 ended = generation.ended or generation.failure is not None
                 body = self._body(generation, ready, ended)
-                if body and not await self._write(send, body):
-                    return
+                if body:
+                    await self._write(send, body)
             if not generation.disconnected:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -107,18 +106,8 @@ class EventStream(Response):
             failure = internal_error(failure, request_id)
         return b"event: error\ndata: " + error_body(failure) + b"\n\n"
 
-    async def _write(self, send: Send, body: bytes) -> bool:
-        """Send one body. False when the reader has left, or took nothing for the write timeout."""
-        try:
-            async with asyncio.timeout(self._plan.write_timeout_s):
-                if not self._started:
-                    self._started = True
-                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            return True
-        except TimeoutError:
-            reason = f"took nothing for {self._plan.write_timeout_s:g} s"
-        except OSError as error:
-            reason = f"left: {error}"
-        logger.warning("request %s dropped: its reader %s", self._generation.call.request_id, reason)
-        return False
+    async def _write(self, send: Send, body: bytes) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": body, "more_body": True})

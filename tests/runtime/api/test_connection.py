@@ -35,10 +35,10 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[BoundedH11Protocol]:
 
 
 async def ask_for_much(
-    address: tuple[str, int], engine: FakeEngine, tokenizer: PreTrainedTokenizerFast
+    address: tuple[str, int], engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, *, stream: bool = False
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A request whose answer is far longer than what the sockets hold."""
-    body = json.dumps({"prompt": "a", "max_tokens": None}).encode()
+    """A request whose answer is far longer than what the sockets hold. A stream goes on after that."""
+    body = json.dumps({"prompt": "a", "max_tokens": None, "stream": stream}).encode()
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
     client.setblocking(False)
@@ -48,7 +48,8 @@ async def ask_for_much(
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
     await until(lambda: bool(engine.requests))
     engine.tokens(encode(tokenizer, "the quick brown fox " * 30_000))
-    engine.finish()
+    if not stream:
+        engine.finish()
     return reader, writer
 
 
@@ -67,6 +68,25 @@ async def test_a_whole_answer_that_nobody_reads_is_dropped(
         assert connection.transport.get_write_buffer_size() == 0
         writer.close()
     assert "took nothing of its answer" in caplog.text
+
+
+async def test_a_stream_that_nobody_reads_is_dropped_and_aborted(
+    app: FastAPI,
+    engine: FakeEngine,
+    tokenizer: PreTrainedTokenizerFast,
+    connections: list[BoundedH11Protocol],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with served(app, **SETTINGS.uvicorn_options()) as address:
+        _, writer = await ask_for_much(address, engine, tokenizer, stream=True)
+        (connection,) = connections
+        await until(lambda: connection.transport.get_write_buffer_size() > 300_000)
+        engine.tokens([40])  # the next write waits for the reader
+        await until(lambda: engine.num_unfinished == 0)
+        assert connection not in connection.connections and connection.transport.get_write_buffer_size() == 0
+        writer.close()
+    assert "took nothing of its answer" in caplog.text
+    assert "ASGI callable" not in caplog.text and "Traceback" not in caplog.text
 
 
 async def test_a_slow_reader_gets_all_of_a_whole_answer(

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api import ApiSettings, Metrics, create_app
+from flyball_runtime.api import Metrics
 from runtime.api.support import MODEL, asgi_client, bounded, chat, encode, error_of, sse_events, until
 from runtime.fake_engine import FakeEngine
 
@@ -274,20 +274,6 @@ async def test_tokens_of_a_slow_reader_coalesce(
         await task
         assert texts(connection.events) == "the quick brown fox " * 100
         assert len(connection.bodies) <= 4, "one write was held up, the rest came in one"
-
-
-async def test_reader_that_takes_nothing_is_dropped(
-    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: Metrics, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = ApiSettings(served_model_names=(MODEL,), write_timeout_s=0.01)
-    engine.reply = None
-    async with connect(create_app(engine, tokenizer, settings, metrics), CHAT, chat(stream=True)) as (connection, task):
-        await until(lambda: bool(engine.requests))
-        connection.reading.clear()
-        engine.tokens([40])
-        await task
-        assert engine.num_unfinished == 0 and not connection.complete
-    assert "took nothing for 0.01 s" in caplog.text and "test-request" in caplog.text
 
 
 async def test_drain_refuses_new_streams_and_finishes_the_running(app: FastAPI, engine: FakeEngine) -> None:
