@@ -5,6 +5,7 @@ import dataclasses
 import io
 import os
 import signal
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 from yarl import URL
 
+from flyball_operator import manifest
 from flyball_operator.errors import LocalError
-from flyball_operator.local.control import Handover, InstanceFolder, hand_over
+from flyball_operator.local.control import Handover, HandoverAnswer, InstanceFolder, hand_over
 from flyball_operator.local.replica import State
+from flyball_operator.spec import LLMDeployment
 from flyball_operator.tuning.record import from_line
 from operator_kit.local import DEADLINE_S, Running, running
 
@@ -304,7 +307,7 @@ def test_reload_reads_an_unchanged_file_again() -> None:
     async def scenario() -> None:
         async with running(1) as now:
             now.runner.reload()
-            assert "was read again: nothing to change" in now.lines
+            await now.until_line("was read again: nothing to change")
 
     run(scenario())
 
@@ -315,9 +318,9 @@ def test_a_second_invocation_hands_its_manifest_over() -> None:
             second = InstanceFolder(now.folder.path.parent, "chat")
             assert not second.acquire()
             text = now.file.path.read_text()
-            answer = await hand_over(
-                second, Handover(manifest=text.replace("replicas: 1", "replicas: 2"), source=str(now.file.path))
-            )
+            other = now.file.path.with_name("other.yaml")
+            other.write_text(text.replace("replicas: 1", "replicas: 2"))
+            answer = await hand_over(second, Handover(manifest=other.read_text(), source=str(other)))
             assert answer.plan == ("scaling 1 -> 2: spec.replicas changed",)
             assert answer.url == now.runner.url
             await now.until_ready(2)
@@ -328,6 +331,71 @@ def test_a_second_invocation_hands_its_manifest_over() -> None:
             )
             assert "no deployment named 'chat', only code" in (renamed.error or "")
             assert now.runner.snapshot().wanted == 2
+
+    run(scenario())
+
+
+class HeldParser:
+    """Takes the place of the manifests' parser: each call waits for ``go``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self._parse = manifest.parse
+        monkeypatch.setattr(manifest, "parse", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[LLMDeployment]:
+        self.begun.set()
+        assert threading.current_thread() is not threading.main_thread(), "the event loop waits for the parser"
+        assert self.go.wait(3 * DEADLINE_S)
+        return self._parse(*args, **kwargs)
+
+
+def hand_over_replicas(now: Running, count: int) -> Coroutine[Any, Any, HandoverAnswer]:
+    text = now.file.path.read_text().replace("replicas: 1", f"replicas: {count}")
+    folder = InstanceFolder(now.folder.path.parent, "chat")
+    return hand_over(folder, Handover(manifest=text, source=str(now.file.path)))
+
+
+def test_requests_are_answered_while_a_manifest_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running(1) as now:
+            parser = HeldParser(monkeypatch)
+            now.file.write(replicas=2)
+            await now.until(lambda _: parser.begun.is_set())
+            await now.complete()
+            assert now.runner.snapshot().wanted == 1
+            parser.go.set()
+            await now.until_ready(2)
+
+    run(scenario())
+
+
+def test_manifests_are_applied_in_the_order_in_which_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running(1) as now:
+            parser = HeldParser(monkeypatch)
+            handing = asyncio.create_task(hand_over_replicas(now, 2))
+            await now.until(lambda _: parser.begun.is_set())
+            now.file.write(replicas=3)
+            parser.go.set()
+            assert (await handing).plan == ("scaling 1 -> 2: spec.replicas changed",)
+            await now.until_ready(3)
+            assert "scaling 2 -> 3: spec.replicas changed" in now.lines
+
+    run(scenario())
+
+
+def test_a_manifest_that_is_parsed_when_the_instance_stops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running(1) as now:
+            parser = HeldParser(monkeypatch)
+            handing = asyncio.create_task(hand_over_replicas(now, 2))
+            await now.until(lambda _: parser.begun.is_set())
+            draining = asyncio.create_task(now.runner.drain())
+            await asyncio.sleep(0)
+            parser.go.set()
+            assert "the instance is stopping" in ((await handing).error or "")
+            await draining
 
     run(scenario())
 

@@ -243,6 +243,13 @@ def test_a_file_has_changed_when_its_content_has(tmp_path: Path) -> None:
     assert file.changed()
 
 
+def test_a_file_whose_content_is_known_has_changed_when_it_holds_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("one")
+    assert not WatchedFile(path, b"one").changed()
+    assert WatchedFile(path, b"two").changed()
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,7 +91,7 @@ class ControlServer:
     def __init__(
         self,
         folder: InstanceFolder,
-        apply: Callable[[Handover], HandoverAnswer],
+        apply: Callable[[Handover], Awaitable[HandoverAnswer]],
         snapshot: Callable[[], Snapshot],
     ) -> None:
         self._folder = folder
@@ -112,17 +112,17 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
-            answer = self._answer(await reader.read())
+            answer = await self._answer(await reader.read())
             with contextlib.suppress(ConnectionError):
                 writer.write(msgspec.json.encode(answer))
                 await writer.drain()
 
-    def _answer(self, request: bytes) -> HandoverAnswer | Snapshot:
+    async def _answer(self, request: bytes) -> HandoverAnswer | Snapshot:
         try:
             asked: Handover | StatusRequest = msgspec.json.decode(request, type=Handover | StatusRequest)
         except msgspec.MsgspecError as error:
             return HandoverAnswer(error=f"a request that cannot be read: {error}")
-        return self._snapshot() if isinstance(asked, StatusRequest) else self._apply(asked)
+        return self._snapshot() if isinstance(asked, StatusRequest) else await self._apply(asked)
 
 
 async def hand_over(folder: InstanceFolder, handover: Handover) -> HandoverAnswer:

@@ -1,6 +1,7 @@
 """LocalRunner: brings this machine to what an LLMDeployment says, and keeps it there."""
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
@@ -88,6 +89,8 @@ class LocalRunner:
         self._control = ControlServer(folder, self._take_handover, self.snapshot)
         self._balancer = Balancer(lambda: self._fleet.replicas, lambda: self._stopping)
         self._stopping = False
+        self._reload = asyncio.Event()
+        self._taking = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -160,20 +163,17 @@ class LocalRunner:
             await task
 
     def reload(self) -> None:
-        """Read the manifest's file again, changed or not."""
-        try:
-            self._file.read()
-        except OSError as error:
-            self._report(f"{self._file.path} cannot be read, what runs goes on: {one_line(str(error))}")
-        else:
-            self._apply_file()
+        """Have the manifest's file read again, changed or not."""
+        self._reload.set()
 
     def apply(self, deployment: LLMDeployment) -> list[str]:
         """Bring the machine to ``deployment`` from now on; returns the plan in words.
 
         Raises:
-            LocalError: this machine cannot run it, or it is another deployment. What runs goes on.
+            LocalError: this machine cannot run it, it is another deployment, or the instance is stopping. What runs goes on.
         """
+        if self._stopping:
+            raise LocalError("the instance is stopping; start another one with this manifest when it has ended")
         if deployment.name != self._deployment.name:
             raise LocalError(
                 f"metadata.name changed from {self._deployment.name} to {deployment.name}, which is another deployment; "
@@ -188,10 +188,14 @@ class LocalRunner:
             self._report(line)
         return plan or [NOTHING_TO_CHANGE]
 
-    def _take(self, parse: Callable[[], list[LLMDeployment]]) -> tuple[list[str], str]:
-        """Apply a manifest; returns the plan, or why nothing was changed. No manifest ends what runs."""
+    async def _take(self, parse: Callable[[], list[LLMDeployment]]) -> tuple[list[str], str]:
+        """Apply a manifest; returns the plan, or why nothing was changed. No manifest ends what runs.
+
+        Parsing takes up to two seconds, in a thread, so that the balancer goes on. The caller holds the lock ``_taking``.
+        """
         try:
-            return self.apply(select(parse(), self._deployment.name)), ""
+            deployments = await asyncio.to_thread(parse)
+            return self.apply(select(deployments, self._deployment.name)), ""
         except OperatorError as error:
             return [], str(error)
         except Exception as error:
@@ -237,26 +241,41 @@ class LocalRunner:
 
     async def _watch_file(self) -> None:
         while True:
-            await asyncio.sleep(self._options.watch_period_s)
-            if self._file.changed():
-                self._apply_file()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._options.watch_period_s):
+                    await self._reload.wait()
+            async with self._taking:
+                if self._reload.is_set():
+                    self._reload.clear()
+                    await self._read_again()
+                elif self._file.changed():
+                    await self._apply_file()
 
-    def _apply_file(self) -> None:
+    async def _read_again(self) -> None:
+        try:
+            self._file.read()
+        except OSError as error:
+            self._report(f"{self._file.path} cannot be read, what runs goes on: {one_line(str(error))}")
+        else:
+            await self._apply_file()
+
+    async def _apply_file(self) -> None:
         """Apply the file's content. What is wrong with it is reported, and what runs goes on."""
-        plan, problem = self._take(lambda: manifest.parse_content(self._file.content, self._file.path))
+        plan, problem = await self._take(lambda: manifest.parse_content(self._file.content, self._file.path))
         if problem:
             self._report(f"{self._file.path} is not taken, what runs goes on: {problem}")
         elif plan == [NOTHING_TO_CHANGE]:
             self._report(f"{self._file.path} was read again: {NOTHING_TO_CHANGE}")
 
-    def _take_handover(self, handover: Handover) -> HandoverAnswer:
+    async def _take_handover(self, handover: Handover) -> HandoverAnswer:
         source = Path(handover.source)
-        plan, problem = self._take(
-            lambda: manifest.parse(handover.manifest, source=handover.source, base=source.parent)
-        )
-        if problem:
-            return HandoverAnswer(error=problem, url=self._url)
-        self._file = WatchedFile(source)
+        async with self._taking:
+            plan, problem = await self._take(
+                lambda: manifest.parse(handover.manifest, source=handover.source, base=source.parent)
+            )
+            if problem:
+                return HandoverAnswer(error=problem, url=self._url)
+            self._file = WatchedFile(source, handover.manifest.encode())
         return HandoverAnswer(plan=tuple(plan), url=self._url)
 
 

@@ -12,11 +12,13 @@ class WatchedFile:
         content: what was read last, up to one byte more than a manifest may have; empty before the first success.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes | None = None) -> None:
+        """``content`` is what the caller knows of the file; None reads it now."""
         self.path = path
-        self.content = b""
+        self.content = content or b""
         self._stamp: tuple[int, int, int] | None = None
-        self.changed()
+        if content is None:
+            self.changed()
 
     def changed(self) -> bool:
         """Return whether the content differs from the last time this was asked. A file that cannot be read has not changed."""
