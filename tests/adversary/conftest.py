@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from adversary_kit.attacked import Attacked, attacked
+from adversary_kit.instance import Instance, instance
 from adversary_kit.shared import Shared
 from adversary_kit.witness import Seen
 from checkpoints import make_checkpoint
@@ -61,6 +62,21 @@ def server(servers: Shared[Attacked]) -> Iterator[Attacked]:
     """A server that must be unharmed when the test has ended."""
     with servers.unharmed() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def instances() -> Iterator[Shared[Instance]]:
+    """Instances of two replicas for the tests of a file, which may change the manifest."""
+    shared = Shared(lambda: instance(replicas=2))
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def running(instances: Shared[Instance]) -> Iterator[Instance]:
+    """An instance that must be unharmed when the test has ended."""
+    with instances.unharmed() as running:
+        yield running
 
 
 @pytest.fixture

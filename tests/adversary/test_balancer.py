@@ -14,24 +14,9 @@ from adversary_kit.generator import API, Case, cases, mutated
 from adversary_kit.instance import Instance, instance
 from adversary_kit.malformed import BODY, LENGTH, MALFORMED, request
 from adversary_kit.raw import Answer, ask, connections, post, post_head, read_all, read_until_silent
-from adversary_kit.shared import Shared
 from adversary_kit.witness import STREAM_OF_REAL, Seen
 
 Undisturbed = Callable[[Seen], None]
-
-
-@pytest.fixture(scope="module")
-def instances() -> Iterator[Shared[Instance]]:
-    shared = Shared(lambda: instance(replicas=2))
-    yield shared
-    shared.close()
-
-
-@pytest.fixture
-def running(instances: Shared[Instance]) -> Iterator[Instance]:
-    """An instance that must be unharmed when the test has ended."""
-    with instances.unharmed() as running:
-        yield running
 
 
 def send(running: Instance, request: bytes) -> Answer:

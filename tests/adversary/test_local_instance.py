@@ -1,7 +1,6 @@
 """A `flyball local` whose machine or manifest fails it: what runs goes on, and the reason is told once."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from adversary_kit.instance import Instance, instance
 from adversary_kit.manifests import REFUSED, TAKEN
 from adversary_kit.raw import connect, connections, is_closed_within
-from adversary_kit.shared import Shared
 
 TUNING = {
     "mode": "Auto",
@@ -30,20 +28,6 @@ FAST = {
     "an alias bomb in the pod",
     "a pod that is itself",
 }
-
-
-@pytest.fixture(scope="module")
-def instances() -> Iterator[Shared[Instance]]:
-    shared = Shared(instance)
-    yield shared
-    shared.close()
-
-
-@pytest.fixture
-def running(instances: Shared[Instance]) -> Iterator[Instance]:
-    """An instance that must be unharmed when the test has ended."""
-    with instances.unharmed() as running:
-        yield running
 
 
 @pytest.mark.parametrize(

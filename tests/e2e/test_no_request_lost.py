@@ -11,7 +11,7 @@ import pytest
 from e2e_kit import helm, processes
 from e2e_kit.admin import admin_ports
 from e2e_kit.disturbances import BUSY, STREAMS_PER_REPLICA, Load, drain, roll, undisturbed
-from e2e_kit.models import LONG_TIMEOUT_S, ROLLOUT_TIMEOUT, Model, is_ready
+from e2e_kit.models import LONG_TIMEOUT_S, ROLLOUT_TIMEOUT, Model, is_ready, serving
 from e2e_kit.node import Node
 from e2e_kit.replica import outcomes
 from e2e_kit.work import NUM_RUNNING, Work, measure
@@ -33,10 +33,7 @@ def times(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def busy(operator: Node) -> Iterator[Model]:
     """A model for all tests of this file. Each leaves it with any number of replicas, and with the limits of BUSY."""
-    with operator.namespace() as namespace:
-        model = Model(operator, namespace, **BUSY)
-        model.apply()
-        model.wait_ready()
+    with serving(operator, **BUSY) as model:
         yield model
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from e2e_kit.disturbances import BUSY, STREAMS_PER_REPLICA, RequestsLost, drain, roll, undisturbed
-from e2e_kit.models import Model
+from e2e_kit.models import Model, serving
 from e2e_kit.node import Node
 from e2e_kit.work import Work, measure
 
@@ -18,10 +18,7 @@ ENDS_AT_ONCE = ("sh", "-c", 'trap "exit 143" TERM; flyball "$@" & wait', "flybal
 def hasty(operator: Node) -> Iterator[Model]:
     """A model whose runtime ends at once on SIGTERM."""
     container = {"name": "runtime", "command": list(ENDS_AT_ONCE)}
-    with operator.namespace() as namespace:
-        model = Model(operator, namespace, podTemplate={"spec": {"containers": [container]}}, **BUSY)
-        model.apply()
-        model.wait_ready()
+    with serving(operator, podTemplate={"spec": {"containers": [container]}}, **BUSY) as model:
         yield model
 
 

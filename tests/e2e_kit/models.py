@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -145,6 +146,16 @@ def is_ready(pod: dict[str, Any]) -> bool:
     return "deletionTimestamp" not in pod["metadata"] and any(
         one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions", [])
     )
+
+
+@contextmanager
+def serving(node: Node, **spec: Any) -> Iterator[Model]:
+    """Make a model in a namespace of its own and wait until it serves. The namespace is deleted after the block."""
+    with node.namespace() as namespace:
+        model = Model(node, namespace, **spec)
+        model.apply()
+        model.wait_ready()
+        yield model
 
 
 def from_hub(node: Node, namespace: str, url: str) -> Model:
