@@ -15,7 +15,7 @@ from e2e_kit.programs import HELM
 CHART = Path(__file__).parents[2] / "charts" / "flyball"
 RELEASE = "flyball"
 NAMESPACE = "flyball-system"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
 
 Manifest = dict[str, Any]
 

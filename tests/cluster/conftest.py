@@ -91,7 +91,7 @@ def operator(cluster: Cluster, namespace: str) -> Iterator[OperatorProcess]:
 
 def _with_crds(cluster: Cluster) -> Cluster:
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
-    cluster.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), "--timeout=30s")
+    cluster.wait_established("-f", str(CRDS))
     return cluster
 
 

@@ -28,8 +28,6 @@ BEHAVIOR = {"scaleUp": AT_ONCE, "scaleDown": AT_ONCE}
 POD_LABELS = "app.kubernetes.io/component=runtime,app.kubernetes.io/instance=chat,app.kubernetes.io/name=flyball"
 SERIES_LABELS = "app_kubernetes_io_instance=chat,namespace={namespace}"
 HPA_REFERENCE = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "name": NAME}
-HPA_TIMEOUT_S = 60.0
-"""The controller manager looks up what kinds there are every 30 s, and ours may be new to it."""
 
 
 @pytest.fixture
@@ -47,7 +45,7 @@ def serves(world: World, replicas: int) -> None:
         counted = [resource.get("status", {}).get(counter) for counter in ("replicas", "readyReplicas")]
         return wanted + counted == [replicas] * 4
 
-    until(found, f"{replicas} replicas; {world.says()}", HPA_TIMEOUT_S)
+    until(found, f"{replicas} replicas; {world.says()}")
 
 
 def autoscaling_is(world: World, status: str, reason: str, message: str, desired: int) -> None:
@@ -59,7 +57,7 @@ def autoscaling_is(world: World, status: str, reason: str, message: str, desired
         is_so = (told.get("status"), told.get("reason"), wanted) == (status, reason, desired)
         return is_so and message in told["message"]
 
-    until(found, f"AutoscalingReady {status} {reason} {message!r} at {desired}; {world.says()}", HPA_TIMEOUT_S)
+    until(found, f"AutoscalingReady {status} {reason} {message!r} at {desired}; {world.says()}")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +17,8 @@ import yaml
 from chart_kit import CHART, Helm, goldens
 from chart_kit.helm import NAMESPACE, RELEASE, objects
 from cluster_kit import Cluster, CommandFailed, ControlPlane, find_assets
+from cluster_kit.api import until
+from cluster_kit.cluster import PATIENCE_S
 from cluster_kit.control_plane import free_port
 from operator_kit.foreign_crds import PROMETHEUS_OPERATOR
 
@@ -82,7 +83,7 @@ def next_chart(tmp_path: Path) -> Path:
 
 
 def test_an_upgrade_changes_the_crd_and_keeps_what_users_made(helm: Helm, bare: ControlPlane, next_chart: Path) -> None:
-    bare.kubectl("wait", "--for=condition=Established", CRD, "--timeout=30s")
+    bare.wait_established(CRD)
     bare.apply(CHAT)
     before = bare.get("llmdeployment", "chat", "-n", "team-a")
     assert "motto" not in served_fields(bare)
@@ -97,7 +98,7 @@ def test_an_upgrade_changes_the_crd_and_keeps_what_users_made(helm: Helm, bare: 
 
 
 def test_an_uninstall_leaves_the_crd_and_what_users_made(helm: Helm, bare: ControlPlane) -> None:
-    bare.kubectl("wait", "--for=condition=Established", CRD, "--timeout=30s")
+    bare.wait_established(CRD)
     bare.apply(CHAT)
     before = bare.get("llmdeployment", "chat", "-n", "team-a")
 
@@ -135,7 +136,7 @@ def test_a_crd_that_somebody_applied_goes_under_helm_when_told_to(bare: ControlP
 def service_monitors(bare: ControlPlane) -> None:
     """The kind ServiceMonitor, as the Prometheus operator defines it."""
     bare.kubectl("apply", "--server-side", f"--filename={PROMETHEUS_OPERATOR.file(SERVICE_MONITORS)}")
-    bare.kubectl("wait", "--for=condition=Established", "crd/servicemonitors.monitoring.coreos.com", "--timeout=30s")
+    bare.wait_established("crd/servicemonitors.monitoring.coreos.com")
 
 
 @pytest.mark.usefixtures("service_monitors")
@@ -213,9 +214,6 @@ def test_an_account_for_namespaces_has_no_rights_elsewhere(helm: Helm, bare: Con
     assert allowed(bare, OPERATOR, NAMESPACE, *rights) == {"create secrets"}  # of its key
 
 
-AGGREGATION_TIMEOUT_S = 30.0
-
-
 def bind(role: str) -> dict[str, Any]:
     group = "rbac.authorization.k8s.io"
     return {
@@ -227,27 +225,19 @@ def bind(role: str) -> dict[str, Any]:
     }
 
 
-def wait_for_aggregation(cluster: Cluster, role: str) -> None:
-    """The controller manager adds rules to the cluster's roles some time after the chart asked for it."""
-    deadline_s = time.monotonic() + AGGREGATION_TIMEOUT_S
-    while not any("flyball.dev" in rule["apiGroups"] for rule in cluster.get(f"clusterrole/{role}")["rules"]):
-        assert time.monotonic() < deadline_s, f"nothing was added to the role {role}"
-        time.sleep(0.1)
-
-
 @pytest.mark.usefixtures("helm")
 @pytest.mark.parametrize(("role", "writes"), [("view", False), ("edit", True)])
 def test_who_may_do_it_to_pods_may_do_it_to_llmdeployments(bare: ControlPlane, role: str, writes: bool) -> None:
+    """The controller manager adds rules to the cluster's roles, and removes an earlier release's, some time later."""
     bare.apply(bind(role))
-    wait_for_aggregation(bare, role)
     writing = {
         "create llmdeployments.flyball.dev",
         "delete llmdeployments.flyball.dev",
         "patch llmdeployments.flyball.dev --scale",
     }
     asked = {*writing, "watch llmdeployments.flyball.dev", "patch llmdeployments.flyball.dev --status"}
-    found = allowed(bare, f"user-{role}", "team-a", *asked)
-    assert found == {"watch llmdeployments.flyball.dev", *(writing if writes else ())}
+    expected = {"watch llmdeployments.flyball.dev", *(writing if writes else ())}
+    until(lambda: allowed(bare, f"user-{role}", "team-a", *asked) == expected, f"the rights {sorted(expected)}")
 
 
 def rendered(kind: str, *arguments: str, release: str = RELEASE) -> dict[str, Any]:
@@ -282,7 +272,7 @@ def operator_port(helm: Helm, bare: ControlPlane) -> Iterator[int]:
         yield port
 
 
-def helm_test(port: int, patience_s: int) -> subprocess.CompletedProcess[str]:
+def helm_test(port: int, patience_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """Run what the pod of `helm test` runs."""
     (container,) = rendered("Pod")["spec"]["containers"]
     program, flag = container["command"]
@@ -290,16 +280,16 @@ def helm_test(port: int, patience_s: int) -> subprocess.CompletedProcess[str]:
     assert (program, flag, url) == ("python", "-c", f"http://flyball-operator.{NAMESPACE}:8080/metrics")
     patient = script.replace("monotonic() + 60", f"monotonic() + {patience_s}")
     command = (sys.executable, flag, patient, f"http://127.0.0.1:{port}/metrics")
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S)
 
 
 def test_an_installed_operator_leads_and_makes_a_model(operator_port: int, bare: ControlPlane) -> None:
-    told = helm_test(operator_port, 60)
+    told = helm_test(operator_port)
     assert told.stdout == "an operator is ready and leads\n", told.stderr + bare.processes.log_tail(ACCOUNT)
     assert told.returncode == 0
     bare.apply({**CHAT, "metadata": {"name": "made", "namespace": "team-a"}})
     for child in ("deployment/made", "service/made"):
-        bare.kubectl("wait", "--for=create", child, "-n=team-a", "--timeout=30s")
+        bare.wait("create", child, "-n=team-a")
 
 
 def test_two_releases_in_a_namespace_serve_side_by_side(helm: Helm, bare: ControlPlane) -> None:
@@ -311,11 +301,11 @@ def test_two_releases_in_a_namespace_serve_side_by_side(helm: Helm, bare: Contro
     with ExitStack() as operators:
         operators.callback(helm, "uninstall", second, f"--namespace={NAMESPACE}")
         for release, scope in scopes.items():
-            told = helm_test(operators.enter_context(running_operator(bare, scope, release=release)), 60)
+            told = helm_test(operators.enter_context(running_operator(bare, scope, release=release)))
             assert told.returncode == 0, told.stderr + bare.processes.log_tail(f"{release}-operator")
         for namespace in ("team-a", "team-b"):
             bare.apply({**CHAT, "metadata": {"name": "side", "namespace": namespace}})
-            bare.kubectl("wait", "--for=create", "deployment/side", f"-n={namespace}", "--timeout=30s")
+            bare.wait("create", "deployment/side", f"-n={namespace}")
 
 
 @pytest.mark.parametrize("scope", ["--set=watchNamespaces={team-a}", "--set-json=watchNamespaces=[]"])

@@ -29,18 +29,16 @@ def in_namespace(manifest: dict[str, Any], namespace: str) -> dict[str, Any]:
 
 def test_a_deployment_becomes_pods(cluster: Cluster, namespace: str) -> None:
     cluster.apply(in_namespace(DEPLOYMENT, namespace))
-    cluster.kubectl("-n", namespace, "wait", "--for=create", "replicaset", "-l", "app=web", "--timeout=30s")
-    cluster.kubectl(
-        "-n", namespace, "wait", "--for=jsonpath={.status.unavailableReplicas}=2", "deployment/web", "--timeout=30s"
-    )
+    cluster.wait("create", "replicaset", "-l", "app=web", "-n", namespace)
+    cluster.wait("jsonpath={.status.unavailableReplicas}=2", "deployment/web", "-n", namespace)
     assert len(cluster.get("pods", "-n", namespace)["items"]) == 2
 
 
 def test_children_go_with_their_owner(cluster: Cluster, namespace: str) -> None:
     cluster.apply(in_namespace(DEPLOYMENT, namespace))
-    cluster.kubectl("-n", namespace, "wait", "--for=create", "replicaset", "-l", "app=web", "--timeout=30s")
+    cluster.wait("create", "replicaset", "-l", "app=web", "-n", namespace)
     cluster.kubectl("-n", namespace, "delete", "deployment/web")
-    cluster.kubectl("-n", namespace, "wait", "--for=delete", "replicaset", "-l", "app=web", "--timeout=30s")
+    cluster.wait("delete", "replicaset", "-l", "app=web", "-n", namespace)
 
 
 def test_the_crd_serves_llmdeployments(cluster: Cluster, namespace: str) -> None:

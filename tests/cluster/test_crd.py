@@ -481,14 +481,14 @@ def test_an_object_older_than_a_rule_can_be_changed_elsewhere(
     lax, strict = crd_of_another_group(**{"x-kubernetes-validations": []}), crd_of_another_group()
     cluster.apply(lax)
     try:
-        cluster.kubectl("wait", "--for=condition=Established", f"crd/{lax['metadata']['name']}", "--timeout=30s")
+        cluster.wait_established(f"crd/{lax['metadata']['name']}")
         assert api_server.store(old("file:/a")).message == ""
         cluster.apply(strict)
         until(lambda: not api_server.create(old("file:/a", name="new")).accepted, "the rule in force")
         assert api_server.store(old("file:/a", replicas=2)).message == ""
         assert "file: models are for" in api_server.store(old("file:/b", replicas=2)).message
     finally:
-        cluster.kubectl("delete", "crd", lax["metadata"]["name"], "--timeout=60s")
+        cluster.kubectl("delete", "crd", lax["metadata"]["name"])
 
 
 def test_kubectl_scale_and_the_columns_of_kubectl_get(cluster: Cluster, stored: Any, namespace: str) -> None:

@@ -39,7 +39,7 @@ def taken_by(world: World, identity: str) -> float:
         lease = world.get(LEASE, "flyball-operator") or {"spec": {}}
         return lease if lease["spec"].get("holderIdentity") == identity else None
 
-    lease = until(found, f"a lease of {identity}", timeout_s=120)
+    lease = until(found, f"a lease of {identity}")
     return datetime.fromisoformat(lease["spec"]["acquireTime"]).timestamp()
 
 
@@ -86,7 +86,7 @@ def test_a_leader_that_was_stopped_for_a_while_writes_nothing_when_it_goes_on(
     ):
         world.create("before")
         world.appears(DEPLOYMENT, "before")
-        one.settled()
+        one.wait_at_rest()
         proxy.faults = writes
         one.pause()
         try:
@@ -105,8 +105,8 @@ def test_a_leader_that_was_stopped_for_a_while_writes_nothing_when_it_goes_on(
 def test_two_processes_of_one_name_do_not_both_lead(cluster: Cluster, namespace: str, world: World) -> None:
     grant(cluster, namespace, child_rules())
     with (
-        OperatorProcess(cluster, namespace, "--lease-seconds=3", identity="same") as one,
-        OperatorProcess(cluster, namespace, "--lease-seconds=3", identity="same") as two,
+        OperatorProcess(cluster, namespace, TERMS, identity="same") as one,
+        OperatorProcess(cluster, namespace, TERMS, identity="same") as two,
     ):
         assert one.wait() != 0
         assert "was taken by another process with the name same" in one.log

@@ -30,5 +30,5 @@ def test_every_command_works(bare: ControlPlane) -> None:
     lines = commands(PAGE, "bash")
     assert len(lines) > 15
     for line in lines:
-        done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"

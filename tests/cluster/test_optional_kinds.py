@@ -46,11 +46,11 @@ def beside_an_operator(
 def install(cluster: Cluster) -> None:
     files = [f"--filename={path}" for path in FILES]
     cluster.kubectl("apply", "--server-side", *files)
-    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", *files)
+    cluster.wait_established(*files)
 
 
 def remove(cluster: Cluster) -> None:
-    cluster.kubectl("delete", "--ignore-not-found", "--timeout=60s", *(f"--filename={path}" for path in FILES))
+    cluster.kubectl("delete", "--ignore-not-found", *(f"--filename={path}" for path in FILES))
 
 
 def test_kinds_that_go_end_no_other_work_and_may_come_again(

@@ -47,7 +47,7 @@ def test_a_killed_session_leaves_no_process(tmp_path: Path) -> None:
         sleeper = int(log.read_text())
         assert is_running(sleeper)
         owner.kill()
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while is_running(sleeper) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not is_running(sleeper)

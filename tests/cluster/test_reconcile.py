@@ -100,7 +100,7 @@ def test_what_others_add_stays_and_is_not_fought_over(operator: OperatorProcess,
     added = {"name": "ADDED", "value": "1"}
     edit(world, {"op": "add", "path": "/spec/template/spec/containers/0/env/-", "value": added})
     edit(world, {"op": "add", "path": "/spec/template/spec/containers/-", "value": {"name": "beside", "image": "x"}})
-    assert operator.settled() == operator.settled()
+    operator.wait_at_rest()
     edit(world, {"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": "another"})
     deployment = world.appears(
         DEPLOYMENT, where=lambda obj: containers(obj)["runtime"]["image"] == "localhost/runtime:1"
@@ -202,10 +202,14 @@ def test_at_rest_nothing_is_written(cluster: Cluster, namespace: str, world: Wor
         for number in range(5):
             world.create(f"chat-{number}", replicas=2, autoscaling={"mode": "HPA", "maxReplicas": 4})
         world.appears(AUTOSCALER, "chat-4")
-        operator.settled()
-        proxy.seen.clear()
-        until(lambda: sum("/pods" in path for _, path in proxy.seen) >= 5, "five more lists")
-        assert proxy.writes() == []
+        operator.wait_at_rest()
+
+        def writes_nothing() -> bool:
+            proxy.seen.clear()
+            until(lambda: sum("/pods" in path for _, path in proxy.seen) >= 5, "five more lists")
+            return proxy.writes() == []
+
+        until(writes_nothing, "five lists without a write")
 
 
 @pytest.mark.slow
@@ -214,10 +218,10 @@ def test_a_restart_writes_nothing(cluster: Cluster, namespace: str, world: World
     with OperatorProcess(cluster, namespace) as first:
         world.create(replicas=2, autoscaling={"mode": "HPA", "maxReplicas": 4})
         world.appears(AUTOSCALER)
-        first.settled()
+        first.wait_at_rest()
         first.kill()
     with FaultProxy(cluster.kubeconfig) as proxy, OperatorProcess(cluster, namespace, server=proxy.url) as second:
-        second.settled()
+        second.wait_at_rest()
         assert [path for _, path in proxy.writes() if "selfsubjectaccessreviews" not in path] == []
         assert second.calls("list")["list pods"] >= 1
 
@@ -225,8 +229,8 @@ def test_a_restart_writes_nothing(cluster: Cluster, namespace: str, world: World
 def test_one_of_two_operators_acts_and_the_other_takes_over(cluster: Cluster, namespace: str, world: World) -> None:
     grant(cluster, namespace, child_rules())
     with (
-        OperatorProcess(cluster, namespace, "--lease-seconds=3", identity="one") as one,
-        OperatorProcess(cluster, namespace, "--lease-seconds=3", identity="two") as two,
+        OperatorProcess(cluster, namespace, "--lease-seconds=6", identity="one") as one,
+        OperatorProcess(cluster, namespace, "--lease-seconds=6", identity="two") as two,
     ):
         world.create("first")
         world.appears(DEPLOYMENT, "first")
@@ -272,7 +276,7 @@ def install_pod_monitor(cluster: Cluster) -> Iterator[Callable[[], None]]:
 
     def install() -> None:
         cluster.apply({**kind, "metadata": metadata, "spec": spec})
-        cluster.kubectl("wait", "--for=condition=Established", f"crd/{metadata['name']}", "--timeout=30s")
+        cluster.wait_established(f"crd/{metadata['name']}")
 
     yield install
     cluster.kubectl("delete", "crd", metadata["name"], "--ignore-not-found")

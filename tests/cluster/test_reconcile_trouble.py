@@ -65,7 +65,7 @@ def test_errors_of_users_are_no_failures_of_the_operator(operator: OperatorProce
         ("MissingKind", "kind"),
     ):
         world.ready_is(reason, name)
-    operator.settled()
+    operator.wait_at_rest()
     assert operator.metric("flyball_operator_queue_retries") == 0
     until(lambda: operator.metric("flyball_operator_refused") == 3, "three; a missing kind is no fault of the spec")
     world.change("typo", podTemplate=None)
@@ -132,7 +132,7 @@ def test_the_crd_may_come_later(control_plane: ControlPlane, namespace: str, wor
 
 def test_the_api_server_may_be_gone_for_a_while(control_plane: ControlPlane, namespace: str, world: World) -> None:
     grant(control_plane, namespace, child_rules())
-    with OperatorProcess(control_plane, namespace, "--lease-seconds=60") as operator:
+    with OperatorProcess(control_plane, namespace, "--lease-seconds=600") as operator:
         world.create("before")
         world.appears(DEPLOYMENT, "before")
         control_plane.stop_apiserver()
@@ -262,7 +262,7 @@ def test_a_resource_whose_end_no_watch_told_of_is_forgotten(cluster: Cluster, na
         with watches_down(proxy, "/llmdeployments?"):
             cluster.kubectl("-n", namespace, "delete", "llmdep", NAME, "--cascade=orphan")
         until(lambda: operator.metric("flyball_operator_llmdeployments") == 0, "an operator that forgot it")
-        assert operator.settled() == operator.settled()
+        operator.wait_at_rest()
 
 
 def test_a_child_whose_end_no_watch_told_of_is_missed_at_the_next_change(
@@ -330,7 +330,7 @@ def test_a_quota_that_leaves_no_room_for_the_admin_token_is_named(
     metadata = {"name": "small", "namespace": world.namespace}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": metadata, "spec": {"hard": {"secrets": "1"}}}
     cluster.apply(quota)  # the one is the operator's key
-    cluster.kubectl("-n", world.namespace, "wait", "resourcequota/small", "--for=jsonpath={.status.used.secrets}=1")
+    cluster.wait("jsonpath={.status.used.secrets}=1", "resourcequota/small", "-n", world.namespace)
     world.create()
     assert "exceeded quota: small" in world.ready_is("Refused")["message"]
     assert world.get(DEPLOYMENT) is None, "its pods could not start"
@@ -469,8 +469,8 @@ def test_300_random_specs_end_in_children_or_in_a_reason(operator: OperatorProce
             break
     assert len(taken) == 300, "specs that got past the CRD's own rules"
     for name in taken:
-        until(lambda name=name: has_ended(world, name), f"an end of {name}: {world.says(name)}", timeout_s=120)
-    operator.settled()
+        until(lambda name=name: has_ended(world, name), f"an end of {name}: {world.says(name)}")
+    operator.wait_at_rest()
     errors = [line for line in operator.log.splitlines() if "a bug in the operator" in line]
     assert errors == []
 

@@ -10,13 +10,20 @@ import httpx
 import kopf
 import yaml
 
+from cluster_kit.cluster import PATIENCE_S
 from flyball_operator.cluster.kinds import POD, Kind
 
 T = TypeVar("T")
 Object = dict[str, Any]
-TIMEOUT_S = 30.0
-PATIENCE_S = 120.0
-"""A busy machine takes this long for what takes seconds on an idle one; a lease alone takes 15 s to run out."""
+TIMEOUT_S = 60.0
+
+
+class Refused(AssertionError):
+    """The API server answered with an error."""
+
+    def __init__(self, answer: httpx.Response) -> None:
+        self.status = answer.status_code
+        super().__init__(f"{answer.request.method} {answer.request.url}: {answer.status_code} {answer.text}")
 
 
 class Api:
@@ -81,7 +88,7 @@ class Api:
 
 def _checked(answer: httpx.Response) -> Object:
     if answer.is_error:
-        raise AssertionError(f"{answer.request.method} {answer.request.url}: {answer.status_code} {answer.text}")
+        raise Refused(answer)
     body: Object = answer.json()
     return body
 

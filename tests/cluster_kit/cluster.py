@@ -2,12 +2,16 @@
 
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 from cluster_kit.errors import CommandFailed
 
 KUBECTL_TIMEOUT_S = 660.0
+PATIENCE_S = 240.0
+"""A busy machine takes this long for what takes seconds on an idle one. Kubernetes' controllers add their own periods: some
+look up every 30 s what kinds there are, and back off for as long from an API server that was away."""
 
 
 class Cluster:
@@ -55,7 +59,25 @@ class Cluster:
     def create_namespace(self, name: str) -> None:
         """Create a namespace in which pods can be made: those need the default service account."""
         self.kubectl("create", "namespace", name)
-        self.kubectl("-n", name, "wait", "--for=create", "serviceaccount/default", "--timeout=30s")
+        self.wait("create", "serviceaccount/default", "-n", name)
+
+    def wait(self, condition: str, *what: str) -> None:
+        """Wait until objects meet a condition of ``kubectl wait --for``. Raises CommandFailed."""
+        self.kubectl("wait", f"--for={condition}", *what, f"--timeout={PATIENCE_S:g}s")
+
+    def wait_established(self, *crds: str) -> None:
+        """Wait until the API server serves the kinds of these CRDs. Raises CommandFailed.
+
+        kubectl fails on a CRD that is so new that its list of conditions is null.
+        """
+        deadline_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self.wait("condition=Established", *crds)
+            except CommandFailed as error:
+                if "accessor error" not in error.stderr or time.monotonic() > deadline_s:
+                    raise
+            time.sleep(0.1)
 
     def kubeconfig_of(self, namespace: str, service_account: str) -> Path:
         """Return a kubeconfig that may do what a service account may."""

@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 SERVICE_RANGE = "10.96.0.0/16"
 FIRST_SERVICE = "10.96.0.1"
 """The address of the Service ``kubernetes``."""
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 
 
 class ControlPlane(Cluster):

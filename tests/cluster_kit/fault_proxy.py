@@ -15,7 +15,7 @@ import yaml
 from aiohttp import web
 
 HOP_HEADERS = {"transfer-encoding", "content-length", "content-encoding", "connection", "host"}
-CLOSE_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 60.0
 
 
 class Fault(NamedTuple):
@@ -80,7 +80,7 @@ class FaultProxy:
         return [(method, path) for method, path in self.seen if method != "GET" and "/leases" not in path]
 
     def _do(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
     async def _start(self) -> None:
         connector = aiohttp.TCPConnector(ssl=self._info.as_ssl_context(), limit=0)

@@ -5,12 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-from cluster_kit.api import Api
+from cluster_kit.api import Api, Refused
 from flyball_operator.cluster.kinds import POD
 
 Object = dict[str, Any]
 PERIOD_S = 0.1
 NOWHERE = "nowhere"
+CHANGED_SINCE = (404, 409)
+"""How the API server refuses a change of a pod that was deleted after it was listed."""
 
 
 class Kubelet:
@@ -34,7 +36,11 @@ class Kubelet:
     def _run(self) -> None:
         while not self._ended.wait(PERIOD_S):
             for pod in self._api.list(POD, self._namespace):
-                self._tend(pod["metadata"]["name"], pod)
+                try:
+                    self._tend(pod["metadata"]["name"], pod)
+                except Refused as refused:
+                    if refused.status not in CHANGED_SINCE:
+                        raise
 
     def _tend(self, name: str, pod: Object) -> None:
         if "deletionTimestamp" in pod["metadata"]:

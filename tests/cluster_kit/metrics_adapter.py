@@ -145,7 +145,7 @@ def _registered(control_plane: ControlPlane, namespace: str, port: int) -> Itera
     names = [f"apiservice/{one['metadata']['name']}" for one in api_services]
     control_plane.apply({"apiVersion": "v1", "kind": "Service", "metadata": service, "spec": spec}, *api_services)
     try:
-        control_plane.kubectl("wait", "--for=condition=Available", *names, "--timeout=30s")
+        control_plane.wait("condition=Available", *names)
         yield
     finally:
         control_plane.kubectl("delete", *names)

@@ -16,12 +16,13 @@ import httpx
 import yaml
 
 from cluster_kit.api import until
-from cluster_kit.cluster import Cluster
+from cluster_kit.cluster import PATIENCE_S, Cluster
 from cluster_kit.control_plane import free_port
 from flyball_operator.cluster.operator import OperatorOptions
 
 ACCOUNT = "flyball-operator"
 WRITES = ("create", "update", "patch", "delete")
+AT_REST_S = 2.0
 RENDERED = Path(__file__).parents[1] / "chart" / "golden" / "default.yaml"
 
 
@@ -130,7 +131,7 @@ class OperatorProcess:
     def stop(self) -> int:
         """SIGTERM; returns the exit code."""
         self._process.terminate()
-        return self._process.wait(30)
+        return self._process.wait(PATIENCE_S)
 
     def pause(self) -> None:
         """Stop the process where it is, as a machine does that hangs or sleeps."""
@@ -141,7 +142,7 @@ class OperatorProcess:
 
     def wait(self) -> int:
         """Return the exit code of a process that ends by itself."""
-        return self._process.wait(60)
+        return self._process.wait(PATIENCE_S)
 
     def kill(self) -> None:
         self._process.kill()
@@ -177,19 +178,19 @@ class OperatorProcess:
         found = re.search(rf"^{name} (\S+)$", self._answer("/metrics"), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
-    def settled(self, timeout_s: float = 60.0) -> dict[str, int]:
-        """Wait until there are no writes for a second; return those so far."""
+    def wait_at_rest(self) -> None:
+        """Wait until it has written nothing for AT_REST_S."""
 
-        def unchanged() -> dict[str, int] | None:
+        def is_at_rest() -> bool:
             before = self.calls(*WRITES)
-            time.sleep(1.0)
-            return before if self.calls(*WRITES) == before else None
+            time.sleep(AT_REST_S)
+            return bool(before) and self.calls(*WRITES) == before
 
-        return until(unchanged, "the end of all writes", timeout_s)
+        until(is_at_rest, "the end of all writes")
 
     def _answer(self, path: str) -> str:
         try:
-            return httpx.get(f"http://127.0.0.1:{self.port}{path}", timeout=5).text
+            return httpx.get(f"http://127.0.0.1:{self.port}{path}", timeout=30).text
         except httpx.HTTPError as error:
             return f"no answer: {error}"
 

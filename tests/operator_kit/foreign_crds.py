@@ -30,8 +30,8 @@ def installed(cluster: Cluster) -> Iterator[None]:
     """Have the CRDs on a cluster for a while: other tests count on their absence."""
     files = [f"--filename={path}" for path in crd_files()]
     cluster.kubectl("apply", "--server-side", *files)
-    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", *files)
+    cluster.wait_established(*files)
     try:
         yield
     finally:
-        cluster.kubectl("delete", "--timeout=60s", *files)
+        cluster.kubectl("delete", *files)
