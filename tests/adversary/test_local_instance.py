@@ -56,6 +56,7 @@ def a_folder_in_its_place(log_dir: Path) -> None:
     (log_dir / "decisions.jsonl").mkdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaking", [a_full_disk, a_folder_in_its_place])
 def test_decisions_that_cannot_be_written_end_nothing(breaking: object) -> None:
     with instance(before_start=breaking, **TUNED) as running, running.unharmed():  # type: ignore[arg-type]
@@ -65,6 +66,7 @@ def test_decisions_that_cannot_be_written_end_nothing(breaking: object) -> None:
         assert running.client.post("/v1/completions", json={}).status_code == 200
 
 
+@pytest.mark.slow
 def test_half_sent_heads_use_up_the_file_handles_and_end_nothing() -> None:
     with instance(max_fds=160, **TUNED) as running, running.unharmed():
         with connections(running.port, 250) as opened:

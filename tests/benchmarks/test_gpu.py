@@ -21,6 +21,7 @@ def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_throughput_of_a_tiny_model(tmp_path: Path) -> None:
     out = tmp_path / "out" / "throughput.json"
     flags = "--shape tiny --num-seqs 6 --min-len 4 --max-len 12 --batch 4 --rounds 2 --num-threads 1"

@@ -22,7 +22,7 @@ from cluster_kit.cluster import PATIENCE_S
 from cluster_kit.control_plane import free_port
 from operator_kit.foreign_crds import PROMETHEUS_OPERATOR
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 CRD = "crd/llmdeployments.flyball.dev"
 ACCOUNT = "flyball-operator"

@@ -65,6 +65,7 @@ def test_a_service_account_may_do_what_rbac_says(cluster: Cluster, namespace: st
         cluster.kubectl("-n", namespace, "get", "secrets", kubeconfig=kubeconfig)
 
 
+@pytest.mark.slow
 def test_objects_outlive_the_api_server(control_plane: ControlPlane, namespace: str) -> None:
     control_plane.kubectl("-n", namespace, "create", "configmap", "kept", "--from-literal=a=b")
     control_plane.stop_apiserver()

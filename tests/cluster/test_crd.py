@@ -471,6 +471,7 @@ def crd_of_another_group(**of_uri: Any) -> dict[str, Any]:
     return crd
 
 
+@pytest.mark.slow
 def test_an_object_older_than_a_rule_can_be_changed_elsewhere(
     cluster: Cluster, api_server: ApiServer, namespace: str
 ) -> None:

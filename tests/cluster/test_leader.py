@@ -13,6 +13,8 @@ from cluster_kit.operator_process import OperatorProcess, child_rules, grant
 from cluster_kit.world import World
 from flyball_operator.cluster.kinds import DEPLOYMENT, LEASE, LLM_DEPLOYMENT
 
+pytestmark = pytest.mark.slow
+
 LEASE_S = 6
 TERMS = f"--lease-seconds={LEASE_S}"
 
@@ -43,7 +45,6 @@ def taken_by(world: World, identity: str) -> float:
     return datetime.fromisoformat(lease["spec"]["acquireTime"]).timestamp()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault(delay_s=600), Fault(503)], ids=["no answer", "an error"])
 def test_a_leader_that_cannot_renew_makes_no_write_once_another_leads(
     cluster: Cluster, namespace: str, world: World, fault: Fault
@@ -72,7 +73,6 @@ def test_a_leader_that_cannot_renew_makes_no_write_once_another_leads(
     assert max(writes.at_s) < taken_s
 
 
-@pytest.mark.slow
 def test_a_leader_that_was_stopped_for_a_while_writes_nothing_when_it_goes_on(
     cluster: Cluster, namespace: str, world: World
 ) -> None:

@@ -11,7 +11,7 @@ from chart_kit.pages import commands
 from cluster_kit import ControlPlane, find_assets
 from e2e_kit.programs import HELM
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 ROOT = CHART.parents[1]
 PAGE = ROOT / "docs" / "operations.md"

@@ -15,6 +15,8 @@ from flyball_operator.cluster.metrics import Metrics
 from flyball_operator.cluster.operator import Operator
 from operator_kit.foreign_crds import KEDA, PROMETHEUS_OPERATOR
 
+pytestmark = pytest.mark.slow
+
 FILES = (
     KEDA.file("config/crd/bases/keda.sh_scaledobjects.yaml"),
     PROMETHEUS_OPERATOR.file("example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml"),

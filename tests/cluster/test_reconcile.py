@@ -92,6 +92,7 @@ def test_drift_is_repaired(operator: OperatorProcess, world: World) -> None:
     world.appears(DEPLOYMENT, where=lambda obj: obj["spec"]["template"]["spec"].get(pod) is False)
 
 
+@pytest.mark.slow
 def test_what_others_add_stays_and_is_not_fought_over(operator: OperatorProcess, world: World) -> None:
     world.create()
     world.appears(DEPLOYMENT)
@@ -226,6 +227,7 @@ def test_a_restart_writes_nothing(cluster: Cluster, namespace: str, world: World
         assert second.calls("list")["list pods"] >= 1
 
 
+@pytest.mark.slow
 def test_one_of_two_operators_acts_and_the_other_takes_over(cluster: Cluster, namespace: str, world: World) -> None:
     grant(cluster, namespace, child_rules())
     with (
@@ -242,6 +244,7 @@ def test_one_of_two_operators_acts_and_the_other_takes_over(cluster: Cluster, na
         assert two.is_leader
 
 
+@pytest.mark.slow
 def test_a_leader_that_is_asked_to_go_hands_over_at_once(cluster: Cluster, namespace: str, world: World) -> None:
     grant(cluster, namespace, child_rules())
     long = "--lease-seconds=600"
@@ -253,6 +256,7 @@ def test_a_leader_that_is_asked_to_go_hands_over_at_once(cluster: Cluster, names
             until(lambda: two.is_leader, "the lease")
 
 
+@pytest.mark.slow
 def test_a_leader_that_loses_the_lease_ends_with_an_error(
     cluster: Cluster, namespace: str, operator: OperatorProcess
 ) -> None:
@@ -282,6 +286,7 @@ def install_pod_monitor(cluster: Cluster) -> Iterator[Callable[[], None]]:
     cluster.kubectl("delete", "crd", metadata["name"], "--ignore-not-found")
 
 
+@pytest.mark.slow
 def test_kinds_that_not_every_cluster_has_are_used_where_they_are(
     cluster: Cluster, namespace: str, world: World, install_pod_monitor: Callable[[], None]
 ) -> None:

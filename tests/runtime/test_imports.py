@@ -49,8 +49,12 @@ def loads_torch(code: str) -> bool:
     return result.stdout.splitlines()[-1] == "True"
 
 
-@pytest.mark.parametrize("module", ["flyball_runtime.llm", "flyball_runtime.engine.engine"])
-@pytest.mark.parametrize(("own", "in_force"), [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+@pytest.mark.parametrize(
+    "module", ["flyball_runtime.engine.engine", pytest.param("flyball_runtime.llm", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("own", "in_force"), [({}, "10000"), pytest.param({"GOMP_SPINCOUNT": "77"}, "77", marks=pytest.mark.slow)]
+)
 def test_openmp_spins_little_unless_told_otherwise(module: str, own: dict[str, str], in_force: str) -> None:
     variables = environment(OMP_DISPLAY_ENV="verbose", **own)  # libgomp prints what it has read, when it is loaded
     if not own:

@@ -149,6 +149,7 @@ def test_a_replica_starts_with_its_boot_prior(model: Path, tmp_path: Path) -> No
         assert server.metric("flyball_limits_revision") == 7
 
 
+@pytest.mark.slow
 def test_a_boot_prior_with_huge_numbers_does_not_stop_a_replica(model: Path, tmp_path: Path) -> None:
     limits = {"max_num_seqs": 10**30, "kv_cache_fraction": 0.5, "max_num_batched_tokens": 64}
     (tmp_path / "limits.json").write_text(json.dumps({"revision": 2**64, "limits": limits}))
@@ -173,6 +174,7 @@ def test_sigterm_drains_even_when_the_engine_gets_it_too(model: Path, tmp_path: 
         assert server.process.wait(30) == endpoints.EXIT_OK
 
 
+@pytest.mark.slow
 def test_a_drain_takes_what_load_balancers_that_are_behind_still_send(model: Path, tmp_path: Path) -> None:
     with replica(model, "--drain-quiet=300", "--drain-timeout=600", log=tmp_path / "log") as server:
         assert "connection" not in server.complete().headers
@@ -184,6 +186,7 @@ def test_a_drain_takes_what_load_balancers_that_are_behind_still_send(model: Pat
         assert server.process.wait(60) == endpoints.EXIT_OK
 
 
+@pytest.mark.slow
 def test_a_drain_ends_when_no_request_comes_any_more(model: Path, tmp_path: Path) -> None:
     with replica(model, "--drain-quiet=0.5", log=tmp_path / "log") as server:
         assert server.complete().status_code == 200
@@ -191,6 +194,7 @@ def test_a_drain_ends_when_no_request_comes_any_more(model: Path, tmp_path: Path
         assert server.process.wait(60) == endpoints.EXIT_OK
 
 
+@pytest.mark.slow
 def test_a_drain_waits_for_slow_readers(model: Path, tmp_path: Path) -> None:
     with replica(model, log=tmp_path / "log") as server, socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -277,11 +281,11 @@ def _rename_architecture(path: Path) -> None:
     ("change", "flags", "says"),
     [
         (lambda path: (path / "config.json").unlink(), [], "config.json"),
-        (lambda path: (path / "model.safetensors").unlink(), [], "safetensors"),
+        pytest.param(lambda path: (path / "model.safetensors").unlink(), [], "safetensors", marks=pytest.mark.slow),
         (_truncate, [], "model.safetensors"),
         (_rename_architecture, [], "Mamba3ForCausalLM"),
         (lambda path: (path / "tokenizer.json").unlink(), [], "no tokenizer"),
-        (lambda path: None, ["--kv-cache-memory-bytes", "100"], "--max-model-len"),
+        pytest.param(lambda path: None, ["--kv-cache-memory-bytes", "100"], "--max-model-len", marks=pytest.mark.slow),
         (lambda path: None, ["--kv-cache-memory-bytes", "2 bananas"], "2 bananas"),
         (lambda path: None, ["--admin-token-file", "/nowhere/token"], "/nowhere/token"),
     ],
@@ -308,6 +312,7 @@ def test_a_taken_port_is_told_before_the_model_loads(model: Path) -> None:
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_request_that_says_nothing_is_sampled_as_the_checkpoint_asks(model: Path, tmp_path: Path) -> None:
     path = corrupt(model, tmp_path / "copy", lambda path: None)
     (path / "generation_config.json").write_text('{"temperature": 0.0, "repetition_penalty": 1.1}')
