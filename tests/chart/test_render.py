@@ -90,7 +90,9 @@ def test_a_namespace_that_looks_like_a_number_stays_a_name(helm: Helm) -> None:
     found = list(objects(rendered))
     named = {one["metadata"].get("namespace") for one in found}
     assert named == {None, "123", "456"}
-    assert of_kind("Deployment", rendered)["metadata"]["labels"]["app.kubernetes.io/instance"] == "1e3"
+    deployment = of_kind("Deployment", rendered)
+    for labels in (deployment["metadata"]["labels"], deployment["spec"]["template"]["metadata"]["labels"]):
+        assert labels["app.kubernetes.io/instance"] == "1e3"
 
 
 def test_the_longest_release_name_makes_valid_names(helm: Helm) -> None:
@@ -102,7 +104,7 @@ def test_the_longest_release_name_makes_valid_names(helm: Helm) -> None:
 def test_each_replica_has_its_own_name_in_the_lease(values: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host name would not do: it is the pod's name cut to 63 characters."""
     (container,) = of_kind("Deployment", goldens.render(values))["spec"]["template"]["spec"]["containers"]
-    fields = {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"]}
+    fields = {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"] if "valueFrom" in one}
     for variable, path in fields.items():
         monkeypatch.setenv(variable, path)
     arguments = cli.build_parser().parse_args(container["args"])
@@ -125,6 +127,56 @@ def test_a_kubernetes_that_does_not_know_the_crds_rules_is_refused(helm: Helm) -
         helm.render("--kube-version=1.30.14")
 
 
+def named(kind: str, *arguments: str) -> str:
+    found = of_kind(kind, Helm().render("--set=userRoles.create=false", *arguments))
+    return str(found["metadata"]["name"])
+
+
+def test_a_release_can_have_another_name() -> None:
+    assert named("Deployment") == "flyball-operator"
+    assert named("Deployment", "--set=nameOverride=llm") == named("Service", "--set=nameOverride=llm") == "flyball-llm"
+    assert named("Deployment", "--set=nameOverride=llm", "--set=fullnameOverride=models") == "models"
+    assert len(named("Service", f"--set=nameOverride={'n' * 63}")) == 63
+
+
+def test_the_account_can_be_one_that_exists(helm: Helm) -> None:
+    rendered = helm.render("--set=serviceAccount.create=false", "--set=serviceAccount.name=ours")
+    assert of_kind("Deployment", rendered)["spec"]["template"]["spec"]["serviceAccountName"] == "ours"
+    found = list(objects(rendered))
+    subjects = [one["subjects"] for one in found if one["kind"].endswith("RoleBinding")]
+    assert subjects and all([one["name"] for one in each] == ["ours"] for each in subjects)
+    assert "ServiceAccount" not in {one["kind"] for one in found}
+
+
+def test_what_is_added_to_the_pod_replaces_nothing_of_ours() -> None:
+    rendered = {name: goldens.render(goldens.VALUES_OF[name]) for name in ("default", "everything")}
+    plain, full = (of_kind("Deployment", one)["spec"]["template"] for one in rendered.values())
+    labels = full["metadata"]["labels"]
+    assert labels.items() >= plain["metadata"]["labels"].items() and labels["example.com/cost-center"] == "42"
+    (container,), (ours,) = full["spec"]["containers"], plain["spec"]["containers"]
+    assert container["args"][-1] == "--resync-seconds=600"
+    for part in ("env", "volumeMounts"):
+        assert container[part][:-1] == ours[part]
+    assert full["spec"]["volumes"][:-1] == plain["spec"]["volumes"]
+    assert full["spec"]["securityContext"] == {
+        **plain["spec"]["securityContext"],
+        **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 1000),
+    }
+
+
+HAS_NO_USE = {"service", "ingress", "httpRoute", "livenessProbe", "readinessProbe", "autoscaling", "automount"}
+"""Values of a new chart for what the operator has not, or must not have otherwise."""
+
+
+def test_values_have_the_names_that_helm_gives_those_of_a_new_chart(helm: Helm, tmp_path: Path) -> None:
+    helm("create", str(tmp_path / "new"))
+    theirs = yaml.safe_load((tmp_path / "new" / "values.yaml").read_text())
+    ours = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert {*theirs} - {*ours} <= HAS_NO_USE
+    for name in ("image", "serviceAccount"):
+        assert {*theirs[name]} - {*ours[name]} <= HAS_NO_USE
+
+
 def leaves(path: str, node: dict[str, Any]) -> Iterator[str]:
     for name, child in node.get("properties", {}).items():
         inner = f"{path}.{name}" if path else name
@@ -141,7 +193,7 @@ def set_in(values: dict[str, Any], path: str) -> bool:
 
 @pytest.mark.parametrize("file", [CHART / "values.yaml", goldens.VALUES_OF["everything"]], ids=lambda path: path.name)
 def test_every_value_of_the_schema_is_there(file: Path) -> None:
-    described = set(leaves("", yaml.safe_load((CHART / "values.schema.json").read_text()))) - {"global"}
+    described = set(leaves("", yaml.safe_load((CHART / "values.schema.json").read_text()))) - {"global", "replicas"}
     assert len(described) > 20
     values = yaml.safe_load(file.read_text())
     assert not {path for path in described if not set_in(values, path)}

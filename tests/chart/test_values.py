@@ -7,10 +7,11 @@ from cluster_kit import CommandFailed
 
 REFUSED = [
     ("replica=2", "additional properties 'replica' not allowed"),
+    ("replicas=2", "replicas is now called replicaCount; rename it in your values"),
     ("image.name=x", "at '/image': additional properties 'name' not allowed"),
     ("crds.keep=false", "at '/crds': additional properties 'keep' not allowed"),
-    ("replicas=0", "at '/replicas': minimum: got 0, want 1"),
-    ("replicas=4", "at '/replicas': maximum: got 4, want 3"),
+    ("replicaCount=0", "at '/replicaCount': minimum: got 0, want 1"),
+    ("replicaCount=4", "at '/replicaCount': maximum: got 4, want 3"),
     ("logLevel=info", "at '/logLevel': value must be one of 'Info', 'Debug'"),
     ("metrics.port=80", "at '/metrics/port': minimum: got 80, want 1,024"),
     ("metrics.port=70000", "at '/metrics/port': maximum: got 70,000, want 65,535"),
@@ -31,6 +32,13 @@ REFUSED = [
     ("resources.limit.memory=1Gi", "at '/resources': additional properties 'limit' not allowed"),
     ("nodeSelector.zone=1", "at '/nodeSelector/zone': got number, want string"),
     ("podAnnotations.a=true", "at '/podAnnotations/a': got boolean, want string"),
+    ("nameOverride=Own", "at '/nameOverride': 'Own' does not match pattern"),
+    ("fullnameOverride=1st", "at '/fullnameOverride': '1st' does not match pattern"),
+    ("serviceAccount.create=false", "so serviceAccount.name must name an account that exists"),
+    ("serviceAccount.automount=true", "at '/serviceAccount': additional properties 'automount' not allowed"),
+    ("extraArgs={verbose}", "at '/extraArgs/0': 'verbose' does not match pattern"),
+    ("extraEnv[0].value=x", "at '/extraEnv/0': missing property 'name'"),
+    ("podLabels.a=1", "at '/podLabels/a': got number, want string"),
     ("tolerations={x}", "at '/tolerations/0': got string, want object"),
 ]
 

@@ -154,7 +154,7 @@ def test_the_pods_pass_where_only_restricted_ones_do(helm: Helm, bare: ControlPl
     bare.kubectl("label", "namespace", NAMESPACE, "--overwrite", RESTRICTED)
     found = {one["kind"]: one for one in objects(Helm().render(f"--values={values}"))}
     template = found["Deployment"]["spec"]["template"]
-    pod = {"apiVersion": "v1", "kind": "Pod", "spec": template["spec"]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "spec": {**template["spec"], "serviceAccountName": ACCOUNT}}
     pod["metadata"] = {**template["metadata"], "name": "operator", "namespace": NAMESPACE}
     for one in (pod, found["Pod"]):
         bare.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(one))

@@ -1,5 +1,17 @@
-{{- define "flyball.name" -}}
-{{ .Release.Name }}-operator
+{{- /* Of the Deployment, the Service, the Lease and, unless it is named, the account. */}}
+{{- define "flyball.fullname" -}}
+{{- $name := printf "%s-%s" .Release.Name (.Values.nameOverride | default "operator") -}}
+{{ .Values.fullnameOverride | default $name | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "flyball.serviceAccountName" -}}
+{{- with .Values.serviceAccount -}}
+{{- if .create -}}
+{{ .name | default (include "flyball.fullname" $) }}
+{{- else -}}
+{{ required "serviceAccount.create is false, so serviceAccount.name must name an account that exists" .name }}
+{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{- define "flyball.selectorLabels" -}}
@@ -21,16 +33,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end }}
 
-{{/* What a pod needs under Pod Security's level "restricted", and the image's user. */}}
-{{- define "flyball.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-seccompProfile: {type: RuntimeDefault}
-{{- end }}
-
-{{- define "flyball.containerSecurityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+{{/* The labels of the operator's pods: podLabels may add to ours and replace none. */}}
+{{- define "flyball.podLabels" -}}
+{{ merge (include "flyball.labels" . | fromYaml) .Values.podLabels | toYaml }}
 {{- end }}
