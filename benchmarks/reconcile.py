@@ -141,7 +141,8 @@ def restarted(cluster: ControlPlane, api: Api, namespace: str, names: Sequence[s
             lambda: operator.metric("flyball_operator_reconcile_seconds_count") >= len(names), "one look at each", 120
         )
         looked_s = time.perf_counter() - start
-        writes = sum(operator.settled().values()) - operator.calls("create").get(REVIEWS, 0)
+        operator.wait_at_rest()
+        writes = sum(operator.calls(*WRITES).values()) - operator.calls("create").get(REVIEWS, 0)
         rewritten = [key for key, value in versions(api, namespace).items() if before.get(key) != value]
         return {
             "to_ready_s": ready_s,
@@ -178,7 +179,7 @@ def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def api_is_quiet(operator: OperatorProcess) -> None:
-    operator.settled(timeout_s=300)
+    operator.wait_at_rest(timeout_s=600)
 
 
 def problems(result: dict[str, Any]) -> list[str]:
@@ -206,7 +207,7 @@ def main() -> None:
     results = []
     with ControlPlane(find_assets()) as cluster:
         cluster.kubectl("apply", "--server-side", "-f", str(CRDS))
-        cluster.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), "--timeout=30s")
+        cluster.wait_established("-f", str(CRDS))
         for count in arguments.counts:
             results.append(measure(cluster, count, arguments.changes, arguments.rest_seconds))
             print(json.dumps(results[-1], indent=1), flush=True)

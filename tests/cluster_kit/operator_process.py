@@ -178,7 +178,7 @@ class OperatorProcess:
         found = re.search(rf"^{name} (\S+)$", self._answer("/metrics"), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
-    def wait_at_rest(self) -> None:
+    def wait_at_rest(self, timeout_s: float = PATIENCE_S) -> None:
         """Wait until it has written nothing for AT_REST_S."""
 
         def is_at_rest() -> bool:
@@ -186,7 +186,7 @@ class OperatorProcess:
             time.sleep(AT_REST_S)
             return bool(before) and self.calls(*WRITES) == before
 
-        until(is_at_rest, "the end of all writes")
+        until(is_at_rest, "the end of all writes", timeout_s)
 
     def _answer(self, path: str) -> str:
         try:
