@@ -1,11 +1,9 @@
 """One folder per op: the public op, its torch reference, its Triton kernel and its C++ kernel where there is one."""
 
 from flyball_kernels.backend import resolve_backend, set_backend
-from flyball_kernels.kv_write import kv_write
 from flyball_kernels.linear import PackedLinear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
-from flyball_kernels.rope import rope
 from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_kernels.sampling import sample
 from flyball_kernels.swiglu import swiglu
@@ -13,11 +11,9 @@ from flyball_kernels.swiglu import swiglu
 __all__ = [
     "PackedLinear",
     "add_rms_norm",
-    "kv_write",
     "paged_attention",
     "resolve_backend",
     "rms_norm",
-    "rope",
     "rope_kv_write",
     "sample",
     "set_backend",

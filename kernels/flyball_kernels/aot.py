@@ -22,8 +22,8 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from flyball_kernels.kv_write import kernel as kv_write
 from flyball_kernels.paged_attention import kernel as paged_attention
+from flyball_kernels.rope_kv_write import kernel as kv_write
 
 ARCHITECTURES = (80, 90, 100)
 

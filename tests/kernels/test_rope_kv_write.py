@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from flyball_kernels import backend, rope_kv_write
-from flyball_kernels.rope_kv_write import reference
+from flyball_kernels.rope_kv_write import kernel, reference
 from kernel_checks import DEVICE, assert_close
 
 
@@ -14,19 +14,29 @@ def device(request, monkeypatch):
     return device
 
 
-def inputs(num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, dtype):
+def inputs(num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, dtype, table_dtype=torch.float32):
     return {
         "qkv": torch.randn(num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
         "positions": torch.randint(0, 50, (num_tokens,)),
-        "cos_sin_cache": torch.randn(50, rotary_dim),
+        "cos_sin_cache": torch.randn(50, rotary_dim, dtype=table_dtype),
         "slot_mapping": torch.randperm(8 * 5)[:num_tokens],
     }
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 2, 2), (7, 12, 4, 64, 64), (40, 8, 1, 80, 20)])
-def test_equals_the_composition(shape, norm, dtype, device):
-    tensors = inputs(*shape, dtype)
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 1, 4, 4), (1, 1, 1, 2, 2), (7, 12, 4, 64, 64), (9, 4, 2, 96, 10), (40, 8, 1, 80, 20)]
+)
+def test_equals_the_reference(shape, norm, dtype, device):
+    check_equal(inputs(*shape, dtype), shape, norm, dtype, device)
+
+
+def test_table_of_the_model_dtype(device):
+    shape = (4, 2, 2, 32, 32)
+    check_equal(inputs(*shape, torch.bfloat16, torch.bfloat16), shape, False, torch.bfloat16, device)
+
+
+def check_equal(tensors, shape, norm, dtype, device):
     num_kv_heads, head_dim = shape[2:4]
     norms = [torch.randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
     caches = [torch.full((8, 5, num_kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(4)]
@@ -42,11 +52,22 @@ def test_equals_the_composition(shape, norm, dtype, device):
         assert_close(actual.nan_to_num(), want.nan_to_num())
 
 
+def test_rotates_as_transformers_does():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    query, key, positions = torch.randn(5, 3, 16), torch.randn(5, 1, 16), torch.arange(4, 9)
+    angles = torch.arange(10).float()[:, None] * 10000.0 ** (-torch.arange(0, 16, 2).float() / 16)
+    cos, sin = (torch.cat([half, half], dim=-1)[positions] for half in (angles.cos(), angles.sin()))
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    for heads, expected in zip((query, key), apply_rotary_pos_emb(query, key, cos, sin), strict=True):
+        assert_close(reference.rope(positions, heads, table), expected)
+
+
 @pytest.mark.parametrize(("name", "limit"), [("positions", 50), ("slot_mapping", 40)])
 def test_an_index_out_of_range_is_an_error_and_nothing_is_written(name, limit):
     tensors = inputs(3, 4, 2, 16, 16, torch.float32)
     caches = [torch.zeros(8, 5, 2, 16) for _ in range(2)]
-    for bad in (-1, limit):
+    for bad in (-1, limit, 2**40, -(2**63), 2**63 - 1):
         tensors[name][1] = bad
         with pytest.raises(IndexError, match=f"{name} holds {bad}; its values must be at least 0 and below {limit}"):
             rope_kv_write(**tensors, k_cache=caches[0], v_cache=caches[1])
@@ -59,3 +80,35 @@ def test_rows_must_hold_whole_heads():
     for width in (4 * 16, 100):
         with pytest.raises(ValueError, match=f"qkv has rows of {width}; they must hold query heads and 2"):
             rope_kv_write(**{**tensors, "qkv": torch.ones(2, width)}, k_cache=cache, v_cache=cache.clone())
+
+
+@pytest.mark.parametrize("rotary_dim", [3, 34])
+def test_table_must_fit_the_head(rotary_dim):
+    cache = torch.zeros(8, 5, 2, 32)
+    with pytest.raises(ValueError, match=f"rotary_dim {rotary_dim}; it must be even and at most head_dim 32"):
+        rope_kv_write(**inputs(1, 4, 2, 32, rotary_dim, torch.float32), k_cache=cache, v_cache=cache.clone())
+
+
+def test_refuses_what_does_not_fit():
+    tensors, cache = inputs(2, 4, 2, 16, 16, torch.float32), torch.zeros(8, 5, 2, 16)
+    with pytest.raises(ValueError, match="k_cache has strides"):
+        rope_kv_write(**tensors, k_cache=cache.transpose(1, 2), v_cache=cache.transpose(1, 2))
+    for name in ("slot_mapping", "positions"):
+        with pytest.raises(ValueError, match=rf"{name} is torch\.int32"):
+            rope_kv_write(**{**tensors, name: tensors[name].int()}, k_cache=cache, v_cache=cache)
+    with pytest.raises(ValueError, match=r"qkv is torch\.bfloat16; it must be torch\.float32"):
+        rope_kv_write(**{**tensors, "qkv": tensors["qkv"].bfloat16()}, k_cache=cache, v_cache=cache)
+
+
+@pytest.mark.gpu
+def test_large_cache_on_a_gpu():
+    """Slots whose offsets, in elements, are past 2**31."""
+    dtype = torch.bfloat16
+    num_kv_heads, head_dim, num_slots = 8, 128, 2**21 + 4096
+    caches = [torch.zeros(num_slots // 16, 16, num_kv_heads, head_dim, dtype=dtype, device="cuda") for _ in range(2)]
+    key, value = (torch.randn(4096, num_kv_heads, head_dim, dtype=dtype, device="cuda") for _ in range(2))
+    slots = torch.arange(num_slots - 4096, num_slots, device="cuda").flip(0)
+    kernel.kv_write(key, value, *caches, slots)
+    for cache, rows in zip(caches, (key, value), strict=True):
+        torch.testing.assert_close(cache.flatten(0, 1)[slots], rows, rtol=0, atol=0)
+        assert not cache.flatten(0, 1)[:-4096].any()

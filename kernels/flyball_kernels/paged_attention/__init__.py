@@ -24,7 +24,7 @@ def paged_attention(
     """Attend each query token to its sequence's keys up to itself (Kwon et al. 2023, flash-style online softmax).
 
     Sequence ``i`` owns query rows ``cu_query_lens[i]:cu_query_lens[i + 1]``: the last ones of its ``context_lens[i]``
-    tokens, all of which are in the cache already (see ``kv_write``). Query head ``h`` reads KV head
+    tokens, all of which are in the cache already (see ``rope_kv_write``). Query head ``h`` reads KV head
     ``h // (num_q_heads // num_kv_heads)``. Accumulates in fp32.
 
     Args:

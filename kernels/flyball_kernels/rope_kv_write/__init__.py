@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 from flyball_kernels.backend import backend_for
-from flyball_kernels.checks import check_dtype, check_shape
-from flyball_kernels.kv_write import check_cache, kv_write
-from flyball_kernels.rope import check_cos_sin_cache
+from flyball_kernels.checks import check_contiguous, check_dtype, check_shape
 from flyball_kernels.rope_kv_write import reference
 
 
@@ -24,23 +22,25 @@ def rope_kv_write(
 ) -> Tensor:
     """Norm and rotate a fused QKV projection, store its keys and values in the cache, return the query.
 
-    Same as ``rms_norm`` per head on query and key (where a weight is given), then ``rope``, then ``kv_write``.
+    Query and key heads are normed (where a weight is given) and rotated: of the first ``rotary_dim`` elements of a head,
+    element ``i`` pairs with ``i + rotary_dim / 2`` (half-split layout: GPT-NeoX, HF Llama); the others pass through.
+    Computed in fp32. Then each token's key and value go to its slot of the cache.
 
     Args:
         qkv: ``[num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]``: query heads, key heads, value heads.
-        positions: ``[num_tokens]`` int64.
-        cos_sin_cache: ``[max_pos, rotary_dim]`` as in ``rope``.
+        positions: ``[num_tokens]`` int64, each below ``max_pos``.
+        cos_sin_cache: ``[max_pos, rotary_dim]``, cosines in the first half of a row, sines in the second.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous, dtype of ``qkv``; written.
-        slot_mapping: ``[num_tokens]`` int64 as in ``kv_write``.
+        slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; no slot twice.
         q_norm, k_norm: ``[head_dim]`` RMSNorm weights (Qwen3), or None.
         eps: of both norms.
     Returns:
         The query, a new contiguous ``[num_tokens, num_q_heads, head_dim]``.
     Raises:
-        ValueError: a shape, dtype or layout is not as above.
-        IndexError: a position or, on CPU, a slot is out of range.
+        ValueError: a shape, dtype or layout is not as above, or rotary_dim is odd or larger than head_dim.
+        IndexError: a position or, on CPU, a slot is out of range. A GPU does not check slots.
     """
-    check_cache(k_cache, v_cache)
+    _check_cache(k_cache, v_cache)
     num_kv_heads, head_dim = k_cache.shape[2:]
     num_tokens = positions.shape[0]
     check_shape("qkv", qkv, num_tokens, None)
@@ -53,7 +53,7 @@ def rope_kv_write(
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_shape("positions", positions, num_tokens)
     check_dtype("positions", positions, torch.int64)
-    check_cos_sin_cache(cos_sin_cache, head_dim)
+    _check_cos_sin_cache(cos_sin_cache, head_dim)
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
             check_shape(name, weight, head_dim)
@@ -66,6 +66,23 @@ def rope_kv_write(
         query, key, value = reference.split_norm_rope(
             qkv, positions, cos_sin_cache, num_kv_heads, head_dim, q_norm, k_norm, eps
         )
-        kv_write(key, value, k_cache, v_cache, slot_mapping)
+        from flyball_kernels.rope_kv_write import kernel  # triton is there on Linux only
+
+        kernel.kv_write(key, value, k_cache, v_cache, slot_mapping)
         return query
     return reference.rope_kv_write(*tensors, eps)
+
+
+def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
+    check_shape("k_cache", k_cache, None, None, None, None)
+    check_shape("v_cache", v_cache, *k_cache.shape)
+    check_dtype("v_cache", v_cache, k_cache.dtype)
+    check_contiguous("k_cache", k_cache)
+    check_contiguous("v_cache", v_cache)
+
+
+def _check_cos_sin_cache(cos_sin_cache: Tensor, head_dim: int) -> None:
+    check_shape("cos_sin_cache", cos_sin_cache, None, None)
+    rotary_dim = cos_sin_cache.shape[1]
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise ValueError(f"cos_sin_cache has rotary_dim {rotary_dim}; it must be even and at most head_dim {head_dim}.")

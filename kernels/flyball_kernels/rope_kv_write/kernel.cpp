@@ -1,7 +1,7 @@
 // One pass from the QKV projection to a rotated query and a written cache; see reference.py for what it composes.
 #include "../cpu/tensors.h"
 #include "../rms_norm/norm.h"
-#include "../rope/rotate.h"
+#include "rotate.h"
 
 namespace flyball {
 namespace {

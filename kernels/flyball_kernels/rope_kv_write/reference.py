@@ -1,10 +1,8 @@
-"""The fused op as the composition of the references that it replaces."""
+"""What the fused op means, step by step: norm per head, rotation, write to the paged cache."""
 
-from torch import Tensor
+from torch import Tensor, cat
 
-from flyball_kernels.kv_write.reference import kv_write
 from flyball_kernels.rms_norm.reference import rms_norm
-from flyball_kernels.rope.reference import rope
 
 
 def rope_kv_write(
@@ -21,7 +19,8 @@ def rope_kv_write(
     query, key, value = split_norm_rope(
         qkv, positions, cos_sin_cache, k_cache.shape[2], k_cache.shape[3], q_norm, k_norm, eps
     )
-    kv_write(key, value, k_cache, v_cache, slot_mapping)
+    k_cache.flatten(0, 1)[slot_mapping] = key
+    v_cache.flatten(0, 1)[slot_mapping] = value
     return query
 
 
@@ -42,5 +41,12 @@ def split_norm_rope(
         query = rms_norm(query, q_norm, eps)
     if k_norm is not None:
         key = rms_norm(key, k_norm, eps)
-    query, key = rope(positions, query, key, cos_sin_cache)
-    return query, key, value
+    return rope(positions, query, cos_sin_cache), rope(positions, key, cos_sin_cache), value
+
+
+def rope(positions: Tensor, heads: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    """Rotate the first ``rotary_dim`` elements of each head (Su et al. 2021), half-split as in GPT-NeoX and HF Llama."""
+    cos, sin = cos_sin_cache[positions].float().unsqueeze(1).chunk(2, dim=-1)  # each [num_tokens, 1, rotary_dim / 2]
+    half = cos.shape[-1]
+    x1, x2, rest = heads[..., :half].float(), heads[..., half : 2 * half].float(), heads[..., 2 * half :]
+    return cat([(x1 * cos - x2 * sin).to(heads.dtype), (x2 * cos + x1 * sin).to(heads.dtype), rest], dim=-1)

@@ -1,4 +1,4 @@
-"""Triton kernel for writing keys and values into the paged cache: one program per (token, piece of its row)."""
+"""Triton kernel for the cache write of rope_kv_write: one program per (token, piece of its row)."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,11 @@ def kv_write_kernel(
 
 
 def kv_write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Launch the kernel; arguments as the public op, already checked."""
+    """Write each token's key and value to its slot; the other arguments are as in ``rope_kv_write``, already checked.
+
+    Args:
+        key, value: ``[num_tokens, num_kv_heads, head_dim]``, each token's row contiguous, or copied.
+    """
     num_tokens, num_kv_heads, head_dim = key.shape
     row_numel = num_kv_heads * head_dim
     if num_tokens == 0:

@@ -1,4 +1,4 @@
-// The rotation of one head, for the ops that contain one.
+// Rotary position embedding of one head.
 #pragma once
 
 #include "../cpu/vec.h"
