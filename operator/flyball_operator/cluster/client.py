@@ -14,7 +14,7 @@ import aiohttp
 
 from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.errors import Call, NoObject, NotFound, Unreachable, from_answer
-from flyball_operator.cluster.kinds import Kind
+from flyball_operator.cluster.kinds import POD, Kind
 from flyball_operator.cluster.store import Object
 
 FIELD_MANAGER = "flyball-operator"
@@ -105,6 +105,31 @@ class Client:
             await self._call("DELETE", kind, "delete", namespace, name, body=options)
         except NotFound:
             return
+
+    async def log(
+        self, namespace: str, pod: str, *, container: str, tail: int, follow: bool = False, previous: bool = False
+    ) -> AsyncIterator[bytes]:
+        """Yield the log of a container in pieces of any length.
+
+        Args:
+            tail: how many of the last lines to begin with.
+            follow: go on with what the container writes, until it ends.
+            previous: of the container before its last restart.
+        """
+        call = Call("get", f"{POD.resource}/log", f"{namespace}/{pod}")
+        wanted = {"container": container, "tailLines": tail, "follow": follow, "previous": previous}
+        params = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in wanted.items()}
+        read_s = None if follow else self._timeout_s
+        timeout = aiohttp.ClientTimeout(sock_connect=self._timeout_s, sock_read=read_s)
+        url = f"{self._connection.server}{POD.path(namespace, pod, 'log')}"
+        try:
+            async with self._connection.session.get(url, params=params, timeout=timeout) as response:
+                if response.status >= 400:
+                    raise from_answer(call, response.status, await _read(call, response), response.headers)
+                async for piece in response.content.iter_any():
+                    yield piece
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Unreachable(call, error) from error
 
     async def serves(self, kind: Kind) -> bool:
         """Return whether the API server knows the kind."""

@@ -29,9 +29,14 @@ class Connection:
         self._kopfs: list[aiohttp.ClientSession] = []
 
     @classmethod
-    async def find(cls, metrics: Metrics) -> "Connection":
+    async def find(cls, metrics: Metrics, context: str | None = None) -> "Connection":
         """Return the connection that ``Credentials.find`` describes. Raises ClusterError."""
-        return cls(await Credentials.find(), metrics)
+        return cls(await Credentials.find(context), metrics)
+
+    @property
+    def namespace(self) -> str | None:
+        """The namespace of the kubeconfig's context, None without one."""
+        return self._credentials.namespace
 
     @property
     def server(self) -> str:

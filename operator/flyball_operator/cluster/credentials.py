@@ -23,7 +23,9 @@ RELOAD_S = 5.0
 
 
 class Loader(Protocol):
-    """Reads a kubeconfig; the second time, only what has run out."""
+    """Reads a kubeconfig; the second time, only what has run out. ``namespace`` is the context's, None without one."""
+
+    namespace: str | None
 
     async def load_and_set(self, configuration: Configuration) -> None: ...
 
@@ -33,28 +35,37 @@ class Credentials:
 
     Args:
         kubeconfig: paths as in $KUBECONFIG; None for a configuration that renews itself.
+        context: of the kubeconfig; None takes the current one.
     """
 
     def __init__(
-        self, configuration: Configuration, kubeconfig: str | None = None, refresh_s: float = REFRESH_S
+        self,
+        configuration: Configuration,
+        kubeconfig: str | None = None,
+        refresh_s: float = REFRESH_S,
+        context: str | None = None,
     ) -> None:
         self._configuration = configuration
         self._kubeconfig = kubeconfig
+        self._context = context
         self._refresh_s = refresh_s
         self._loader: Loader | None = None
         self._looked_at_s = self._read_at_s = float("-inf")
         self._refreshing = asyncio.Lock()
 
     @classmethod
-    async def find(cls) -> "Credentials":
+    async def find(cls, context: str | None = None) -> "Credentials":
         """Return those of $KUBECONFIG, of the pod's service account or of ~/.kube/config, in this order.
+
+        Args:
+            context: of the kubeconfig; None takes the current one. With a context, the service account is not considered.
 
         Raises:
             ClusterError: there is none of these, or it cannot be used.
         """
         given = os.environ.get("KUBECONFIG")
         configuration = Configuration()
-        if not given and (SERVICE_ACCOUNT / "token").is_file():
+        if context is None and not given and (SERVICE_ACCOUNT / "token").is_file():
             try:
                 files = (str(SERVICE_ACCOUNT / "token"), str(SERVICE_ACCOUNT / "ca.crt"))
                 InClusterConfigLoader(*files).load_and_set(configuration)
@@ -64,12 +75,12 @@ class Credentials:
         path = given or str(Path.home() / ".kube" / "config")
         if not any(Path(one).expanduser().is_file() for one in path.split(os.pathsep)):
             raise ClusterError("no cluster is known: set KUBECONFIG, or run in a pod that has a service account")
-        return await cls.of_kubeconfig(path)
+        return await cls.of_kubeconfig(path, context=context)
 
     @classmethod
-    async def of_kubeconfig(cls, path: str, refresh_s: float = REFRESH_S) -> "Credentials":
-        """Return the credentials of the current context. Raises ClusterError when they cannot be used."""
-        made = cls(Configuration(), path, refresh_s)
+    async def of_kubeconfig(cls, path: str, refresh_s: float = REFRESH_S, context: str | None = None) -> "Credentials":
+        """Return the credentials of a context. Raises ClusterError when they cannot be used."""
+        made = cls(Configuration(), path, refresh_s, context)
         try:
             await made._refresh()
         except Exception as error:  # the package lets what a strange file leads to pass: KeyError, TypeError
@@ -79,6 +90,11 @@ class Credentials:
     @property
     def server(self) -> str:
         return str(self._configuration.host).rstrip("/")
+
+    @property
+    def namespace(self) -> str | None:
+        """The namespace of the kubeconfig's context; None when it has none, and without a kubeconfig."""
+        return None if self._loader is None else self._loader.namespace
 
     @property
     def proxy(self) -> str | None:
@@ -121,7 +137,7 @@ class Credentials:
             if self._is_fresh:
                 return
             if self._loader is None:
-                self._loader, self._read_at_s = _Loader(self._kubeconfig), time.monotonic()
+                self._loader, self._read_at_s = _Loader(self._kubeconfig, self._context), time.monotonic()
             await self._loader.load_and_set(self._configuration)
             self._looked_at_s = time.monotonic()
 
@@ -133,8 +149,9 @@ class Credentials:
 class _Loader(KubeConfigLoader):  # type: ignore[misc]  # the package has no types here
     """The package's loader, whose failures are errors and not lines in a log."""
 
-    def __init__(self, paths: str) -> None:
-        super().__init__(config_dict=KubeConfigMerger(paths).config, config_base_path=None)
+    def __init__(self, paths: str, context: str | None) -> None:
+        super().__init__(config_dict=KubeConfigMerger(paths).config, active_context=context, config_base_path=None)
+        self.namespace: str | None = self._current_context["context"].safe_get("namespace")
 
     async def load_from_exec_plugin(self) -> Any:
         done = await super().load_from_exec_plugin()

@@ -141,7 +141,10 @@ async def ask_status(folder: InstanceFolder) -> Snapshot:
         LocalError: none runs, or it does not answer.
     """
     if not folder.socket_path.exists():
-        raise LocalError(f"no instance runs in {folder.path}; start one with flyball local -f FILE")
+        raise LocalError(
+            f"no instance runs in {folder.path}; start one with flyball local -f FILE, "
+            "or give -n NAMESPACE for a deployment on a cluster"
+        )
     return await _ask(folder, StatusRequest(), Snapshot)
 
 

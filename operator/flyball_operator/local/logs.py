@@ -1,6 +1,7 @@
 """The replicas' log files, passed on line by line as they grow."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +14,33 @@ MAX_READ_BYTES = 1 << 20
 """Bytes of one file that are read at a time."""
 
 
-async def follow_logs(log_dir: Path, echo: Callable[[str, str], None], report: Callable[[str], None]) -> None:
-    """Give ``echo`` the file's name and each complete line that is written from now on; ends when cancelled.
+def find_last_lines(log_dir: Path, num_lines: int) -> dict[Path, int]:
+    """Return, for each log file, the offset in bytes of its last ``num_lines`` complete lines. Raises OSError."""
+    return {path: _offset_of_last_lines(path, num_lines) for path in sorted(log_dir.glob("*.log"))}
+
+
+def pass_on(offsets: dict[Path, int], echo: Callable[[str, str], None]) -> None:
+    """Give ``echo`` what the files hold from their offsets on, and move the offsets to the ends. Raises OSError."""
+    for path in offsets:
+        while (end := _pass_on(path, offsets[path], echo)) != offsets[path]:
+            offsets[path] = end
+
+
+async def follow_logs(
+    log_dir: Path,
+    echo: Callable[[str, str], None],
+    report: Callable[[str], None],
+    offsets: dict[Path, int] | None = None,
+) -> None:
+    """Give ``echo`` the file's name and each complete line as it is written; ends when cancelled.
 
     Lines are without control characters: what a process logs, a client may have said.
+
+    Args:
+        offsets: where to begin in each file, in bytes; None begins at the ends. A file that is new is read from its start.
     """
-    offsets = {path: path.stat().st_size for path in log_dir.glob("*.log")}
+    if offsets is None:
+        offsets = {path: path.stat().st_size for path in log_dir.glob("*.log")}
     trouble = Trouble(report, "the replicas' logs are not shown", lambda _: "the replicas' logs are shown again")
     while True:
         with trouble.tolerated():
@@ -37,3 +59,21 @@ def _pass_on(path: Path, offset: int, echo: Callable[[str, str], None]) -> int:
     for line in complete.decode("utf-8", "replace").splitlines():
         echo(path.stem, one_line(line, MAX_LINE_CHARS))
     return offset + len(complete) + len(newline)
+
+
+def _offset_of_last_lines(path: Path, num_lines: int) -> int:
+    """Read the file backwards until a newline more than ``num_lines`` has been found."""
+    num_left = num_lines + 1
+    with path.open("rb") as log:
+        position = log.seek(0, os.SEEK_END)
+        while position:
+            start = max(0, position - MAX_READ_BYTES)
+            log.seek(start)
+            block = log.read(position - start)
+            if (num_newlines := block.count(b"\n")) >= num_left:
+                index = len(block)
+                for _ in range(num_left):
+                    index = block.rindex(b"\n", 0, index)
+                return start + index + 1
+            num_left, position = num_left - num_newlines, start
+    return 0

@@ -1,0 +1,77 @@
+"""A deployment of a cluster as tables for the terminal. Pure."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flyball_operator import diagnosis, schema
+from flyball_operator.cluster.store import Pod
+from flyball_operator.commands.cluster import Found
+from flyball_operator.tuning_status import ShownLimits, TuningStatus
+from flyball_protocol.quoting import one_line
+
+_STYLES = {"Ready": "green", "Terminating": "yellow"}
+
+
+def render(found: Found) -> RenderableType:
+    """Return title, conditions, tuning and pods. Texts of the API server are cut, and hold no control characters."""
+    metadata, status = found.deployment["metadata"], found.deployment.get("status", {})
+    accelerator = schema.with_defaults(found.deployment["spec"])["accelerator"]["resourceName"]
+    wanted = found.deployment["spec"].get("replicas", 1)
+    title = f"{metadata['namespace']}/{metadata['name']}  {status.get('url', '-')}  "
+    title += f"{status.get('readyReplicas', 0)}/{wanted} ready"
+    return Group(
+        Text(one_line(title), style="bold"),
+        "",
+        _table(("Condition", "Status", "Reason", "Message"), map(_condition, status.get("conditions", []))),
+        *_tuning(status.get("tuning", {})),
+        "",
+        _table(("Pod", "State", "Restarts", "Node"), (_pod(Pod.of(pod), accelerator) for pod in found.pods)),
+    )
+
+
+def _table(header: tuple[str, ...], rows: Iterable[list[Text]]) -> Table:
+    table = Table(header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for i, column in enumerate(header):
+        table.add_column(column, overflow="fold", no_wrap=i < 2)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _condition(condition: dict[str, Any]) -> list[Text]:
+    return [Text(one_line(str(condition.get(key, "")))) for key in ("type", "status", "reason", "message")]
+
+
+def _tuning(status: dict[str, Any]) -> Iterator[RenderableType]:
+    known = TuningStatus.from_object(status)
+    if known is None or known.state == "Disabled":
+        return
+    yield ""
+    yield Text(f"Tuning  {known.state}, revision {known.revision}", style="bold")
+    for what, limits in (("target", known.target), ("effective", known.effective), ("recommended", known.recommended)):
+        if limits is not None:
+            yield Text(f"  {what}: {_limits(limits)}")
+    if (last := known.last_decision) is not None:
+        yield Text(one_line(f"  {last.time}  {last.action} ({last.reason}): {last.message}", max_chars=2000))
+
+
+def _limits(limits: ShownLimits) -> str:
+    return (
+        f"{limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens a step, "
+        f"{limits.kv_cache_percent}% of the KV cache"
+    )
+
+
+def _pod(pod: Pod, accelerator: str) -> list[Text]:
+    found = diagnosis.of_pod(pod, accelerator)
+    state = "Terminating" if pod.deleting else found.reason if found else "Ready" if pod.ready else pod.phase
+    return [
+        Text(pod.name),
+        Text(one_line(state), style=_STYLES.get(state, "red" if found is not None and found.failing else "yellow")),
+        Text(str(pod.restarts)),
+        Text(one_line(pod.node or "-")),
+    ]
