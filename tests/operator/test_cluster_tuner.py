@@ -32,6 +32,7 @@ TUNING: dict[str, Any] = {
     "objectives": {"ttftP95Milliseconds": 1000, "interTokenLatencyP95Milliseconds": 40},
     "bounds": {},
 }
+BROKEN = Key("default", "broken")
 CUT = structs.replace(LIMITS, max_num_batched_tokens=358)
 
 
@@ -76,6 +77,8 @@ class Scene:
 
     def changed(self, key: Key) -> None:
         """What a reconcile does then: the status and the ConfigMap follow."""
+        if key == BROKEN:
+            raise RuntimeError("the reconcile of this change fails")
         if key != KEY:
             return
         self.num_changed += 1
@@ -422,6 +425,20 @@ def test_turning_tuning_off_takes_back_what_is_on_trial(mode: str) -> None:
     asyncio.run(test())
 
 
+def test_a_deployment_whose_spec_is_refused_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """An API server keeps what an older CRD allowed; the status has the reason."""
+
+    async def test() -> None:
+        async with scene() as now:
+            now.spec["tuning"]["mode"] = "Off"
+            await now.rounds(3)
+            assert (now.in_force, now.replicas[0].num_requests) == ([(0, 512)] * 3, 0)
+            assert (now.tuner.status(KEY), now.tuner.conditions(KEY)) == (None, ())
+
+    asyncio.run(test())
+    assert not caplog.records
+
+
 @run
 async def test_a_new_deployment_of_the_same_name_starts_afresh() -> None:
     async with scene(sees=good_below(400)) as now:
@@ -455,11 +472,11 @@ async def test_trouble_with_one_deployment_is_not_that_of_others(
 ) -> None:
     async with scene(sees=good_below(400)) as now:
         broken = Resource(
-            key=Key("default", "broken"),
+            key=BROKEN,
             uid="x",
             generation=1,
             resource_version="1",
-            spec={"tuning": {"mode": "Auto", "intervalSeconds": 15}},
+            spec={"tuning": dict(TUNING)},
             status={},
             deleting=False,
         )

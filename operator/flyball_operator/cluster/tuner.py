@@ -120,10 +120,11 @@ class ClusterTuner:
         return [one for one in self._store.resources.values() if self._is_tunable(one) and self._take_turn(one, now_s)]
 
     def _is_tunable(self, resource: Resource) -> bool:
-        if resource.deleting or resource.spec.get("suspend", False):
+        tuning = _tuning(resource)
+        if tuning is None or resource.deleting or resource.spec.get("suspend", False):
             return False
         tuned = self._current(resource)
-        return _mode(resource) != "Disabled" or (tuned is not None and tuned.has_trial)
+        return tuning.mode != "Disabled" or (tuned is not None and tuned.has_trial)
 
     def _take_turn(self, resource: Resource, now_s: float) -> bool:
         tuned = self._current(resource)
@@ -253,6 +254,14 @@ def remembered(resource: Resource, prior: BootPrior | None, now: datetime) -> Me
 
 def _mode(resource: Resource) -> str:
     return str(resource.spec.get("tuning", {}).get("mode", "Disabled"))
+
+
+def _tuning(resource: Resource) -> Tuning | None:
+    """Return spec.tuning; None where it is not valid, which the status reports as InvalidSpec."""
+    try:
+        return msgspec.convert(resource.spec.get("tuning"), Tuning)
+    except msgspec.ValidationError:
+        return None
 
 
 def _left_prior(store: Store, resource: Resource) -> BootPrior | None:
