@@ -26,6 +26,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError, EngineError
 from flyball_runtime.core.garbage import freeze_startup_objects
 from flyball_runtime.engine.client import EngineClient
+from flyball_runtime.engine.heartbeat import pause_limit
 from flyball_runtime.listener.takeover import taken_listener
 
 logger = logging.getLogger(__name__)
@@ -181,6 +182,11 @@ class Replica:
             "ready: %s, %.1fM parameters, %s on %s, attention %s, %d KV blocks of %d tokens; seconds: %s",
             *(info.model, info.num_parameters / 1e6, info.dtype, info.device, info.kernel_backend),
             *(info.num_kv_blocks, info.block_size, stages),
+        )
+        limit = pause_limit(self._config.api.max_heartbeat_age_s, info.longest_pause_s)
+        logger.info(
+            "the longest pause of a step is about %.3g s here; /livez turns red after %.4g s without progress (%s)",
+            *(info.longest_pause_s, limit.seconds, limit.source),
         )
         for _, listener in self._servers:
             logger.info("listening on http://%s:%d", *listener.getsockname()[:2])

@@ -66,7 +66,8 @@ class FakeEngine:
             block_size=16,
             num_kv_blocks=100,
             num_parameters=1,
-            startup_s={"weights": 0.5, "warmup": 0.25},
+            startup_s={"weights": 0.5, "warm_up": 0.25},
+            longest_pause_s=0.5,
         )
         self.reply = reply
         self.ready = True
@@ -87,7 +88,7 @@ class FakeEngine:
 
     @property
     def info(self) -> EngineInfo:
-        if not self.ready:
+        if not self.ready and self.stats is None:
             raise NotReady
         return self.engine_info
 

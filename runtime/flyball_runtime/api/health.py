@@ -1,8 +1,9 @@
 """/livez, /readyz, /health and /metrics.
 
 Live means making progress: idle, the engine shows it at least once a second; busy, after each layer of a step. So a hung
-step is seen, and a long step or a long queue is not mistaken for one. Loading counts as live; how long it may take is the
-start-up probe's business.
+step is seen, and a long step or a long queue is not mistaken for one. Where one layer of the largest step may take longer
+than the flag allows, as measured at start-up, it gets that time. Loading counts as live; how long it may take is the start-up
+probe's business.
 """
 
 from fastapi import Request, Response
@@ -11,6 +12,7 @@ from flyball_runtime.api.errors import HttpError, json_response
 from flyball_runtime.api.server import Server
 from flyball_runtime.core.errors import Draining, EngineDead, NotReady
 from flyball_runtime.engine.front import EngineFront
+from flyball_runtime.engine.heartbeat import pause_limit
 
 RETRY_AFTER_STUCK_S = 5
 
@@ -38,13 +40,14 @@ def check_live(front: EngineFront, max_heartbeat_age_s: float) -> None:
     """Raise a 503 when the engine is dead or its loop stuck."""
     if front.dead_reason is not None:
         raise HttpError(503, EngineDead.code, str(EngineDead(front.dead_reason)))
-    loading = not front.ready and not front.draining and front.latest_stats() is None
-    if not loading and (age_s := front.heartbeat_age_s()) > max_heartbeat_age_s:
+    if not front.ready and front.latest_stats() is None:
+        return  # it loads
+    limit = pause_limit(max_heartbeat_age_s, front.info.longest_pause_s)
+    if (age_s := front.heartbeat_age_s()) > limit.seconds:
         raise HttpError(
             503,
             "engine_stuck",
-            f"the engine has made no progress for {age_s:.1f} s; --max-heartbeat-age allows {max_heartbeat_age_s:g} s. "
-            "Restart it.",
+            f"the engine has made no progress for {age_s:.1f} s; {limit.source} allows {limit.seconds:.4g} s. Restart it.",
             retry_after_s=RETRY_AFTER_STUCK_S,
         )
 

@@ -30,7 +30,8 @@ class ApiSettings:
         write_timeout_s: a client that takes nothing of its answer for so long is dropped and its requests are aborted.
         keep_alive_s: how long an idle connection stays open, a new one too; longer than the 60 s of common load
             balancers, so that they close first.
-        max_heartbeat_age_s: /livez turns red when the engine has made no progress for longer.
+        max_heartbeat_age_s: /livez turns red when the engine has made no progress for longer, unless the largest step
+            may pause for longer (see ``pause_limit``).
         forwarded_allow_ips: addresses and networks, comma-separated, whose X-Forwarded-For is believed; ``*`` for all.
         max_inline_chars: longer prompts are rendered and tokenized in a thread, so that they do not hold up the tokens
             of other requests.

@@ -6,7 +6,7 @@ from flyball_protocol import KVBlocks, Limits
 
 
 class StepStats(Struct, frozen=True, kw_only=True):
-    """State after one step, and what that step did. An idle engine sends one every second with ``num_tokens`` 0.
+    """State after one step, and what that step did. An idle engine sends one every half second with ``num_tokens`` 0.
 
     Attributes:
         duration_s: plan, run and commit together.
@@ -35,7 +35,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     """Facts fixed once the engine is up.
 
     Attributes:
-        startup_s: seconds by stage: import, config, weights, warm_up (GPUs only), kv_cache.
+        startup_s: seconds by stage: import, config, weights, warm_up, kv_cache.
+        longest_pause_s: estimate of the longest time for which a step shows no progress (see ``engine/warm_up.py``).
         kernel_backend: which implementation the ops run: cpp, torch or triton.
     """
 
@@ -49,3 +50,4 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     num_parameters: int
     startup_s: dict[str, float]
+    longest_pause_s: float

@@ -1,8 +1,12 @@
 """When the engine last made progress, in memory that the engine process and the API process share."""
 
 import multiprocessing
+from dataclasses import dataclass
 
 from flyball_runtime.core.clock import Clock, MonotonicClock
+
+SAFETY = 3.0
+"""How many times the measured pause a pause may last: other work on the machine slows a step down."""
 
 
 class Heartbeat:
@@ -23,4 +27,25 @@ class Heartbeat:
 
     def age_s(self) -> float:
         """Return the seconds since the last beat; before the first, since this object was made."""
-        return self._clock.now() - self._last_s.value
+        last_s: float = self._last_s.value
+        return self._clock.now() - last_s
+
+
+@dataclass(frozen=True)
+class PauseLimit:
+    """How many seconds the engine may make no progress before it counts as stuck, and where that number comes from."""
+
+    seconds: float
+    source: str
+
+
+def pause_limit(max_heartbeat_age_s: float, longest_pause_s: float) -> PauseLimit:
+    """Return the larger of the setting and SAFETY times the longest pause that a step needs.
+
+    Args:
+        longest_pause_s: see ``WarmUp.longest_pause_s``.
+    """
+    needed_s = SAFETY * longest_pause_s
+    if needed_s <= max_heartbeat_age_s:
+        return PauseLimit(max_heartbeat_age_s, "--max-heartbeat-age")
+    return PauseLimit(needed_s, f"{SAFETY:g} times the longest pause of a step")

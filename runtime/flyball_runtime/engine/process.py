@@ -104,6 +104,7 @@ class EngineProcess:
         self._stopped = False
 
     def serve(self) -> None:
+        self._heartbeat.beat()  # before Ready, from which on the API process judges its age
         self._send(messages.Ready(self._engine.info, self._engine.limits()))
         while not self._stopped and os.getppid() == self._parent_pid:
             self._heartbeat.beat()

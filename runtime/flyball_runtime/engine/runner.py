@@ -47,10 +47,8 @@ class ModelRunner:
         )
         stages.done("weights")
 
-        step_bytes = 0
-        if device.type == "cuda":
-            step_bytes = self._warm_up(config, max_model_len, TORCH_DTYPES[dtype], device)
-            stages.done("warm_up")
+        step_bytes, longest_pause_s = self._warm_up(config, max_model_len, TORCH_DTYPES[dtype], device)
+        stages.done("warm_up")
 
         kv_size = resolve_kv_cache(
             config, model_config, dtype=dtype, device=device, max_model_len=max_model_len, step_bytes=step_bytes
@@ -81,13 +79,22 @@ class ModelRunner:
             num_kv_blocks=kv_size.num_blocks,
             num_parameters=model_config.num_parameters,
             startup_s=stages.seconds,
+            longest_pause_s=longest_pause_s,
         )
 
-    def _warm_up(self, config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Have the kernels compiled; return the bytes that the largest step takes beside weights and KV cache."""
+    def _warm_up(
+        self, config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[int, float]:
+        """Have a GPU's kernels compiled; return what the largest step takes.
+
+        Returns:
+            Its bytes beside weights and KV cache, 0 on a CPU, and the longest time for which it shows no progress.
+        """
         warm_up = WarmUp(self._model, config, max_model_len=max_model_len, dtype=dtype, device=device)
+        if device.type != "cuda":
+            return 0, warm_up.longest_pause_s()
         warm_up.small_steps()
-        return peak_bytes(warm_up.largest_step, device)
+        return peak_bytes(warm_up.largest_step, device), warm_up.longest_pause_s()
 
     def run(self, plan: BatchPlan) -> list[int | None]:
         """Compute the plan and return one token for each sequence that samples, in the plan's order.

@@ -222,7 +222,7 @@ async def test_what_the_engine_refuses(
 
 
 async def test_not_ready(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.ready = False
+    engine.ready, engine.stats = False, None
     for method, path, body in [
         ("POST", CHAT, chat()),
         ("GET", "/v1/models", None),

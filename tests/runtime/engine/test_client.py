@@ -13,6 +13,8 @@ import pytest
 
 from checkpoints import make_checkpoint
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_runtime.api.errors import HttpError
+from flyball_runtime.api.health import check_live
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import (
@@ -97,7 +99,8 @@ def test_streams_abort_limits_and_drain(path: Path) -> None:
             client.submit(request("early"))
         info = await client.wait_ready()
         assert (info.vocab_size, info.max_model_len, client.ready) == (384, 512, True)
-        assert set(info.startup_s) == {"import", "config", "weights", "kv_cache"}
+        assert set(info.startup_s) == {"import", "config", "weights", "warm_up", "kv_cache"}
+        assert info.longest_pause_s > 0
 
         streams = [client.submit(request(str(index), prompt_len=index + 1)) for index in range(20)]
         results = await asyncio.gather(*map(collect, streams))
@@ -181,12 +184,20 @@ def test_a_stopped_engine_makes_no_progress_until_it_goes_on(path: Path) -> None
         stream = client.submit(request("busy", max_tokens=8000))
         await anext(stream)
         os.kill(client.engine_pid, signal.SIGSTOP)
-        while client.heartbeat_age_s() < 1:
+        while is_live(client):
             await asyncio.sleep(0.01)
         os.kill(client.engine_pid, signal.SIGCONT)
-        while client.heartbeat_age_s() > 1:
+        while not is_live(client):
             await asyncio.sleep(0.01)
         await stream.aclose()
+
+    def is_live(client: EngineClient) -> bool:
+        try:
+            check_live(client, max_heartbeat_age_s=1.0)
+        except HttpError as error:
+            assert error.code == "engine_stuck"
+            return False
+        return True
 
     run(path, scenario, max_model_len=8192)
 

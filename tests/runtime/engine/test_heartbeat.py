@@ -8,7 +8,7 @@ from engines import make_engine, random_prompts
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.engine.heartbeat import Heartbeat
+from flyball_runtime.engine.heartbeat import Heartbeat, PauseLimit, pause_limit
 
 
 def test_a_beat_in_another_process_counts_here() -> None:
@@ -39,3 +39,10 @@ def test_a_step_is_alive_as_long_as_its_layers_end(tmp_path: Path) -> None:
     engine.step()
     assert ages == [20] * 8
     assert clock.now() == 160
+
+
+def test_a_slow_machine_gets_the_time_that_its_largest_step_needs() -> None:
+    assert pause_limit(30.0, 0.5) == PauseLimit(30.0, "--max-heartbeat-age")
+    assert pause_limit(30.0, 10.0) == PauseLimit(30.0, "--max-heartbeat-age")
+    assert pause_limit(30.0, 40.0) == PauseLimit(120.0, "3 times the longest pause of a step")
+    assert pause_limit(300.0, 40.0) == PauseLimit(300.0, "--max-heartbeat-age")

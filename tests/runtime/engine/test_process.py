@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from flyball_protocol import LimitsAck, LimitsChange, LimitsReport, LimitsStatus, LimitsUpdate
+from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.sampling import SamplingParams
@@ -97,6 +98,23 @@ class StubEngine:
 
     def state(self) -> StepStats:
         return step_stats()
+
+
+def test_the_heartbeat_is_fresh_when_the_engine_says_that_it_is_ready() -> None:
+    """From then on the API process judges its age; before, the model was loading for as long as that took."""
+    clock, ages = FakeClock(), []
+    heartbeat = Heartbeat(clock)
+    clock.advance(600)
+
+    class Timed(Outbox):
+        def send(self, frame: bytes) -> None:
+            ages.append(heartbeat.age_s())
+            super().send(frame)
+
+    outbox = Timed()
+    EngineProcess(StubEngine(), Inbox(), outbox, heartbeat, os.getppid()).serve()  # type: ignore[arg-type]
+    assert isinstance(outbox.sent[0], messages.Ready)
+    assert ages[0] == 0
 
 
 def submit(name: str) -> messages.Submit:

@@ -1,6 +1,9 @@
-"""Warm-up steps are the largest that the settings allow, and run."""
+"""Warm-up steps are the largest that the settings allow, and run; the longest pause of a step is measured."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 
 from checkpoints import make_checkpoint
 from engines import generate, make_engine, random_prompts
+from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
@@ -80,6 +84,69 @@ def test_no_room_for_the_largest_step(model: CausalLM, monkeypatch: pytest.Monke
         warm_up_of(recorder, max_num_seqs=2, max_num_batched_tokens=100).largest_step()
 
 
+class SlowModel:
+    """A model whose layers and head take the given seconds of a fake clock, and longer when they run first."""
+
+    def __init__(self, model: CausalLM, layer_s: float, head_s: float, **config: Any) -> None:
+        self.clock = FakeClock()
+        self.steps: list[tuple[int, StepInputs]] = []
+        self.parts = SimpleNamespace(
+            config=replace(model.config, **config),
+            embedding=model.embedding,
+            cos_sin=model.cos_sin,
+            layers=[self._slow(self._noted(index, layer), layer_s) for index, layer in enumerate(model.layers)],
+            lm_head=self._slow(model.lm_head, head_s),
+        )
+
+    def longest_pause_s(self, **settings: int) -> float:
+        return warm_up_of(self.parts, **settings).longest_pause_s(self.clock)
+
+    def _slow(self, part: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        left_s = [100.0]
+
+        def run(*args: Any) -> Any:
+            self.clock.advance(left_s.pop() if left_s else seconds)
+            return part(*args)
+
+        return run
+
+    def _noted(self, index: int, layer: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.steps.append((index, args[2]))
+            return layer(*args)
+
+        return run
+
+
+@pytest.mark.parametrize(
+    ("layer_s", "head_s", "pause_s"),
+    [(0.5, 0.01, 4.0), (0.5, 6.0, 12.0)],  # 256 tokens and 64 rows at most, 32 of them timed
+)
+def test_the_longest_pause_is_a_layer_or_the_head_of_the_largest_step(
+    model: CausalLM, layer_s: float, head_s: float, pause_s: float
+) -> None:
+    slow = SlowModel(model, layer_s, head_s)
+    assert slow.longest_pause_s(max_num_seqs=64, max_num_batched_tokens=256) == pytest.approx(pause_s)
+    _, inputs = slow.steps[-1]
+    assert inputs.positions.tolist() == list(range(96, 128)), "the end of the longest context"
+    assert (inputs.context_lens.tolist(), inputs.block_tables.shape) == ([128], (1, 8))
+
+
+def test_a_pause_of_a_step_with_few_tokens_is_not_scaled(model: CausalLM) -> None:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 20}
+    assert SlowModel(model, 0.5, 0.1).longest_pause_s(**settings) == pytest.approx(0.5)
+    assert SlowModel(model, 0.5, 0.1).longest_pause_s(**settings, max_model_len=5) == pytest.approx(2.0)  # 4 times 5
+
+
+@pytest.mark.parametrize(("windows", "layer"), [((None, None), 0), ((16, None), 1), ((16, 24), 1), ((24, 16), 0)])
+def test_the_layer_that_attends_to_the_most_tokens_is_timed(
+    model: CausalLM, windows: tuple[int | None, int | None], layer: int
+) -> None:
+    slow = SlowModel(model, 0.5, 0.1, sliding_windows=windows)
+    slow.longest_pause_s(max_num_seqs=4)
+    assert {index for index, _ in slow.steps} == {layer}
+
+
 @pytest.mark.gpu
 def test_memory_of_a_step_on_a_gpu() -> None:
     device = torch.device("cuda")
@@ -96,6 +163,7 @@ def test_serving_stays_in_the_memory_that_was_set_aside(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "qwen3")
     settings = {"max_num_seqs": 4096, "max_num_batched_tokens": 8192, "max_model_len": 512}
     engine = make_engine(path, device="cuda", gpu_memory_utilization=1 - (free_before - 2**30) / total, **settings)
+    assert engine.info.longest_pause_s > 0
     generate(engine, random_prompts([480] * 64))
     free, _ = torch.cuda.mem_get_info()
     assert free_before - free <= 2**30 + 2**28  # kernels that are first needed now take room of their own
