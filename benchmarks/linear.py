@@ -3,6 +3,9 @@
 Weights rotate through copies that exceed the caches, as the layers of a model do.
 
     python benchmarks/linear.py [--dtype bfloat16]
+
+A library for fewer instructions than this CPU has is measured by FLYBALL_CPU_LIBRARY. Torch is held to the same
+instructions by, for AVX2, ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2.
 """
 
 import argparse
@@ -28,7 +31,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     dtype = getattr(torch, parser.parse_args().dtype)
-    print(f"{describe()}; backend {set_backend('cpu')}; {dtype}")
+    set_backend("cpu", "cpp")
+    print(f"{describe()}; C++ ops for {torch.ops.flyball.instruction_set()}; {dtype}")
     for name, (in_features, out_features) in SHAPES.items():
         weight = torch.randn(out_features, in_features, dtype=dtype) * 0.02
         copies = max(1, round(WORKING_SET_BYTES / weight.nbytes))

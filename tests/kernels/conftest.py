@@ -14,7 +14,6 @@ def cpp_ops() -> Iterator[None]:
     set_backend("cpu", "cpp")
     yield
     backend._in_force.pop("cpu")
-    backend._by_name.discard("cpu")
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

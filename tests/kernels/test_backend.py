@@ -13,7 +13,6 @@ from flyball_kernels.cpu import build, library
 @pytest.fixture
 def no_choice_yet(monkeypatch):
     monkeypatch.setattr(backend, "_in_force", {})
-    monkeypatch.setattr(backend, "_by_name", set())
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flyball_kernels.backend import backend_for, is_asked_for
+from flyball_kernels.backend import backend_for, linear_backend_for
 from flyball_kernels.checks import check_dtype, check_shape
-from flyball_kernels.linear import guard
 
 
 class PackedLinear:
@@ -15,8 +14,8 @@ class PackedLinear:
     On CPU the C++ kernel keeps the weight in panels of output features, whatever the number of rows it will meet, and
     this packed copy is the only one held: drop your own reference to ``weight``. Its out_features are rounded up to the
     panel's (32 with AVX-512, 16 with AVX2, else 8), its in_features to 2. Elsewhere, and with the ``torch`` backend, the
-    weight is kept as it is for ``torch.nn.functional.linear``; so it is where the backend is ``auto`` and torch is
-    measured to be faster (see ``guard.py``).
+    weight is kept as it is for ``torch.nn.functional.linear``; so it is where torch's linear layers are chosen (see
+    ``backend.py``) and ``dot`` is None.
 
     Args:
         weight: ``[out_features, in_features]`` bf16, fp16 or fp32.
@@ -41,8 +40,7 @@ class PackedLinear:
                 "Leave dot out, or choose cpp on a CPU."
             )
         self._dot = is_cpp and self._uses_dot(weight.dtype) if dot is None else dot
-        may_choose = dot is None and not is_asked_for(weight)
-        self._packed = is_cpp and not (may_choose and guard.torch_is_faster(weight.dtype, self._dot))
+        self._packed = is_cpp and (dot is not None or linear_backend_for(weight) == "cpp")
         self._weight = torch.ops.flyball.linear_pack(weight.detach(), self._dot) if self._packed else weight.detach()
         self._bias = None if bias is None else bias.detach().contiguous()
 
