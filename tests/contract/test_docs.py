@@ -9,6 +9,7 @@ from itertools import dropwhile, groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -375,3 +376,12 @@ def test_every_heading_that_is_linked_exists(page: Path) -> None:
         f"{path}#{anchor}" for path, anchor in links if anchor not in anchors(page.parent / path if path else page)
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.svg")), ids=lambda picture: picture.name)
+def test_every_picture_can_be_shown_by_itself(picture: Path) -> None:
+    """Well-formed, and without what a browser does not load or run for an image: scripts, links, foreign files."""
+    for element in ElementTree.parse(picture).iter():
+        assert element.tag.rpartition("}")[2] not in ("script", "image", "foreignObject", "a")
+        assert not any(name.endswith("href") for name in element.attrib)
+        assert "@import" not in (element.text or "") and "url(http" not in (element.text or "")
