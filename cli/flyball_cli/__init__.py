@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from flyball_cli import completion
 from flyball_cli.commands import COMMANDS
 from flyball_protocol import endpoints
 
@@ -15,8 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = COMMANDS.get(words[0]) if words else None
     if command is None:
-        build_parser().parse_args(words)  # prints help, version or what is wrong, and leaves
-        return endpoints.EXIT_OK
+        return _run_own(words)
     package = f"flyball_{command.extra}"
     try:
         return int(importlib.import_module(f"{package}.cli").main(words))
@@ -31,6 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return endpoints.EXIT_CONFIG_ERROR
 
 
+def _run_own(words: list[str]) -> int:
+    """Print help, the version, what is wrong, or a completion script."""
+    parser = build_parser()
+    arguments = parser.parse_args(words)
+    print(completion.script(arguments.shell, parser))
+    return endpoints.EXIT_OK
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return a parser that knows the commands' names and none of their flags."""
     parser = argparse.ArgumentParser(
@@ -43,6 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         if command.summary is not None:
             commands.add_parser(name, help=command.summary)
+    completion.add_arguments(
+        commands.add_parser("completion", help="print a script that completes commands and flags in a shell")
+    )
     return parser
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flyball_cli import build_parser, main
+from flyball_cli import build_parser, completion, main
 from flyball_cli.commands import COMMANDS
 from flyball_operator import cli as operator_cli
 from flyball_protocol import endpoints
@@ -51,14 +51,16 @@ def test_help_lists_the_commands_that_users_run(capsys: pytest.CaptureFixture[st
         main(["--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    listed = re.findall(r"^    (\w+) ", shown, flags=re.MULTILINE)
-    assert listed == [name for name, command in COMMANDS.items() if command.summary is not None]
+    listed = re.findall(r"^ {4}(\w+)", shown, flags=re.MULTILINE)
+    assert listed == [*(name for name, command in COMMANDS.items() if command.summary is not None), "completion"]
     assert "listener" not in shown
 
 
 def test_each_package_has_the_commands_that_flyball_hands_to_it_with_the_same_words() -> None:
     theirs = {"runtime": summaries(runtime_cli.build_parser()), "operator": summaries(operator_cli.build_parser())}
-    assert summaries(build_parser()).items() <= {**theirs["operator"], **theirs["runtime"]}.items()
+    ours = summaries(build_parser())
+    del ours["completion"]
+    assert ours.items() <= {**theirs["operator"], **theirs["runtime"]}.items()
     for name, command in COMMANDS.items():
         assert theirs[command.extra].get(name) == command.summary
     assert theirs["operator"].keys() - COMMANDS.keys() == {"run"}
@@ -111,3 +113,49 @@ def test_exit_codes_and_errors_are_the_commands_own(tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit) as ended:
         main(["bogus"])
     assert ended.value.code == endpoints.EXIT_CONFIG_ERROR
+
+
+@pytest.fixture(scope="module")
+def bash_script() -> str:
+    return completion.script("bash", build_parser())
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["re"], {"render"}),
+        (["l"], {"local", "logs"}),  # the internal listener is none of them
+        (["serve", "--max-num-s"], {"--max-num-seqs"}),
+        (["serve", "--device", "c"], {"cpu", "cuda"}),
+        (["status", "chat", "--name"], {"--namespace"}),
+        (["render", "-f", "pypro"], {"pyproject.toml"}),
+        (["serve", "pypro"], {"pyproject.toml"}),
+        (["completion", "z"], {"zsh"}),
+    ],
+)
+def test_bash_completes_commands_flags_values_and_files(
+    words: list[str], completed: set[str], bash_script: str
+) -> None:
+    line = " ".join(("flyball", *words))
+    ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shtab_flyball; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", f"{bash_script}\n{ask}"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert {word.strip() for word in done.stdout.splitlines()} == completed, done.stderr
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_every_shell_gets_a_script_and_it_hides_the_listener(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    printed = capsys.readouterr()
+    assert "--max-num-seqs" in printed.out
+    assert "--namespace" in printed.out
+    assert "listener" not in printed.out
+    assert not printed.err
+
+
+def test_completion_without_a_package_says_what_it_lacks() -> None:
+    done = python(
+        f"{NOT_INSTALLED.format('aiohttp')}\nfrom flyball_cli import main\nsys.exit(main(['completion', 'bash']))"
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert "flyball[operator] are left out: aiohttp is not installed" in done.stderr
+    assert "render" in done.stdout
