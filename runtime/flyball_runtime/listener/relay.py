@@ -14,7 +14,7 @@ import h11
 
 from flyball_protocol import endpoints
 from flyball_protocol.quoting import one_line
-from flyball_runtime.listener.room import NoRoom, Room, Share
+from flyball_runtime.core.room import GivenUp, NoRoom, Room, Share
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Relay:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):  # the client is gone
             try:
                 await self._read_and_pass_on(Incoming(reader, writer), writer)
-            except TimeoutError:
+            except (TimeoutError, GivenUp):
                 writer.transport.abort()
             except NoRoom:
                 await self._write(unavailable("too many others are waiting for another replica"), writer)
@@ -100,16 +100,14 @@ class Relay:
                 await self._write(unavailable(str(why)), writer)
 
     async def _read_and_pass_on(self, incoming: "Incoming", writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(self._read_timeout_s) as reading:
-            with self._room.share(reading) as share:
+        with self._room.share() as share:
+            async with share.arriving(self._read_timeout_s):
                 head = await incoming.head()
                 if body_length(head) > self._room.max_bytes:
                     raise Unanswered(f"its body is longer than the {self._room.max_bytes} bytes that can be held")
                 body = await incoming.body(share)
-                share.complete()
-                reading.reschedule(None)
-                client, *_ = writer.get_extra_info("peername") or ("unknown",)
-                await self._pass_on(described(head), relayed(head, body, client), writer)
+            client, *_ = writer.get_extra_info("peername") or ("unknown",)
+            await self._pass_on(described(head), relayed(head, body, client), writer)
 
     async def _pass_on(self, what: str, request: bytes, writer: asyncio.StreamWriter) -> None:
         """Send the request to the Service until a replica takes it, and copy the answer."""
