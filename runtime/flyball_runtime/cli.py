@@ -104,6 +104,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests that may wait; more get 429",
     )
     engine.add_argument(
+        *("--max-queued-tokens", "--max-num-queued-tokens"),
+        type=int,
+        default=4 * 1024 * 1024,
+        metavar="TOKENS",
+        help="prompt tokens that may wait, each choice counted; more get 429",
+    )
+    engine.add_argument(
         "--boot-prior",
         type=Path,
         metavar="FILE",
@@ -247,6 +254,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         scheduling_policy=args.scheduling_policy,
         fair_share=args.fair_share,
         max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
         kernel_backend=args.kernel_backend,
         num_threads=args.num_threads,
         seed=args.seed,

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 from flyball_protocol import Envelope, KVBlocks, Limits, LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.errors import Draining, EmptyPrompt, EngineDead, NotReady, PromptTooLong, TokenOutOfVocabulary
-from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, RequestEvent, Tokens
+from flyball_runtime.core.request import Failed, Finished, FinishReason, Prompt, Request, RequestEvent, Tokens
 from flyball_runtime.core.stats import EngineInfo, StepStats
 
 LIMITS = Limits(max_num_seqs=8, kv_cache_fraction=1.0, max_num_batched_tokens=64)
@@ -96,6 +96,11 @@ class FakeEngine:
     def num_unfinished(self) -> int:
         return len(self._streams)
 
+    def prepare(self, prompts: list[list[int]], num_choices: int, cache_salt: str | None) -> list[Prompt]:
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        return [Prompt(prompt, []) for prompt in prompts]
+
     def submit(self, request: Request) -> AsyncIterator[RequestEvent]:
         self._check(request)
         self.requests.append(request)
@@ -176,13 +181,16 @@ class FakeEngine:
             raise Draining
         if self.refuse is not None and len(self.requests) >= self.refuse[0]:
             raise self.refuse[1]
+        self._check_prompt(prompt)
+        if len(prompt) + (request.sampling.max_tokens or 1) > info.max_model_len:
+            raise PromptTooLong(len(prompt), request.sampling.max_tokens, info.max_model_len)
+
+    def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
             raise EmptyPrompt
         for token_id in prompt:
-            if not 0 <= token_id < info.vocab_size:
-                raise TokenOutOfVocabulary(token_id, info.vocab_size)
-        if len(prompt) + (request.sampling.max_tokens or 1) > info.max_model_len:
-            raise PromptTooLong(len(prompt), request.sampling.max_tokens, info.max_model_len)
+            if not 0 <= token_id < self.info.vocab_size:
+                raise TokenOutOfVocabulary(token_id, self.info.vocab_size)
 
     def _answer(self, request: Request, token_ids: list[int]) -> None:
         most = request.sampling.max_tokens or len(token_ids)

@@ -33,6 +33,9 @@ class EngineConfig:
         fair_share: clients take turns, by tokens, within what the policy treats alike.
         max_queued_requests: most requests that wait; more are refused with 429. With ``fair_share`` twice as many may wait
             in all: a client below its share of a full queue is still taken.
+        max_queued_tokens: most prompt tokens of requests that have no output yet, each choice counted, and one longest
+            prompt in any case. More are refused with 429, a single HTTP request of more with 400. Clients share it like
+            ``max_queued_requests``.
         num_threads: CPU threads of the engine; None takes the cores this process may use.
         seed: of the seeds that requests without one get; None draws it, so that each start and each replica differ.
         boot_prior: live limits to start with; None starts with the whole envelope.
@@ -53,6 +56,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     fair_share: bool = True
     max_queued_requests: int = 1024
+    max_queued_tokens: int = 4 * 1024 * 1024
     kernel_backend: str = "auto"
     num_threads: int | None = None
     seed: int | None = None
@@ -70,6 +74,7 @@ class EngineConfig:
         _check_range("max-num-seqs", self.max_num_seqs, 1, 4096)
         _check_range("max-num-batched-tokens", self.max_num_batched_tokens, 1, 2**20)
         _check_range("max-queued-requests", self.max_queued_requests, 1, 2**20)
+        _check_range("max-queued-tokens", self.max_queued_tokens, 1, 2**40)
         _check_range("num-threads", self.num_threads, 1, 1024)
         _check_range("kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1, 2**50)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -42,7 +42,11 @@ class InvalidRequest(RequestError):
     """A field has a value that this server cannot take."""
 
 
-class PromptTooLong(RequestError):
+class UnfitPrompt(RequestError):
+    """This engine can never run the prompt."""
+
+
+class PromptTooLong(UnfitPrompt):
     code = "context_length_exceeded"
 
     def __init__(
@@ -57,14 +61,14 @@ class PromptTooLong(RequestError):
         )
 
 
-class EmptyPrompt(RequestError):
+class EmptyPrompt(UnfitPrompt):
     code = "empty_prompt"
 
     def __init__(self) -> None:
         super().__init__("the prompt has 0 tokens; at least 1 is needed. Send some text or token ids.", param="prompt")
 
 
-class TokenOutOfVocabulary(RequestError):
+class TokenOutOfVocabulary(UnfitPrompt):
     code = "token_out_of_vocabulary"
 
     def __init__(self, token_id: int, vocab_size: int) -> None:
@@ -82,6 +86,28 @@ class QueueFull(RequestError):
             f"{max_queued_requests} requests are waiting, the limit of this replica (--max-queued-requests). "
             f"Retry after {retry_after_s} s or add replicas.",
             retry_after_s=retry_after_s,
+        )
+
+
+class QueuedTokensFull(RequestError):
+    status, code = 429, "queue_full"
+
+    def __init__(self, num_queued: int, num_wanted: int, max_queued_tokens: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"prompts of {num_queued} tokens are waiting, and this one has {num_wanted}; the limit of this replica is "
+            f"{max_queued_tokens} (--max-queued-tokens). Retry after {retry_after_s} s or add replicas.",
+            retry_after_s=retry_after_s,
+        )
+
+
+class TooManyPromptTokens(UnfitPrompt):
+    code = "too_many_prompt_tokens"
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        super().__init__(
+            f"the prompts of this request have {num_tokens} tokens, each prompt counted n times; at most {most} may wait "
+            "(--max-queued-tokens). Lower n, or send fewer or shorter prompts in one request.",
+            param="n",
         )
 
 

@@ -1,6 +1,6 @@
 """What crosses between the API process and the engine: a request in, tokens and exactly one ending out."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -9,13 +9,21 @@ from flyball_runtime.core.sampling import SamplingParams
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class Prompt(NamedTuple):
+    """Token ids that were checked, and the names of their full KV blocks (none without a prefix cache)."""
+
+    token_ids: list[int]
+    block_hashes: list[bytes]
+
+
 class Request(Struct, frozen=True, kw_only=True):
     """A tokenized request.
 
     Attributes:
         priority: lower runs first; used by the ``priority`` policy only.
         block_hashes: names of the prompt's first full KV blocks (``kv_cache/block_hash.py``), as many as somebody had the
-            time for; the KV cache adds those that it needs. The API process does, so that no step waits for it.
+            time for; the KV cache adds those that it needs. The API process does, so that no step waits for it. They come
+            with a Prompt, so the ids of a request that has them were checked.
         client: opaque name of the sender, among whose requests and other senders' the scheduler shares.
         cache_salt: prompts share KV blocks only when their salts are equal; None is a salt of its own. A secret.
     """

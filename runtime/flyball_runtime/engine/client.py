@@ -26,9 +26,11 @@ from flyball_runtime.core.errors import (
     EngineError,
     InvalidRequest,
     NotReady,
+    QueuedTokensFull,
     QueueFull,
+    TooManyPromptTokens,
 )
-from flyball_runtime.core.request import Request
+from flyball_runtime.core.request import Prompt, Request
 from flyball_runtime.core.stats import EngineInfo, StepStats
 from flyball_runtime.engine import messages
 from flyball_runtime.engine.front import EngineObserver
@@ -37,7 +39,7 @@ from flyball_runtime.engine.process import Addresses, run_engine
 from flyball_runtime.engine.retry_after import RetryAfter
 from flyball_runtime.engine.router import RequestStream, Router
 from flyball_runtime.engine.socket_folder import make_socket_folder
-from flyball_runtime.engine.validate import validate_request
+from flyball_runtime.engine.validate import validate_prompt, validate_settings
 from flyball_runtime.kv_cache import hash_prompt
 from flyball_runtime.scheduler import BlockedBy
 
@@ -150,17 +152,26 @@ class EngineClient:
     def num_unfinished(self) -> int:
         return len(self._router)
 
+    def prepare(self, prompts: list[list[int]], num_choices: int, cache_salt: str | None) -> list[Prompt]:
+        num_tokens, most = num_choices * sum(map(len, prompts)), self._max_queued_tokens()
+        if num_tokens > most:
+            raise TooManyPromptTokens(num_tokens, most)
+        return [self._prepared(prompt, cache_salt) for prompt in prompts]
+
     def submit(self, request: Request) -> RequestStream:
         self._check_accepting()
         self._last_request_s = self._clock.now()
-        validate_request(request, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
-        self._check_queue(request.client)
+        if not request.block_hashes:
+            prompt = self._prepared(request.prompt_token_ids, request.cache_salt)
+            request = msgspec.structs.replace(request, block_hashes=prompt.block_hashes)
+        validate_settings(request, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+        self._check_queue(request)
         if request.request_id in self._router:
             raise InvalidRequest(f"request_id {request.request_id} is in use; wait for it to end or choose another.")
         if not self._router:
             self._retry_after.forget()
-        self._post(messages.Submit(self._with_block_hashes(request)))
-        return self._router.open(request.request_id, self.abort, request.client)
+        self._post(messages.Submit(request))
+        return self._router.open(request.request_id, self.abort, request.client, len(request.prompt_token_ids))
 
     def abort(self, request_id: str) -> None:
         if request_id in self._router:
@@ -231,21 +242,31 @@ class EngineClient:
         if self._info is None:
             raise NotReady
 
-    def _check_queue(self, client: str) -> None:
-        """Refuse a request that would have to wait behind ``max_queued_requests`` others.
+    def _check_queue(self, request: Request) -> None:
+        """Refuse a request that would have to wait behind ``max_queued_requests`` others, or ``max_queued_tokens``.
 
         A client below its share of a queue that others have filled may still wait, until twice as many do.
         """
+        router, client, num_tokens = self._router, request.client, len(request.prompt_token_ids)
         num_waiting, most = self.num_unfinished - self._num_seats(), self._config.max_queued_requests
-        if num_waiting < most or (num_waiting < 2 * most and self._is_below_its_share(client)):
-            return
-        raise QueueFull(most, self._retry_after.estimate_s(num_waiting, self._clock.now()))
+        if not self._may_wait(client, num_waiting + 1, router.num_streams_of(client) + 1, most):
+            raise QueueFull(most, self._retry_after.estimate_s(num_waiting, self._clock.now()))
+        num_queued, most = router.num_queued_tokens, self._max_queued_tokens()
+        if not self._may_wait(client, num_queued + num_tokens, router.num_queued_tokens_of(client) + num_tokens, most):
+            retry_after_s = self._retry_after.estimate_s(self.num_unfinished, self._clock.now())
+            raise QueuedTokensFull(num_queued, num_tokens, most, retry_after_s)
 
-    def _is_below_its_share(self, client: str) -> bool:
-        """Return whether a client has fewer requests than an even split of the queue would give it."""
-        num_own = self._router.num_streams_of(client)
-        num_clients = self._router.num_clients + (num_own == 0)
-        return self._config.fair_share and num_own < self._config.max_queued_requests // num_clients
+    def _may_wait(self, client: str, total: int, own: int, most: int) -> bool:
+        """Return whether ``total`` may wait, ``own`` of them of this client: ``most``, or else twice as many and its share.
+
+        The share is an even split among the clients that are present, this one included.
+        """
+        num_clients = self._router.num_clients + (self._router.num_streams_of(client) == 0)
+        return total <= most or (self._config.fair_share and total <= 2 * most and own <= most // num_clients)
+
+    def _max_queued_tokens(self) -> int:
+        """Return how many prompt tokens may wait: a longest prompt in any case."""
+        return max(self._config.max_queued_tokens, self.info.max_model_len)
 
     def _num_seats(self) -> int:
         """Return how many requests run or can start to run in the next step.
@@ -257,12 +278,12 @@ class EngineClient:
             return self._stats.num_running
         return self.limits().effective.max_num_seqs
 
-    def _with_block_hashes(self, request: Request) -> Request:
-        """Hash the prompt here: it takes as long as the rest of its admission, and the engine has its step to make."""
+    def _prepared(self, token_ids: list[int], cache_salt: str | None) -> Prompt:
+        """Check and hash a prompt here: it takes as long as the rest of its admission, and the engine has its step to make."""
+        validate_prompt(token_ids, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         if not self._config.enable_prefix_caching:
-            return request
-        hashes = hash_prompt(request.prompt_token_ids, self._config.block_size, request.cache_salt)
-        return msgspec.structs.replace(request, block_hashes=hashes)
+            return Prompt(token_ids, [])
+        return Prompt(token_ids, hash_prompt(token_ids, self._config.block_size, cache_salt))
 
     def _post(self, message: messages.ToEngine) -> None:
         """Send a message. Nothing is sent, and the encoder's error raised, if it cannot be encoded."""

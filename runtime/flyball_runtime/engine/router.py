@@ -14,9 +14,10 @@ class RequestStream:
     ids (at most ``max_tokens``) and never for events.
     """
 
-    def __init__(self, request_id: str, on_close: Callable[[str], None], client: str) -> None:
+    def __init__(self, request_id: str, on_close: Callable[[str], None], client: str, num_prompt_tokens: int) -> None:
         self.request_id = request_id
         self.client = client
+        self.num_queued_tokens = num_prompt_tokens  # 0 from the first output token on
         self._on_close = on_close
         self.num_cached_tokens = 0
         self._token_ids: list[int] = []
@@ -64,6 +65,7 @@ class Router:
     def __init__(self) -> None:
         self._streams: dict[str, RequestStream] = {}
         self._num_streams_of: Counter[str] = Counter()  # by client
+        self._num_queued_tokens_of: Counter[str] = Counter()  # by client
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -78,10 +80,21 @@ class Router:
     def num_streams_of(self, client: str) -> int:
         return self._num_streams_of[client]
 
-    def open(self, request_id: str, on_close: Callable[[str], None], client: str = "") -> RequestStream:
-        stream = RequestStream(request_id, on_close, client)
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of the requests that have no output yet."""
+        return self._num_queued_tokens_of.total()
+
+    def num_queued_tokens_of(self, client: str) -> int:
+        return self._num_queued_tokens_of[client]
+
+    def open(
+        self, request_id: str, on_close: Callable[[str], None], client: str = "", num_prompt_tokens: int = 0
+    ) -> RequestStream:
+        stream = RequestStream(request_id, on_close, client, num_prompt_tokens)
         self._streams[request_id] = stream
         self._num_streams_of[client] += 1
+        self._num_queued_tokens_of[client] += num_prompt_tokens
         return stream
 
     def push_tokens(self, request_ids: list[str], token_ids: list[int]) -> None:
@@ -89,6 +102,8 @@ class Router:
         streams = self._streams
         for request_id, token_id in zip(request_ids, token_ids, strict=True):
             if (stream := streams.get(request_id)) is not None:
+                if stream.num_queued_tokens:
+                    self._leave_queue(stream)
                 stream.push_token(token_id)
 
     def note_cached(self, num_cached_tokens: dict[str, int]) -> None:
@@ -100,10 +115,20 @@ class Router:
     def end(self, ending: Finished | Failed) -> None:
         if (stream := self._streams.pop(ending.request_id, None)) is not None:
             stream.end(ending)
-            self._num_streams_of[stream.client] -= 1
-            if not self._num_streams_of[stream.client]:
-                del self._num_streams_of[stream.client]
+            self._leave_queue(stream)
+            _take(self._num_streams_of, stream.client, 1)
 
     def fail_all(self, status: int, code: str, message: str) -> None:
         for request_id in list(self._streams):
             self.end(Failed(request_id, status, code, message))
+
+    def _leave_queue(self, stream: RequestStream) -> None:
+        _take(self._num_queued_tokens_of, stream.client, stream.num_queued_tokens)
+        stream.num_queued_tokens = 0
+
+
+def _take(counts: Counter[str], client: str, amount: int) -> None:
+    """Subtract; a count of 0 is no entry, so that clients which have left take no memory."""
+    counts[client] -= amount
+    if not counts[client]:
+        del counts[client]

@@ -22,6 +22,7 @@ from flyball_runtime.scheduler.policies import POLICIES
         ({"max_num_batched_tokens": -1}, "--max-num-batched-tokens is -1"),
         ({"max_num_batched_tokens": 100}, "--max-num-batched-tokens is 100, below --max-num-seqs 256"),
         ({"max_queued_requests": 0}, "--max-queued-requests is 0"),
+        ({"max_queued_tokens": 0}, "--max-queued-tokens is 0"),
         ({"num_threads": 0}, "--num-threads is 0"),
         ({"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes is 0"),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization is 0.0"),

@@ -20,16 +20,22 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import (
     ConfigError,
     Draining,
+    EmptyPrompt,
     EngineDead,
     InvalidRequest,
     NotReady,
     PromptTooLong,
+    QueuedTokensFull,
     QueueFull,
+    RequestError,
+    TokenOutOfVocabulary,
+    TooManyPromptTokens,
 )
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.stats import StepStats
+from flyball_runtime.engine import client as client_module
 from flyball_runtime.engine.client import EngineClient
 
 Scenario = Callable[[EngineClient], Coroutine[Any, Any, None]]
@@ -322,6 +328,110 @@ def test_a_queue_that_one_client_filled_has_room_for_others(path: Path) -> None:
         assert num_taken(client, "late") == 12 + 1, "who has ended counts no more"
 
     run(path, scenario, max_queued_requests=12, max_num_seqs=1)
+
+
+def test_the_prompt_tokens_that_wait_are_bounded(path: Path) -> None:
+    """Each choice is a request here and counts for itself, whatever the prefix cache holds of it."""
+
+    def of(client: str, number: int, prompt_len: int = 200) -> Request:
+        return msgspec.structs.replace(
+            request(f"{client}-{number}", prompt_len=prompt_len, max_tokens=300), client=client
+        )
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        os.kill(client.engine_pid, signal.SIGSTOP)
+        streams = [client.submit(of("hog", number)) for number in range(5)]
+        with pytest.raises(
+            QueuedTokensFull, match=r"prompts of 1000 tokens are waiting, and this one has 200; .* 1100 "
+        ) as full:
+            client.submit(of("hog", 5))
+        assert (full.value.status, full.value.code, full.value.retry_after_s) == (429, "queue_full", 1)
+        client.submit(of("hog", 6, prompt_len=100))
+        streams += [client.submit(of("second", number)) for number in range(2)]
+        with pytest.raises(QueuedTokensFull):
+            client.submit(of("second", 2))  # half of the queue is 550
+        os.kill(client.engine_pid, signal.SIGCONT)
+        await asyncio.gather(*map(anext, streams))
+        assert client.num_unfinished, "they run on"
+        client.submit(of("hog", 7))  # for those that have their first token do not wait any more
+        for stream in streams:
+            client.abort(stream.request_id)
+        while client.num_unfinished:
+            await asyncio.sleep(0.01)
+        os.kill(client.engine_pid, signal.SIGSTOP)
+        for number in range(8, 13):
+            client.submit(of("hog", number))
+        os.kill(client.engine_pid, signal.SIGCONT)
+
+    run(path, scenario, max_queued_tokens=1100)
+
+
+def test_a_request_that_never_fits_into_the_queue_is_refused_for_good(path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        with pytest.raises(NotReady):
+            client.prepare([[5]], 1, None)
+        await client.wait_ready()
+        prompt = list(range(4, 104))
+        assert [one.token_ids for one in client.prepare([prompt] * 2, 5, None)] == [prompt] * 2
+        with pytest.raises(TooManyPromptTokens, match=r"have 1100 tokens, .* at most 1000 ") as never:
+            client.prepare([prompt] * 11, 1, None)
+        assert never.value.status == 400
+        with pytest.raises(TooManyPromptTokens):
+            client.prepare([prompt], 11, None)
+
+    run(path, scenario, max_queued_tokens=1000)
+
+
+def test_one_longest_prompt_always_fits_into_the_queue(path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        (prompt,) = client.prepare([[5] * 511], 1, None)
+        streams = [client.submit(request("a", prompt_len=300, max_tokens=1))]
+        with pytest.raises(QueuedTokensFull):
+            client.submit(request("b", prompt_len=300))
+        await asyncio.gather(*map(collect, streams))
+        assert len((await collect(client.submit(request("c", prompt_len=300, max_tokens=1))))[0]) == 1
+        assert len(prompt.token_ids) == 511
+
+    run(path, scenario, max_queued_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"), [([], EmptyPrompt), ([5, 384], TokenOutOfVocabulary), ([-1], TokenOutOfVocabulary)]
+)
+def test_a_prompt_that_can_never_run_is_refused_when_it_is_prepared(
+    path: Path, prompt: list[int], error: type[RequestError]
+) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        with pytest.raises(error):
+            client.prepare([[5], prompt], 1, None)
+
+    run(path, scenario)
+
+
+def test_choices_of_a_prompt_are_hashed_once_and_run_alike(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    original = client_module.hash_prompt
+    monkeypatch.setattr(
+        client_module, "hash_prompt", lambda ids, *others: hashed.append(len(ids)) or original(ids, *others)
+    )
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        plain = request("plain", prompt_len=100)
+        (prompt,) = client.prepare([plain.prompt_token_ids], 3, None)
+        assert prompt.block_hashes == original(plain.prompt_token_ids, 16)
+        choices = [
+            msgspec.structs.replace(plain, request_id=name, block_hashes=prompt.block_hashes)
+            for name in ("a", "b", "c")
+        ]
+        outputs = [await collect(client.submit(one)) for one in [*choices, plain]]
+        assert len({tuple(tokens) for tokens, _ in outputs}) == 1
+        assert hashed == [100, 100], "once prepared, and once for the request that was not"
+
+    run(path, scenario, enable_prefix_caching=True)
 
 
 def test_requests_that_find_a_seat_do_not_wait(path: Path) -> None:

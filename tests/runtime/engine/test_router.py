@@ -82,3 +82,18 @@ def test_closing_a_stream_aborts_what_still_runs(ended: bool, aborts: list[str])
         return closed
 
     assert asyncio.run(scenario()) == aborts
+
+
+def test_prompt_tokens_wait_until_the_first_token_or_the_end() -> None:
+    router = Router()
+    for name, client in (("a", "first"), ("b", "first"), ("c", "second")):
+        router.open(name, lambda _: None, client, num_prompt_tokens=10)
+    assert (router.num_queued_tokens, router.num_queued_tokens_of("first")) == (30, 20)
+    router.push_tokens(["a"], [1])
+    router.push_tokens(["a"], [2])
+    assert (router.num_queued_tokens, router.num_queued_tokens_of("first")) == (20, 10)
+    router.end(FINISHED)
+    router.end(Failed("b", 500, "engine_dead", "gone"))
+    assert (router.num_queued_tokens, router.num_queued_tokens_of("first"), router.num_clients) == (10, 0, 1)
+    router.fail_all(500, "engine_dead", "gone")
+    assert (router.num_queued_tokens, router.num_clients) == (0, 0)
