@@ -163,7 +163,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds without progress, in a step or between two, after which /livez turns red; more if a step needs it",
     )
     server.add_argument("--log-level", default="info", choices=settings.LOG_LEVELS, help="least severe level to log")
-    add_bound_arguments(parser.add_argument_group("bounds on one request"))
+    add_bound_arguments(parser.add_argument_group("bounds on requests"))
 
 
 def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
@@ -173,6 +173,12 @@ def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
         bounds.add_argument(*names, type=type(default), default=default, metavar=unit, help=text)
 
     add("--max-body-bytes", default=4 * 1024 * 1024, unit="BYTES", text="longest request body; longer ones get 413")
+    add(
+        "--max-total-body-bytes",
+        default=64 * 1024 * 1024,
+        unit="BYTES",
+        text="bytes of all bodies that are being received; beyond it the slowest get 503",
+    )
     add("--max-messages", default=2048, unit="N", text="most messages of one chat")
     add("--max-prompts", default=256, unit="N", text="most prompts of one completion request")
     add("--max-choices", default=256, unit="N", text="most choices of one request: prompts times n")
@@ -192,6 +198,7 @@ def bounds_from(args: argparse.Namespace) -> dict[str, Any]:
     """The bounds among the fields of ``ApiSettings``."""
     return {
         "max_body_bytes": args.max_body_bytes,
+        "max_total_body_bytes": args.max_total_body_bytes,
         "max_messages": args.max_messages,
         "max_prompts": args.max_prompts,
         "max_choices": args.max_choices,

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flyball_protocol import signing
 from flyball_runtime.api.body import read_body
 from flyball_runtime.api.errors import Unauthorized
+from flyball_runtime.core.room import Room
 
 MAX_BODY_BYTES = 64 * 1024
 BODY_TIMEOUT_S = 10.0
@@ -94,8 +95,11 @@ class _SignedAnswer:
 
 
 async def read_admin_body(request: Request) -> bytes:
-    """Read the whole body. Raises BodyTooLarge, BodyTimeout."""
-    return await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S)
+    """Read the whole body. Raises BodyTooLarge, BodyTimeout, ClientLeft.
+
+    It has a room of its own, since only those who have the token get here.
+    """
+    return await read_body(request, Room(MAX_BODY_BYTES), MAX_BODY_BYTES, BODY_TIMEOUT_S)
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

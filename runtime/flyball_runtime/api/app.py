@@ -15,6 +15,7 @@ from flyball_runtime.api.server import Server
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import ChatTokenizer, TextCodec
 from flyball_runtime.api.tokenize import TokenizeRoutes
+from flyball_runtime.core.room import Room
 from flyball_runtime.engine.front import EngineFront
 
 PROBE_METHODS = ["GET", "HEAD"]
@@ -27,7 +28,8 @@ def create_app(front: EngineFront, tokenizer: ChatTokenizer, settings: ApiSettin
         ConfigError: the tokenizer is not a fast one.
     """
     codec = TextCodec(tokenizer, settings.max_inline_chars)
-    server = Server(front=front, codec=codec, settings=settings, metrics=metrics)
+    room = Room(settings.max_total_body_bytes)
+    server = Server(front=front, codec=codec, settings=settings, metrics=metrics, room=room)
     metrics.attach(front)
     app = bare_app("Flyball")
     _add_openai_routes(app, server)

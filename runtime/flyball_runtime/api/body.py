@@ -1,4 +1,8 @@
-"""Request bodies: read within limits, decoded into msgspec structs, every complaint a RequestError."""
+"""Request bodies: read within limits, decoded into msgspec structs, every complaint a RequestError.
+
+Decoding takes time in proportion to the body. Each of its two steps holds Python's lock: 10 and 20 ms for 4 MB of token
+ids, less for text. So long bodies are decoded in a thread, one at a time (``lane.py``).
+"""
 
 import asyncio
 import contextlib
@@ -10,8 +14,9 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line
-from flyball_runtime.api.errors import BodyTimeout, BodyTooLarge, HttpError
+from flyball_runtime.api.errors import BodyNotRead, BodyTimeout, BodyTooLarge, ClientLeft, HttpError, NoRoomForBody
 from flyball_runtime.core.errors import InvalidRequest
+from flyball_runtime.core.room import NoRoom, Room, Share
 
 T = TypeVar("T")
 Json = dict[str, object]
@@ -28,37 +33,54 @@ MAX_DEPTH = 64
 
 MAX_FIELD_CHARS = 160
 
-_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
-"""A text, or one bracket or brace outside of texts. A text without its end matches too: else each quote in it is tried anew."""
+_STRUCTURE = re.compile(rb'["\[\]{}](?:(?<=")[^"\\]*+(?:\\.[^"\\]*+)*+"?)?+', re.DOTALL)
+"""A text, or one bracket or brace outside of texts. A text without its end matches too: else each quote in it is tried anew.
+
+It begins with a set of characters, which is searched for in a quarter of the time of other patterns.
+"""
 
 _FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`\Z")
 
 
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as more than ``max_bytes`` are announced or came, BodyTimeout late."""
+async def read_body(request: Request, room: Room, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body, which is counted in ``room`` while it arrives.
+
+    Raises:
+        BodyTooLarge: more than ``max_bytes`` are announced, or came.
+        BodyTimeout: it took longer than ``timeout_s``.
+        NoRoomForBody: others came faster, and there is no room for all.
+        ClientLeft: it broke off.
+    """
     announced = request.headers.get("content-length", "")
     try:
         if announced.isdecimal() and int(announced) > max_bytes:
             raise BodyTooLarge(max_bytes)
-        async with asyncio.timeout(timeout_s):
-            return await _read_up_to(request, max_bytes)
-    except BodyTooLarge:
-        await _drop_rest(request, MAX_DROPPED_BODIES * max_bytes)
-        raise
+        with room.share() as share:
+            async with share.arriving(timeout_s):
+                return await _read_up_to(request, share, max_bytes)
+    except BodyTooLarge as error:
+        refused: BodyNotRead = error
+    except NoRoom:
+        refused = NoRoomForBody(room.max_bytes)
     except TimeoutError:
         raise BodyTimeout(timeout_s) from None
     except ClientDisconnect:
-        raise HttpError(400, "disconnected", "the client left before its request was complete.") from None
+        raise ClientLeft from None
+    await _drop_rest(request, MAX_DROPPED_BODIES * max_bytes)
+    raise refused
 
 
-async def _read_up_to(request: Request, max_bytes: int) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise BodyTooLarge(max_bytes)
-        parts.append(part)
-    return b"".join(parts)
+async def _read_up_to(request: Request, share: Share, max_bytes: int) -> bytes:
+    received = bytearray()  # one block, which the allocator gives back whole; parts would leave holes
+    try:
+        async for part in request.stream():
+            if len(received) + len(part) > max_bytes:
+                raise BodyTooLarge(max_bytes)
+            share.grow(len(part))
+            received += part
+        return bytes(received)
+    finally:
+        received.clear()  # an error's traceback would keep it
 
 
 async def _drop_rest(request: Request, max_bytes: int) -> None:

@@ -35,7 +35,11 @@ class UnknownModel(RequestError):
         super().__init__(f"the model {quoted(model)} is not served here; this server has {names}.", param="model")
 
 
-class BodyTooLarge(RequestError):
+class BodyNotRead(RequestError):
+    """The rest of the body is not read, so the connection ends with the answer."""
+
+
+class BodyTooLarge(BodyNotRead):
     status, code = 413, "body_too_large"
 
     def __init__(self, max_body_bytes: int) -> None:
@@ -44,11 +48,29 @@ class BodyTooLarge(RequestError):
         )
 
 
-class BodyTimeout(RequestError):
+class BodyTimeout(BodyNotRead):
     status, code = 408, "body_timeout"
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(f"the request body was not complete within {timeout_s:g} s. Send it faster.")
+
+
+class NoRoomForBody(BodyNotRead):
+    status, code = 503, "no_room"
+
+    def __init__(self, max_total_body_bytes: int) -> None:
+        super().__init__(
+            f"the bodies that are being received have {max_total_body_bytes} bytes, the limit of this replica "
+            "(--max-total-body-bytes), and this one has been arriving for longest. Retry after 1 s, or send it faster.",
+            retry_after_s=1,
+        )
+
+
+class ClientLeft(RequestError):
+    code = "disconnected"
+
+    def __init__(self) -> None:
+        super().__init__("the client left before its request was complete, or while it waited to be tokenized.")
 
 
 class Unauthorized(RequestError):
@@ -78,8 +100,8 @@ def error_response(error: RequestError) -> Response:
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if error.status in (408, 413):
-        headers["Connection"] = "close"  # the rest of the body was not read
+    if isinstance(error, BodyNotRead):
+        headers["Connection"] = "close"
     return Response(error_body(error), error.status, headers, media_type="application/json")
 
 

@@ -11,6 +11,7 @@ from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import EngineDead, InvalidRequest, PromptTooLong
 from flyball_runtime.core.measurements import Measurements
+from flyball_runtime.core.room import Room
 from flyball_runtime.core.stats import EngineInfo
 from flyball_runtime.engine.front import EngineFront
 
@@ -21,13 +22,14 @@ class Server:
     codec: TextCodec
     settings: ApiSettings
     metrics: Metrics
+    room: Room
 
     @property
     def measured(self) -> Measurements:
         return self.metrics.measured
 
     async def read_body(self, request: Request) -> bytes:
-        return await read_body(request, self.settings.max_body_bytes, self.settings.body_timeout_s)
+        return await read_body(request, self.room, self.settings.max_body_bytes, self.settings.body_timeout_s)
 
     def engine_info(self) -> EngineInfo:
         """Facts about the engine. Raises NotReady while it loads, EngineDead after its end."""

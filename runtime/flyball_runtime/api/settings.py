@@ -15,12 +15,14 @@ from flyball_runtime.core.sampling import DEFAULT_SAMPLING, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class ApiSettings:
-    """What one request may ask for, and how long a slow client may take.
+    """What requests may ask for and take up, and how long a slow client may take.
 
     Attributes:
         served_model_names: names that ``model`` may have; the first is the one in answers and metrics.
         default_sampling: settings of a request that brings none of its own; each field of a request wins over it.
         max_body_bytes: longest request body, enforced while reading, chunked bodies too; beyond it 413.
+        max_total_body_bytes: most bytes of all bodies that are being received. Beyond it the body that has been arriving for
+            longest gets 503. Those that wait in a lane to be tokenized may have as many again.
         max_messages: most messages of one chat.
         max_prompts: most prompts of one completion request.
         max_choices: most choices of one HTTP request (prompts times ``n``); each is one engine request.
@@ -40,6 +42,7 @@ class ApiSettings:
     served_model_names: tuple[str, ...]
     default_sampling: SamplingParams = DEFAULT_SAMPLING
     max_body_bytes: int = 4 * 1024 * 1024
+    max_total_body_bytes: int = 64 * 1024 * 1024
     max_messages: int = 2048
     max_prompts: int = 256
     max_choices: int = 256
@@ -61,6 +64,11 @@ class ApiSettings:
             if isinstance(value, int | float) and not 0 < value < math.inf:
                 flag = "--" + name.removesuffix("_s").replace("_", "-")
                 raise ConfigError(f"{name} is {quoted(value)}; it must be a finite number above 0 ({flag}).")
+        if self.max_total_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"--max-total-body-bytes is {self.max_total_body_bytes}, below --max-body-bytes {self.max_body_bytes}: the "
+                "longest body would never fit. Raise the first or lower the second."
+            )
         _check_networks(self.forwarded_allow_ips)
 
     @property

@@ -1,5 +1,6 @@
 """Bad requests: every answer has OpenAI's error shape, names the field, and reaches nobody else."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from flyball_runtime.api.body import MAX_DROPPED_BODIES
-from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, QueueFull, RequestError
+from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, QueuedTokensFull, QueueFull, RequestError
 from runtime.api.support import asgi_client, chat, error_of
 from runtime.fake_engine import FakeEngine
 
@@ -208,7 +209,28 @@ async def test_body_over_the_limit_announced_or_chunked(client: httpx.AsyncClien
     assert num_sent <= most // 1024 + 2, "a body without end was read on and on"
 
 
-@pytest.mark.parametrize("error", [QueueFull(10, 3), Draining(2), EngineDead("killed")])
+async def test_the_body_that_has_been_arriving_for_longest_gives_way(
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: Metrics
+) -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b" " * 40_000
+        arriving.set()
+        await asyncio.Event().wait()
+
+    arriving = asyncio.Event()
+    settings = ApiSettings(served_model_names=("m",), max_body_bytes=50_000, max_total_body_bytes=50_000)
+    async with asgi_client(create_app(engine, tokenizer, settings, metrics)) as client:
+        waiting = asyncio.create_task(client.post(COMPLETIONS, content=slow()))
+        await arriving.wait()
+        answer = await client.post(COMPLETIONS, content=b'{"prompt": "a"}' + b" " * 40_000)
+        assert answer.status_code == 200
+        refused = await waiting
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "no_room")
+        assert "--max-total-body-bytes" in error_of(refused)["message"]
+        assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+
+
+@pytest.mark.parametrize("error", [QueuedTokensFull(9, 9, 10, 3), QueueFull(10, 3), Draining(2), EngineDead("killed")])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_the_engine_refuses(
     client: httpx.AsyncClient, engine: FakeEngine, metrics: Metrics, error: RequestError, stream: bool
@@ -287,13 +309,14 @@ async def test_request_id_that_cannot_be_logged(client: httpx.AsyncClient, reque
     [
         {"served_model_names": ()},
         {"max_body_bytes": 0},
+        {"max_total_body_bytes": 4 * 1024 * 1024 - 1},
         {"write_timeout_s": -1.0},
         {"body_timeout_s": float("inf")},
         {"header_timeout_s": float("nan")},
     ],
 )
 async def test_settings_out_of_range(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(changes))):
+    with pytest.raises(ConfigError, match=next(iter(changes)).replace("_", ".")):
         ApiSettings(**({"served_model_names": ("m",)} | changes))
 
 
