@@ -1,13 +1,16 @@
 """Requests that are long, many or nested: whatever they cost, streams of other clients go on."""
 
 import json
+import select
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from adversary_kit.attacked import Attacked
-from adversary_kit.raw import Answer, ask, connections, post_head
+from adversary_kit.raw import Answer, answer_of, ask, connections, post, post_head, read_all
 from adversary_kit.witness import Seen
+from replicas import wait_until
 
 Undisturbed = Callable[[Seen], None]
 MB = 1_000_000
@@ -120,6 +123,47 @@ def test_many_costly_requests_at_once_stop_nobody(server: Attacked, undisturbed:
                 assert connection.recv(12).startswith(b"HTTP/1.1 ")
 
     undisturbed(server.under(attack))
+
+
+MANY_IDS = b'{"prompt":[' + b"7," * (LIMIT_BYTES // 2 - 10) + b"7]}"
+"""As many as a body can hold: all of them are decoded before they can be counted."""
+
+
+def test_bodies_full_of_ids_that_are_complete_at_once_stop_nobody(server: Attacked, undisturbed: Undisturbed) -> None:
+    request = post("/v1/completions", MANY_IDS)
+
+    def attack() -> None:
+        with connections(server.port, 12) as opened:
+            for connection in opened:
+                connection.sendall(request[:-1])
+            for connection in opened:
+                connection.sendall(request[-1:])
+            for connection in opened:
+                answer = answer_of(read_all(connection))
+                assert answer is not None and is_well_refused(answer), answer
+
+    undisturbed(server.under(attack))
+
+
+def is_refused(connection: socket.socket) -> bool:
+    readable, _, _ = select.select([connection], [], [], 0)
+    return bool(readable) and connection.recv(12, socket.MSG_PEEK).endswith(b" 429")
+
+
+def test_clients_that_leave_while_they_wait_make_room_for_others(server: Attacked) -> None:
+    """One text is tokenized, 256 wait, and the others are told to come again. For those who left nothing is tokenized."""
+    request = post("/tokenize", {"prompt": "a b " * 4_000})
+    with connections(server.port, 270) as leaving:
+        for connection in leaving:
+            connection.sendall(request[:-1])
+        for connection in leaving:
+            connection.sendall(request[-1:])
+        wait_until(lambda: any(map(is_refused, leaving)), "all of them could wait")
+    with connections(server.port, 12) as staying:
+        for connection in staying:
+            connection.sendall(request)
+        answers = [answer_of(read_all(connection)) for connection in staying]
+    assert {answer and answer.status for answer in answers} == {200}, answers
 
 
 def one_byte_chunks(path: str, body: bytes) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ from flyball_runtime import __version__
 from flyball_runtime.api.completions import CompletionRoutes
 from flyball_runtime.api.errors import install_error_handlers
 from flyball_runtime.api.health import HealthRoutes
+from flyball_runtime.api.lane import Lanes
 from flyball_runtime.api.metrics import Metrics
 from flyball_runtime.api.models import ModelRoutes
 from flyball_runtime.api.request_id import RequestIdMiddleware
@@ -27,9 +28,14 @@ def create_app(front: EngineFront, tokenizer: ChatTokenizer, settings: ApiSettin
     Raises:
         ConfigError: the tokenizer is not a fast one.
     """
-    codec = TextCodec(tokenizer, settings.max_inline_chars)
-    room = Room(settings.max_total_body_bytes)
-    server = Server(front=front, codec=codec, settings=settings, metrics=metrics, room=room)
+    server = Server(
+        front=front,
+        codec=TextCodec(tokenizer),
+        settings=settings,
+        metrics=metrics,
+        room=Room(settings.max_total_body_bytes),
+        lanes=Lanes(settings.max_inline_bytes, settings.max_total_body_bytes),
+    )
     metrics.attach(front)
     app = bare_app("Flyball")
     _add_openai_routes(app, server)

@@ -1,11 +1,14 @@
 """What every route needs: the engine's front, the tokenizer, the settings and the metrics."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fastapi import Request
 
-from flyball_runtime.api.body import read_body
+from flyball_runtime.api.body import Json, parse_object, read_body
 from flyball_runtime.api.errors import UnknownModel
+from flyball_runtime.api.lane import Lanes
 from flyball_runtime.api.metrics import Metrics
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import TextCodec
@@ -15,6 +18,8 @@ from flyball_runtime.core.room import Room
 from flyball_runtime.core.stats import EngineInfo
 from flyball_runtime.engine.front import EngineFront
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
@@ -23,13 +28,21 @@ class Server:
     settings: ApiSettings
     metrics: Metrics
     room: Room
+    lanes: Lanes
 
     @property
     def measured(self) -> Measurements:
         return self.metrics.measured
 
-    async def read_body(self, request: Request) -> bytes:
-        return await read_body(request, self.room, self.settings.max_body_bytes, self.settings.body_timeout_s)
+    async def read(self, request: Request, understand: Callable[[Json], T]) -> tuple[float, T]:
+        """Read the body and return when it was complete, on the clock of ``measured``, and what ``understand`` makes of it.
+
+        All work in proportion to a body belongs into ``understand``: with a long body it runs in a thread (``lane.py``), so it
+        must leave alone what lives on the event loop.
+        """
+        body = await read_body(request, self.room, self.settings.max_body_bytes, self.settings.body_timeout_s)
+        arrival_s = self.measured.clock.now()
+        return arrival_s, await self.lanes.run(request, len(body), lambda: understand(parse_object(body)))
 
     def engine_info(self) -> EngineInfo:
         """Facts about the engine. Raises NotReady while it loads, EngineDead after its end."""

@@ -35,8 +35,8 @@ class ApiSettings:
         max_heartbeat_age_s: /livez turns red when the engine has made no progress for longer, unless the largest step
             may pause for longer (see ``pause_limit``).
         forwarded_allow_ips: addresses and networks, comma-separated, whose X-Forwarded-For is believed; ``*`` for all.
-        max_inline_chars: longer prompts are rendered and tokenized in a thread, so that they do not hold up the tokens
-            of other requests.
+        max_inline_bytes: longer bodies are decoded, rendered and tokenized in a thread, so that they do not hold up the
+            tokens of other requests.
     """
 
     served_model_names: tuple[str, ...]
@@ -52,7 +52,7 @@ class ApiSettings:
     write_timeout_s: float = 60.0
     keep_alive_s: int = 75
     max_heartbeat_age_s: float = 30.0
-    max_inline_chars: int = 4096
+    max_inline_bytes: int = 4096
     forwarded_allow_ips: str = LOOPBACK_PROXIES
 
     def __post_init__(self) -> None:

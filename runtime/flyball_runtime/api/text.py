@@ -1,33 +1,24 @@
 """Text to token ids and back, and chats to text."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import tokenizers
 from jinja2 import TemplateError
 
 from flyball_protocol.quoting import one_line, quoted_list
-from flyball_runtime.api.lane import Lane
 from flyball_runtime.api.schemas import Chat, Message
 from flyball_runtime.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.text.length_bound import max_chars_per_token
 from flyball_runtime.text.output import OutputText
 
-T = TypeVar("T")
+MAX_LOCKED_CHARS = 4096
+"""Longer texts are tokenized without Python's lock. For short ones the threads behind that cost more than they give."""
 
 PIECE_CHARS = 65536
-MAX_LONG_CHARS = 4 * PIECE_CHARS
-"""Longer texts have a lane of their own, so that a long prompt never waits behind a body of 4 MB."""
-
-MAX_WAITING_LONG, MAX_WAITING_HUGE = 256, 16
-
-CHARS_PER_TOKEN = 4
-"""What turning a token into text costs, in characters to tokenize."""
-
-ITEM_CHARS = 16
-"""What a message or another value costs in a chat template, in characters to tokenize."""
+MAX_WHOLE_CHARS = 4 * PIECE_CHARS
+"""Longer texts are tokenized in pieces first, to refuse them before they take memory."""
 
 # What a chat template raises on messages it was not written for: Python's own errors come from its expressions.
 _TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
@@ -47,18 +38,14 @@ class ChatTokenizer(Protocol):
 class TextCodec:
     """The model's tokenizer and chat template.
 
-    Nothing here stops the event loop for long: short texts are done at once, long ones in a thread (``lane.py``), and what
-    is certainly too long is refused before it is tokenized. Truncation and padding that a tokenizer.json may carry are
-    turned off: a prompt is never cut silently.
-
-    Args:
-        max_inline_chars: longest text that is rendered and tokenized on the event loop.
+    What is certainly too long is refused before it is tokenized. Long texts take long, and any thread may call these methods.
+    Truncation and padding that a tokenizer.json may carry are turned off: a prompt is never cut silently.
 
     Raises:
         ConfigError: the tokenizer is not a fast one.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, max_inline_chars: int) -> None:
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise ConfigError(
@@ -70,62 +57,39 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._backend = backend
         self._max_chars_per_token = max_chars_per_token(backend)
-        self._max_inline_chars = max_inline_chars
-        self._long = Lane("long-texts", MAX_WAITING_LONG)
-        self._huge = Lane("huge-texts", MAX_WAITING_HUGE)
         self._template_arguments = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
 
-    async def encode(
-        self, texts: list[str], *, add_special_tokens: bool, max_tokens: int, client: str
-    ) -> list[list[int]]:
+    def encode(self, texts: list[str], *, add_special_tokens: bool, max_tokens: int) -> list[list[int]]:
         """The token ids of each text.
 
         Args:
             max_tokens: longest text, in tokens.
-            client: who asks; clients with long texts take turns.
 
         Raises:
             PromptTooLong: a text has more tokens; the error may count a part of them only.
         """
         for text in texts:
             self._check_length(text, max_tokens)
-        return await self._run(
-            sum(map(len, texts)), client, lambda: [self._encode(text, add_special_tokens, max_tokens) for text in texts]
-        )
+        return [self._encode(text, add_special_tokens, max_tokens) for text in texts]
 
-    async def encode_chat(self, chat: Chat, *, add_special_tokens: bool, max_tokens: int, client: str) -> list[int]:
+    def encode_chat(self, chat: Chat, *, add_special_tokens: bool, max_tokens: int) -> list[int]:
         """The prompt of a chat, like ``encode``. Raises InvalidRequest when the template is missing or refuses it."""
-        messages = [_template_message(message) for message in chat.messages]
+        text = self._render([_template_message(message) for message in chat.messages], chat)
+        self._check_length(text, max_tokens)
+        return self._encode(text, add_special_tokens, max_tokens)
 
-        def work() -> list[int]:
-            text = self._render(messages, chat)
-            self._check_length(text, max_tokens)
-            return self._encode(text, add_special_tokens, max_tokens)
-
-        return await self._run(num_chars([messages, chat.chat_template_kwargs]), client, work)
-
-    async def decode(self, token_ids: list[int], *, client: str) -> str:
+    def decode(self, token_ids: list[int]) -> str:
         """The text of these ids, special tokens included."""
-        return await self._run(
-            CHARS_PER_TOKEN * len(token_ids),
-            client,
-            lambda: self._backend.decode_batch([token_ids], skip_special_tokens=False)[0],
-        )
+        return self._backend.decode_batch([token_ids], skip_special_tokens=False)[0]
 
-    async def token_strings(self, token_ids: list[int], *, client: str) -> list[str | None]:
+    def token_strings(self, token_ids: list[int]) -> list[str | None]:
         """The vocabulary's spelling of each id."""
-        return await self._run(
-            CHARS_PER_TOKEN * len(token_ids), client, lambda: list(map(self._backend.id_to_token, token_ids))
-        )
+        return [
+            self._backend.id_to_token(token_id) for token_id in token_ids
+        ]  # map() would keep Python's lock to the end
 
     def output(self, sampling: SamplingParams) -> OutputText:
         return OutputText(self._backend, sampling)
-
-    async def _run(self, num_chars: int, client: str, work: Callable[[], T]) -> T:
-        if num_chars <= self._max_inline_chars:
-            return work()
-        lane = self._long if num_chars <= MAX_LONG_CHARS else self._huge
-        return await lane.run(client, work)
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         """Refuse what is too long by its length alone."""
@@ -133,11 +97,11 @@ class TextCodec:
             raise PromptTooLong(-(-len(text) // self._max_chars_per_token), None, max_tokens, at_least=True)
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int) -> list[int]:
-        if len(text) > MAX_LONG_CHARS:
+        if len(text) > MAX_WHOLE_CHARS:
             self._check_pieces(text, max_tokens)
         encoding = (
             self._backend.encode(text, add_special_tokens=add_special_tokens)
-            if len(text) <= self._max_inline_chars
+            if len(text) <= MAX_LOCKED_CHARS
             else self._encode_unlocked(text, add_special_tokens)
         )
         if len(encoding) > max_tokens:
@@ -195,24 +159,6 @@ class TextCodec:
                 param="chat_template_kwargs",
             )
         return variables
-
-
-def num_chars(value: object) -> int:
-    """The characters of all texts in a JSON value, and ITEM_CHARS for each value in it: what a template has to do with it.
-
-    Counting ends where the longest lane begins: millions of values would take as long here as in the template.
-    """
-    total, open_values = 0, [value]
-    while open_values and total <= MAX_LONG_CHARS:
-        total += ITEM_CHARS
-        match open_values.pop():
-            case str(text):
-                total += len(text)
-            case list(values):
-                open_values += values
-            case dict(fields):
-                open_values += [*fields, *fields.values()]
-    return total
 
 
 def _template_message(message: Message) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
 from fastapi import Request, Response
 
-from flyball_runtime.api.body import convert, parse_object
-from flyball_runtime.api.client_id import client_of
+from flyball_runtime.api.body import Json, convert
 from flyball_runtime.api.errors import json_response
 from flyball_runtime.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from flyball_runtime.api.server import Server
@@ -20,23 +19,29 @@ class TokenizeRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """A text (``prompt``) or a chat (``messages``) as token ids."""
-        fields = parse_object(await self._server.read_body(request))
+        _, answer = await self._server.read(request, self._tokenized)
+        return answer
+
+    async def detokenize(self, request: Request) -> Response:
+        """Token ids as text, special tokens included."""
+        _, answer = await self._server.read(request, self._detokenized)
+        return answer
+
+    def _tokenized(self, fields: Json) -> Response:
         self._server.check_messages(fields.get("messages"))
         if "messages" in fields:
             body: TokenizeChatRequest | TokenizeTextRequest = convert(fields, TokenizeChatRequest)
         else:
             body = convert(fields, TokenizeTextRequest)
         self._server.check_model(body.model)
-        client, max_model_len = client_of(request), self._server.engine_info().max_model_len
-        token_ids = await self._encode(body, client)
-        strings = await self._server.codec.token_strings(token_ids, client=client) if body.return_token_strs else None
+        max_model_len = self._server.engine_info().max_model_len
+        token_ids = self._encode(body)
+        strings = self._server.codec.token_strings(token_ids) if body.return_token_strs else None
         return json_response(
             {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
         )
 
-    async def detokenize(self, request: Request) -> Response:
-        """Token ids as text, special tokens included."""
-        fields = parse_object(await self._server.read_body(request))
+    def _detokenized(self, fields: Json) -> Response:
         tokens = fields.get("tokens")
         if isinstance(tokens, list) and len(tokens) > self._most_tokens():
             raise InvalidRequest(
@@ -49,16 +54,16 @@ class TokenizeRoutes:
         for token_id in body.tokens:
             if not 0 <= token_id < vocab_size:
                 raise TokenOutOfVocabulary(token_id, vocab_size)
-        return json_response({"prompt": await self._server.codec.decode(body.tokens, client=client_of(request))})
+        return json_response({"prompt": self._server.codec.decode(body.tokens)})
 
-    async def _encode(self, body: TokenizeChatRequest | TokenizeTextRequest, client: str) -> list[int]:
+    def _encode(self, body: TokenizeChatRequest | TokenizeTextRequest) -> list[int]:
         codec, most = self._server.codec, self._most_tokens()
         try:
             if isinstance(body, TokenizeChatRequest):
                 adds = bool(body.add_special_tokens)
-                return await codec.encode_chat(body, add_special_tokens=adds, max_tokens=most, client=client)
+                return codec.encode_chat(body, add_special_tokens=adds, max_tokens=most)
             adds = body.add_special_tokens is not False
-            (ids,) = await codec.encode([body.prompt], add_special_tokens=adds, max_tokens=most, client=client)
+            (ids,) = codec.encode([body.prompt], add_special_tokens=adds, max_tokens=most)
             return ids
         except PromptTooLong:
             raise InvalidRequest(

@@ -72,7 +72,7 @@ async def test_long_prompts_are_not_cut_and_take_the_thread(
 ) -> None:
     cutting = copy.deepcopy(tokenizer)
     cutting.backend_tokenizer.enable_truncation(4)  # as some published tokenizer.json have
-    text = "the " * settings.max_inline_chars
+    text = "the " * settings.max_inline_bytes
     async with asgi_client(create_app(engine, cutting, settings, metrics)) as client:
         response = await client.post("/tokenize", json={"prompt": text})
     assert response.json()["count"] == len(encode(tokenizer, text)) > 4
