@@ -441,13 +441,13 @@ def test_a_drain_longer_than_the_grace_period_ends_in_a_kill_that_is_reported() 
 def test_drain_answers_new_requests_with_503_while_running_ones_finish() -> None:
     async def scenario() -> None:
         async with running(1) as now:
-            stream = asyncio.create_task(now.stream(tokens=40, gap_s=0.02))
-            await now.until(lambda s: s.replicas[0].outstanding == 1)
-            draining = asyncio.create_task(now.runner.drain())
-            await now.until(lambda s: s.replicas[0].state is State.DRAINING)
-            async with now.post("/v1/completions") as response:
-                assert (response.status, (await response.json())["error"]["code"]) == (503, "draining")
-            assert (await stream)[-1] == "[DONE]"
+            async with now.post("/v1/completions", stream=True, tokens=40, gap_s=0.02) as stream:
+                await stream.content.readany()  # so the replica has taken it
+                draining = asyncio.create_task(now.runner.drain())
+                await now.until(lambda s: s.replicas[0].state is State.DRAINING)
+                async with now.post("/v1/completions") as response:
+                    assert (response.status, (await response.json())["error"]["code"]) == (503, "draining")
+                assert (await stream.read()).endswith(b"data: [DONE]\n\n")
             assert await draining is True
             assert "takes no more requests" not in now.lines  # it was told to; a red readiness probe is no news
 
