@@ -27,49 +27,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--base-url", default=_DEFAULTS.base_url, metavar="URL", help="with or without /v1 (%(default)s)"
+        "--base-url",
+        default=_DEFAULTS.base_url,
+        metavar="URL",
+        help="address of the server, with or without /v1 (default: %(default)s)",
     )
-    group.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
-    group.add_argument("--endpoint", choices=get_args(Api), default=_DEFAULTS.endpoint, help="which API (%(default)s)")
-    group.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    group.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
     group.add_argument(
-        "--timeout", type=float, default=_DEFAULTS.timeout_s, metavar="S", help="a request (%(default)g s)"
+        "--endpoint", choices=get_args(Api), default=_DEFAULTS.endpoint, help="API to measure (default: %(default)s)"
+    )
+    group.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable that holds the API key (default: no key is sent)"
+    )
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=_DEFAULTS.timeout_s,
+        metavar="S",
+        help="seconds that a request may take (default: %(default)g)",
     )
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--concurrency", type=int, metavar="N", help=f"closed loop: requests in flight ({DEFAULT_CONCURRENCY})"
+        "--concurrency", type=int, metavar="N", help=f"closed loop: requests in flight (default: {DEFAULT_CONCURRENCY})"
     )
     group.add_argument(
         "--request-rate", type=float, metavar="R", help="open loop: mean arrivals a second; inf: all at once"
     )
     group.add_argument(
-        "--arrival", choices=get_args(Arrival), default=_DEFAULTS.arrival, help="gaps between arrivals (%(default)s)"
+        "--arrival",
+        choices=get_args(Arrival),
+        default=_DEFAULTS.arrival,
+        help="gaps between arrivals (default: %(default)s)",
     )
     group.add_argument(
         "--burstiness",
         type=float,
         default=_DEFAULTS.burstiness,
         metavar="K",
-        help="shape of gamma gaps, whose coefficient of variation is 1/sqrt(K); 1 is poisson, less is burstier",
+        help="shape of gamma gaps, whose coefficient of variation is 1/sqrt(K); less is burstier "
+        "(default: %(default)g, which is poisson)",
     )
     group.add_argument("--trace", metavar="FILE", help="open loop: Azure .csv[.gz] or Mooncake .jsonl[.gz]")
-    group.add_argument("--trace-speed", type=float, default=1.0, metavar="X", help="2 replays in half the time (1)")
-    group.add_argument("--trace-limit", type=int, metavar="N", help="only the first N requests")
-    group.add_argument("--trace-max-tokens", type=int, metavar="N", help="leave out requests with more input + output")
     group.add_argument(
-        "--num-requests", type=int, metavar="N", help=f"{DEFAULT_NUM_REQUESTS}, or as many as the dataset has"
+        "--trace-speed", type=float, default=1.0, metavar="X", help="2 replays in half the time (default: %(default)g)"
     )
-    group.add_argument("--warmup", type=int, default=0, metavar="N", help="requests before, not counted (0)")
-    group.add_argument("--max-duration", type=float, metavar="S", help="start no request after S seconds")
+    group.add_argument("--trace-limit", type=int, metavar="N", help="only the first N requests (default: all)")
+    group.add_argument(
+        "--trace-max-tokens",
+        type=int,
+        metavar="N",
+        help="leave out requests with more input + output (default: leave out none)",
+    )
+    group.add_argument(
+        "--num-requests",
+        type=int,
+        metavar="N",
+        help=f"requests to measure (default: {DEFAULT_NUM_REQUESTS}, or as many as the dataset has)",
+    )
+    group.add_argument(
+        "--warmup",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests sent before, and not counted (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-duration", type=float, metavar="S", help="start no request after S seconds (default: no limit)"
+    )
 
 
 def _add_requests(group: argparse._ArgumentGroup) -> None:
-    forms = "N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MAX] or zipf:ALPHA:LOW:HIGH (%(default)s)"
+    forms = "N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MAX] or zipf:ALPHA:LOW:HIGH (default: %(default)s)"
     group.add_argument("--input-len", default=_DEFAULTS.input_len, metavar="DIST", help=f"prompt tokens: {forms}")
     group.add_argument(
-        "--output-len", default=_DEFAULTS.output_len, metavar="DIST", help="output tokens: the same forms"
+        "--output-len",
+        default=_DEFAULTS.output_len,
+        metavar="DIST",
+        help="output tokens: the same forms (default: %(default)s)",
     )
     group.add_argument(
         "--dataset", metavar="FILE", help='JSONL of {"prompt" or "messages", "max_tokens"} in place of random prompts'
@@ -82,9 +118,16 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ignore-eos", action="store_true", help="ask for full-length answers; not every server takes it"
     )
-    group.add_argument("--temperature", type=float, default=_DEFAULTS.temperature, help="(%(default)g, greedy)")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=_DEFAULTS.temperature,
+        help="sampling temperature; 0 is greedy (default: %(default)g)",
+    )
     group.add_argument("--extra-body", metavar="JSON", help='further fields of every request, like {"top_p": 0.9}')
-    group.add_argument("--seed", type=int, default=_DEFAULTS.seed, help="of lengths, arrivals and text (%(default)s)")
+    group.add_argument(
+        "--seed", type=int, default=_DEFAULTS.seed, help="seeds lengths, arrivals and text (default: %(default)s)"
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

@@ -14,14 +14,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt", nargs="?", help="ask this once; without it, talk (or read stdin when it is not a terminal)"
     )
     parser.add_argument(
-        "--base-url", default=endpoints.DEFAULT_BASE_URL, metavar="URL", help="with or without /v1 (%(default)s)"
+        "--base-url",
+        default=endpoints.DEFAULT_BASE_URL,
+        metavar="URL",
+        help="address of the server, with or without /v1 (default: %(default)s)",
     )
-    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
-    parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--temperature", type=float, metavar="T", help="default: the server's")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (the server's)")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one answer (%(default)g s)")
+    parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    parser.add_argument("--system", metavar="TEXT", help="system message (default: none is sent)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (default: the server's)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the server's)")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable that holds the API key (default: no key is sent)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that an answer may take (default: %(default)g)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,8 +12,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"other replicas. A runtime with {endpoints.LISTENER_ENV}=SOCKET takes the port from here. The operator runs this in "
         "each pod."
     )
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=endpoints.API_PORT, help="the replica's API port (%(default)s)")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=endpoints.API_PORT, help="the replica's API port (default: %(default)s)"
+    )
     parser.add_argument(
         "--socket", required=True, metavar="PATH", help="Unix socket at which the runtime asks for the port"
     )
