@@ -133,7 +133,7 @@ def test_bodies_full_of_ids_that_are_complete_at_once_stop_nobody(server: Attack
     request = post("/v1/completions", MANY_IDS)
 
     def attack() -> None:
-        with connections(server.port, 12) as opened:
+        with connections(server.port, 8) as opened:
             for connection in opened:
                 connection.sendall(request[:-1])
             for connection in opened:

@@ -16,7 +16,7 @@ Undisturbed = Callable[[Seen], None]
 MB = 1 << 20
 BODY_BYTES = 4 * MB
 TOTAL_BODY_BYTES = 64 * MB
-NUM_SENDERS = 60
+NUM_SENDERS = 40
 
 
 def test_bodies_that_never_end_are_bounded_together(server: Attacked, undisturbed: Undisturbed) -> None:
