@@ -26,6 +26,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
+from flyball_runtime.engine.start import start_engine
 from machine import median_of
 
 NUM_REQUESTS, BATCH, INPUT, MEAN_OUTPUT, MAX_OUTPUT = 96, 16, 64, 32, 512
@@ -51,7 +52,7 @@ def prompts(rng: random.Random) -> list[list[int]]:
 
 
 def make_engine(checkpoint: Path) -> Engine:
-    return Engine(
+    return start_engine(
         EngineConfig(
             model=str(checkpoint),
             served_model_name="m",

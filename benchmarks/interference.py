@@ -18,6 +18,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
+from flyball_runtime.engine.start import start_engine
 from machine import median_of
 
 NUM_STREAMS, PROMPT_LEN, MAX_MODEL_LEN = 50, 10_000, 10_240
@@ -26,7 +27,7 @@ BUDGETS = (128, 512, 2048)
 
 def make_engine(checkpoint: Path, budget: int | None) -> Engine:
     """``budget`` tokens a step; None computes a prompt whole."""
-    return Engine(
+    return start_engine(
         EngineConfig(
             model=str(checkpoint),
             served_model_name="m",

@@ -22,7 +22,7 @@ from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.kv_cache import KVCache, hash_prompt
-from flyball_runtime.scheduler import BatchPlan, Scheduler, SchedulerConfig
+from flyball_runtime.scheduler import Scheduler, SchedulerConfig, Step
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 16
@@ -39,7 +39,7 @@ def make_sequences(rng: random.Random, hash_in_step: bool) -> Iterator[Sequence]
         yield Sequence(request, max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset())
 
 
-def timed_step(scheduler: Scheduler) -> tuple[BatchPlan, float]:
+def timed_step(scheduler: Scheduler) -> tuple[Step, float]:
     """Return the plan and the seconds that plan and commit took."""
     start_s = time.perf_counter()
     plan = scheduler.plan()
@@ -81,7 +81,7 @@ def main() -> None:
     )
 
 
-def report(name: str, steps: list[tuple[BatchPlan, float]]) -> dict[str, Any]:
+def report(name: str, steps: list[tuple[Step, float]]) -> dict[str, Any]:
     quantiles_s = statistics.quantiles([seconds for _, seconds in steps], n=100)
     num_decodes = statistics.mean(plan.num_decodes for plan, _ in steps)
     num_chunks = statistics.mean(len(plan.sequences) - plan.num_decodes for plan, _ in steps)

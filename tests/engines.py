@@ -12,6 +12,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.request import Finished, Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
+from flyball_runtime.engine.start import start_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
@@ -25,7 +26,7 @@ def make_engine(path: Path, on_progress: Callable[[], object] = lambda: None, **
         "max_model_len": 256,
     }
     config = EngineConfig(model=str(path), served_model_name="test", **(defaults | settings))
-    return Engine(config, on_progress=on_progress)
+    return start_engine(config, on_progress=on_progress)
 
 
 def random_prompts(lengths: list[int], seed: int = 0, vocab_size: int = 384) -> list[list[int]]:

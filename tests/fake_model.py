@@ -1,4 +1,6 @@
-"""A model that is nothing but its KV cache, so that a wrong block id shows."""
+"""A model that is nothing but its KV cache, so that a wrong block id, table or token shows."""
+
+import msgspec
 
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.scheduler import BatchPlan
@@ -36,35 +38,78 @@ def expected_output(prompt: list[int], num_tokens: int, stop_token_ids: frozense
 
 
 class FakeModel:
-    """Writes and reads slots as attention does: each step writes its tokens' slots, then reads all up to them."""
+    """Runs plans and knows nothing else: each comes as bytes, as another process would get it.
+
+    It writes and reads slots as attention does: a token's slot gets a digest of the slot before it and of the token.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._slots: list[int | None] = [None] * (num_blocks * block_size)
+        self._size = len(self._slots)
+        self._tables: dict[int, list[int]] = {}
+        self._last: dict[int, int] = {}
+        self._epoch = 0
+        self._num_plans = 0
 
     def run(self, plan: BatchPlan) -> list[int]:
-        """Compute a step; return a token for each sequence that samples.
+        """Compute a step; return a token for each entry that samples.
 
         Raises:
-            AssertionError: a computed position of a sequence does not hold that sequence's own prefix.
+            AssertionError: the plan does not go on where the last one ended, or reads a slot that nobody has written.
         """
-        for seq, start, num in zip(plan.sequences, plan.starts, plan.num_scheduled, strict=True):
-            own = contents(seq.token_ids)
-            for position in range(start, start + num):
-                self._slots[self._slot(seq, position)] = own[position]
+        plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=BatchPlan)
+        assert plan.number == self._num_plans
+        self._num_plans += 1
+        self._apply(plan)
+        known = iter(plan.token_ids)
         sampled = []
-        for seq, start, num, samples in zip(plan.sequences, plan.starts, plan.num_scheduled, plan.samples, strict=True):
-            self.check(seq, start + num)
-            if samples:
-                last = self._slots[self._slot(seq, start + num - 1)]
-                assert last is not None
-                sampled.append(next_token(last))
+        for index, row in enumerate(plan.rows):
+            start, num = plan.starts[index], plan.num_scheduled[index]
+            tokens = [self._last[row]] if index < plan.num_decodes else [next(known) for _ in range(num)]
+            content = self._compute(self._tables[row], start, tokens)
+            if plan.samples[index]:
+                self._last[row] = next_token(content)
+                sampled.append(self._last[row])
+        assert next(known, None) is None
         return sampled
 
+    def resize(self, num_blocks: int) -> None:
+        """Lose what the blocks from ``num_blocks`` on hold, and refuse to touch them until there is memory again."""
+        self._size = num_blocks * self._block_size
+        for slot in range(self._size, len(self._slots)):
+            self._slots[slot] = None
+
     def check(self, seq: Sequence, num_tokens: int) -> None:
-        held = [self._slots[self._slot(seq, position)] for position in range(num_tokens)]
+        """Raise AssertionError unless the sequence's own prefix is where its block table says."""
+        held = [self._slots[self._slot(seq.block_table, position)] for position in range(num_tokens)]
         assert held == contents(seq.token_ids[:num_tokens]), f"{seq!r} reads what is not its own: {seq.block_table}"
 
-    def _slot(self, seq: Sequence, position: int) -> int:
+    def _apply(self, plan: BatchPlan) -> None:
+        before = list(self._slots)
+        for copy in plan.block_copies:
+            for offset in range(self._block_size):
+                source, target = (block * self._block_size + offset for block in (copy.source, copy.target))
+                self._slots[target] = before[source]
+        for start in plan.row_starts:
+            assert start.epoch > self._epoch, "epochs count up"
+            self._epoch = start.epoch
+            self._tables[start.row], self._last[start.row] = [], start.last_token_id
+        for write in plan.table_writes:
+            table = self._tables[write.row]
+            assert write.at <= len(table), "tables grow at their end"
+            table[write.at : write.at + len(write.blocks)] = write.blocks
+
+    def _compute(self, table: list[int], start: int, tokens: list[int]) -> int:
+        content = self._slots[self._slot(table, start - 1)] if start else 0
+        for position, token_id in enumerate(tokens, start):
+            assert content is not None, f"position {position - 1} was never computed"
+            content = self._slots[self._slot(table, position)] = extend(content, token_id)
+        assert content is not None
+        return content
+
+    def _slot(self, table: list[int], position: int) -> int:
         block, offset = divmod(position, self._block_size)
-        return seq.block_table[block] * self._block_size + offset
+        slot = table[block] * self._block_size + offset
+        assert slot < self._size, f"block {table[block]} is not there"
+        return slot

@@ -25,7 +25,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         max_num_seqs: most sequences that may run (hold KV blocks) at once.
-        kv_cache_fraction: share of the KV blocks allocated at start-up that may be in use, in (0, 1].
+        kv_cache_fraction: share of the envelope's KV blocks that may be in use, in (0, 1].
         max_num_batched_tokens: most tokens one step may compute (decodes and prefill chunks together).
         step_time_target_ms: step time that chunk sizes aim at; None means no target.
     """
@@ -79,12 +79,12 @@ class LimitsStatus(StrEnum):
 
 
 class Envelope(Struct, frozen=True, kw_only=True):
-    """What was allocated at start-up; live limits move inside it.
+    """What start-up made room for; live limits move inside it.
 
     Attributes:
         max_num_seqs, max_num_batched_tokens: upper bounds set by the start-up flags.
         min_num_batched_tokens: the token budget may not fall below this.
-        num_kv_blocks: KV blocks allocated.
+        num_kv_blocks: most KV blocks that there may be.
         min_kv_cache_fraction: smallest fraction that still holds one sequence of ``max_model_len`` tokens.
         block_size: tokens per KV block.
         max_model_len: longest sequence (prompt and output) in tokens.

@@ -81,8 +81,20 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--kv-cache-memory-bytes",
         metavar="SIZE",
-        help="size of the KV cache, e.g. 2GiB (default: what --gpu-memory-utilization leaves; "
+        help="size of the KV cache at the start, e.g. 2GiB (default: what --gpu-memory-utilization leaves; "
         "on a CPU half of the free memory, at most 4GiB)",
+    )
+    engine.add_argument(
+        "--kv-cache-memory-max",
+        metavar="SIZE",
+        help="what live limits may raise it to, on CPUs under Linux (default: its size at the start)",
+    )
+    engine.add_argument(
+        "--kv-drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="preempt running sequences for a lowered KV limit after so long",
     )
     engine.add_argument("--block-size", type=int, default=16, choices=settings.BLOCK_SIZES, help="tokens per KV block")
     engine.add_argument(
@@ -94,6 +106,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         default="fcfs",
         choices=settings.SCHEDULING_POLICIES,
         help="priority runs requests with a lower priority number first",
+    )
+    engine.add_argument(
+        "--async-scheduling",
+        default=False,
+        action=on_off,
+        help="plan the next step while one runs; on a CPU it is computed in a thread of its own",
     )
     engine.add_argument("--fair-share", default=True, action=on_off, help="clients take turns, by tokens")
     engine.add_argument(
@@ -244,7 +262,10 @@ def run_serve(args: argparse.Namespace) -> int:
 
 def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
     names = args.served_model_name or [args.model]
-    kv_bytes = None if args.kv_cache_memory_bytes is None else settings.parse_bytes(args.kv_cache_memory_bytes)
+    kv_bytes, max_kv_bytes = (
+        None if size is None else settings.parse_bytes(size)
+        for size in (args.kv_cache_memory_bytes, args.kv_cache_memory_max)
+    )
     return EngineConfig(
         model=str(path),
         served_model_name=names[0],
@@ -255,10 +276,13 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_bytes,
+        kv_cache_memory_max_bytes=max_kv_bytes,
+        kv_drain_timeout_s=args.kv_drain_timeout,
         block_size=args.block_size,
         enable_prefix_caching=args.enable_prefix_caching,
         enable_chunked_prefill=args.enable_chunked_prefill,
         scheduling_policy=args.scheduling_policy,
+        async_scheduling=args.async_scheduling,
         fair_share=args.fair_share,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,

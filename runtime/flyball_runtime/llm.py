@@ -10,7 +10,8 @@ from flyball_runtime.core.errors import InvalidRequest, RequestError
 from flyball_runtime.core.generation_config import AUTO, default_sampling
 from flyball_runtime.core.request import Failed, Request
 from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.engine.engine import Engine
+from flyball_runtime.engine.start import start_engine
+from flyball_runtime.engine.validate import validate_request
 from flyball_runtime.model.hub import find_checkpoint
 from flyball_runtime.text.output import OutputText
 from flyball_runtime.text.tokenizer import load_tokenizer
@@ -45,7 +46,7 @@ class LLM:
         path = find_checkpoint(str(model), settings.pop("revision", None))
         self.default_sampling = default_sampling(generation_config, path)
         self.tokenizer = load_tokenizer(path)
-        self.engine = Engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))
+        self.engine = start_engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))
         self._num_requests = 0
 
     def generate(
@@ -102,6 +103,9 @@ class LLM:
         )
 
     def _submit(self, requests: list[Request]) -> None:
+        info = self.engine.info
+        for request in requests:
+            validate_request(request, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
         for request in requests:
             failed = self.engine.submit(request)
             if failed is not None:

@@ -65,6 +65,7 @@ class FakeEngine:
             vocab_size=vocab_size,
             block_size=16,
             num_kv_blocks=100,
+            num_start_kv_blocks=100,
             num_parameters=1,
             startup_s={"weights": 0.5, "warm_up": 0.25},
             longest_pause_s=0.5,

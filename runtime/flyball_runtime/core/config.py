@@ -28,8 +28,11 @@ class EngineConfig:
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens one step computes.
         gpu_memory_utilization: share of the device's total memory for weights, activations and KV cache, in (0, 1].
-        kv_cache_memory_bytes: size of the KV cache; None derives it from the device's memory.
+        kv_cache_memory_bytes: size of the KV cache at the start; None derives it from the device's memory.
+        kv_cache_memory_max_bytes: what live limits may raise it to; None is its size at the start.
+        kv_drain_timeout_s: how long running sequences hold up a lowered KV limit before some are preempted for it.
         block_size: tokens per KV block.
+        async_scheduling: the next step is planned while one runs, and runs without a pause after it.
         fair_share: clients take turns, by tokens, within what the policy treats alike.
         max_queued_requests: most requests that wait; more are refused with 429. With ``fair_share`` twice as many may wait
             in all: a client below its share of a full queue is still taken.
@@ -50,11 +53,14 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_max_bytes: int | None = None
+    kv_drain_timeout_s: float = 30.0
     block_size: int = 16
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
     fair_share: bool = True
+    async_scheduling: bool = False
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 * 1024 * 1024
     kernel_backend: str = "auto"
@@ -77,6 +83,9 @@ class EngineConfig:
         _check_range("max-queued-tokens", self.max_queued_tokens, 1, 2**40)
         _check_range("num-threads", self.num_threads, 1, 1024)
         _check_range("kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1, 2**50)
+        _check_range("kv-cache-memory-max", self.kv_cache_memory_max_bytes, 1, 2**50)
+        if not 0.0 <= self.kv_drain_timeout_s <= 86_400.0:
+            raise ConfigError(f"--kv-drain-timeout is {self.kv_drain_timeout_s}; it must be from 0 to 86400 seconds.")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1].")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -1,8 +1,9 @@
 """How the next token is chosen and when a sequence ends."""
 
 import math
+import random
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import InvalidRequest
@@ -61,6 +62,16 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
 DEFAULT_SAMPLING = SamplingParams()
 """OpenAI's defaults."""
+
+
+def with_seed(sampling: SamplingParams, rng: random.Random) -> SamplingParams:
+    """The same settings with a seed, drawn from ``rng`` if the request named none.
+
+    Called once per request, so that a preempted sequence goes on with the seed that it began with.
+    """
+    if sampling.seed is not None:
+        return sampling
+    return structs.replace(sampling, seed=rng.randint(0, MAX_SEED))
 
 
 def _check_float(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -14,19 +14,21 @@ class SequenceStatus(Enum):
 class Sequence:
     """One request's tokens and progress; changed by the scheduler and the KV cache only.
 
-    A sequence has no phase: it wants ``len(token_ids)`` tokens computed and has ``num_computed_tokens``. The gap is a
-    prompt, a prompt's rest, a recompute after preemption, or the one token of a decode.
+    A sequence has no phase: it wants all its tokens computed, the pending ones included, and has ``num_computed_tokens``.
+    The gap is a prompt, a prompt's rest, a recompute after preemption, or the one token of a decode.
 
     Attributes:
         token_ids: prompt and output so far.
         max_total_tokens: prompt and output may not grow past this.
         stop_token_ids: ids that end the sequence (end-of-sequence ids included unless ignored).
-        num_computed_tokens: tokens whose K and V are in the cache.
+        num_computed_tokens: tokens whose K and V are in the cache, or will be once the planned steps have run.
+        num_pending_tokens: tokens that planned steps sample and that are not known yet; they come after ``token_ids``.
         block_table: KV block ids, in order of position.
         block_hashes: chained hash of each full block that has been hashed so far.
         cache_salt: what the first of those hashes starts from.
         row: index into the engine's persistent batch tensors while running, else None.
         num_cached_tokens: tokens found in the prefix cache at the first admission.
+        arrived_s: when it was submitted, by the engine's clock.
         arrival_index: how many sequences were submitted before this one; unique within an engine.
         num_charged_tokens: tokens that its client has been charged for; see WaitingQueue.
         num_lost_tokens: computed tokens that the last preemption threw away; 0 while running.
@@ -34,6 +36,7 @@ class Sequence:
 
     __slots__ = (
         "arrival_index",
+        "arrived_s",
         "block_hashes",
         "block_table",
         "cache_salt",
@@ -43,6 +46,7 @@ class Sequence:
         "num_charged_tokens",
         "num_computed_tokens",
         "num_lost_tokens",
+        "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
@@ -68,6 +72,7 @@ class Sequence:
         self.stop_token_ids = own_stops if request.sampling.ignore_eos else own_stops | eos_token_ids
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
         self.block_table: list[int] = []
         self.block_hashes = list(request.block_hashes)
         self.cache_salt = request.cache_salt
@@ -77,6 +82,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_lost_tokens = 0
         self.arrival_index = 0
+        self.arrived_s = 0.0
 
     @property
     def num_output_tokens(self) -> int:

@@ -37,6 +37,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     Attributes:
         startup_s: seconds by stage: import, config, weights, warm_up, kv_cache.
         longest_pause_s: estimate of the longest time for which a step shows no progress (see ``engine/warm_up.py``).
+        num_kv_blocks: most that there may be.
+        num_start_kv_blocks: how many of them there is memory for at the start.
         kernel_backend: which implementation the ops run: cpp, torch or triton.
     """
 
@@ -48,6 +50,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     vocab_size: int
     block_size: int
     num_kv_blocks: int
+    num_start_kv_blocks: int
     num_parameters: int
     startup_s: dict[str, float]
     longest_pause_s: float

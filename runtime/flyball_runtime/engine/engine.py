@@ -2,8 +2,8 @@
 
 import logging
 import random
-import time
-from collections.abc import Callable
+from collections import deque
+from dataclasses import dataclass
 
 import msgspec
 
@@ -12,64 +12,72 @@ from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidLogits, RequestError
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Request
+from flyball_runtime.core.sampling import with_seed
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.core.stats import EngineInfo, StepStats
+from flyball_runtime.engine.executor import Executor, Handle
 from flyball_runtime.engine.messages import StepOutput
-from flyball_runtime.engine.runner import ModelRunner
-from flyball_runtime.engine.validate import validate_request
 from flyball_runtime.kv_cache import KVCache
-from flyball_runtime.model.sampler import with_seed
-from flyball_runtime.scheduler import BatchPlan, LimitsLedger, Scheduler, SchedulerConfig
+from flyball_runtime.scheduler import Ending, LimitsLedger, Scheduler, SchedulerConfig, Step
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    step: Step
+    handle: Handle
+    started_s: float
+
+
 class Engine:
-    """One step is plan -> run -> commit. Not thread-safe: one loop owns it."""
+    """One step is plan -> launch -> collect -> commit. Not thread-safe: one loop owns it.
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        clock: Clock | None = None,
-        *,
-        import_s: float = 0.0,
-        on_progress: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Load the model and allocate the KV cache.
+    Args:
+        executor: runs the plans.
+        clock: steps are timed by it, and leases run by it.
+    Attributes:
+        info: the executor's.
+    """
 
-        Args:
-            import_s: seconds that went into starting the process, reported as a stage of start-up.
-            on_progress: called several times within each step.
-        Raises:
-            ConfigError: the model or the machine makes it impossible.
-        """
-        clock = clock or MonotonicClock()
-        self._runner = ModelRunner(config, on_progress)
-        info = self._runner.info
-        self.info: EngineInfo = msgspec.structs.replace(info, startup_s={"import": round(import_s, 4)} | info.startup_s)
-        self.kv_cache = KVCache(info.num_kv_blocks, info.block_size, config.enable_prefix_caching)
+    def __init__(self, config: EngineConfig, executor: Executor, clock: Clock | None = None) -> None:
+        """Raises ConfigError when the KV cache cannot hold one sequence of the model's length."""
+        self._executor = executor
+        self._clock = clock or MonotonicClock()
+        self.info: EngineInfo = executor.info
+        self.kv_cache = KVCache(self.info.num_kv_blocks, self.info.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_model_len=info.max_model_len,
+                max_model_len=self.info.max_model_len,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 enable_chunked_prefill=config.enable_chunked_prefill,
+                num_start_blocks=self.info.num_start_kv_blocks,
                 policy=config.scheduling_policy,
                 fair_share=config.fair_share,
             ),
             self.kv_cache,
         )
-        self._ledger = LimitsLedger(self.scheduler, clock, config.boot_prior)
+        self._ledger = LimitsLedger(self.scheduler, self._clock, config.boot_prior)
         self._sequences: dict[str, Sequence] = {}
         self._rng = random.Random(config.seed)
+        self._max_in_flight = 2 if config.async_scheduling else 1
+        self._in_flight: deque[_InFlight] = deque()
+        self._last_end_s = self._clock.now()
+        self._num_blocks_there = self.info.num_start_kv_blocks  # as the executor was told last
+        self._kv_drain_timeout_s = config.kv_drain_timeout_s
+        self._kv_drains_since_s: float | None = None
 
     def submit(self, request: Request) -> Failed | None:
-        """Queue a request, or return why it cannot run."""
-        info = self.info
+        """Queue a request that ``validate_request`` let through, or return why it cannot run now."""
+        sampling = with_seed(request.sampling, self._rng)
+        sequence = Sequence(
+            msgspec.structs.replace(request, sampling=sampling),
+            max_model_len=self.info.max_model_len,
+            eos_token_ids=self._executor.eos_token_ids,
+        )
+        sequence.arrived_s = self._clock.now()
         try:
-            validate_request(request, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
-            request = msgspec.structs.replace(request, sampling=with_seed(request.sampling, self._rng))
-            sequence = Sequence(request, max_model_len=info.max_model_len, eos_token_ids=self._runner.eos_token_ids)
             self.scheduler.submit(sequence)
         except RequestError as error:
             return Failed(request.request_id, error.status, error.code, error.message, error.retry_after_s)
@@ -77,33 +85,24 @@ class Engine:
         return None
 
     def abort(self, request_id: str) -> Finished | None:
-        """End a request now and free its blocks; None when it has ended already."""
+        """End a request now; None when it has ended already. Its blocks are free once no step in flight touches them."""
         if not self.scheduler.abort(request_id):
             return None
-        return self._ending(self._sequences.pop(request_id), "abort")
+        return _finished(self._sequences.pop(request_id), "abort")
 
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences or self._in_flight)
 
     def step(self) -> StepOutput:
-        """Compute one step of whatever is waiting or running. Call it only while ``has_work``."""
-        start_s = time.perf_counter()
-        plan = self.scheduler.plan()
-        if plan is None:
+        """Launch what can be planned, then wait for the oldest step. Call it only while ``has_work``.
+
+        With ``async_scheduling`` the step after that one is planned and launched before, and runs on meanwhile.
+        """
+        while len(self._in_flight) < self._max_in_flight and self._launch():
+            pass
+        if not self._in_flight:
             raise RuntimeError(f"{len(self._sequences)} requests are unfinished, but the scheduler plans nothing")
-        sampled = self._runner.run(plan)
-        endings: list[Finished | Failed] = []
-        if None in sampled:  # before the commit, which puts blocks into the prefix cache
-            endings += [self._fail(seq) for seq, token in zip(plan.sampled, sampled, strict=True) if token is None]
-        results = self.scheduler.commit(plan, sampled)
-        endings += [self._ending(self._sequences.pop(seq.request_id), reason) for seq, reason in results if reason]
-        return StepOutput(
-            request_ids=[seq.request_id for seq, _ in results],
-            token_ids=[seq.token_ids[-1] for seq, _ in results],
-            endings=endings,
-            stats=self._stats(plan, time.perf_counter() - start_s),
-            num_cached_tokens=plan.num_cached_tokens(),
-        )
+        return self._collect()
 
     def post_limits(self, update: LimitsUpdate) -> LimitsAck:
         return self._ledger.post(update)
@@ -112,40 +111,91 @@ class Engine:
         return self._ledger.report()
 
     def tick(self) -> LimitsReport | None:
-        """Let a lease run out when its time has come; return the limits if that has moved them."""
-        return self.limits() if self._ledger.tick() else None
+        """Do what time has come for between steps; return the limits if a lease that ran out has moved them."""
+        moved = self._ledger.tick()
+        if not self._in_flight:
+            self.scheduler.give_back()
+            self._fit_memory()
+        return self.limits() if moved else None
 
     def state(self) -> StepStats:
         """The state between steps."""
         return self._stats(None, 0.0)
 
-    def _fail(self, seq: Sequence) -> Failed:
-        """End a sequence whose logits are unusable."""
+    def _launch(self) -> bool:
+        """Plan and launch the next step; False when there is none, or none before another is collected."""
+        started_s = self._clock.now()
+        self._watch_drain(started_s)
+        step = self.scheduler.plan()
+        if step is None:
+            return False
+        if self.kv_cache.size > self._num_blocks_there:
+            self._fit_memory()
+        self._in_flight.append(_InFlight(step, self._executor.launch(step.plan), started_s))
+        self._fit_memory()  # the step may have moved blocks out of what is given back
+        return True
+
+    def _watch_drain(self, now_s: float) -> None:
+        """Preempt for a lowered KV limit that running sequences have held up for too long."""
+        if not self.scheduler.kv_drains:
+            self._kv_drains_since_s = None
+        elif self._kv_drains_since_s is None:
+            self._kv_drains_since_s = now_s
+        elif now_s - self._kv_drains_since_s >= self._kv_drain_timeout_s:
+            self.scheduler.hurry()
+
+    def _fit_memory(self) -> None:
+        """Have as much memory for KV blocks as the scheduler counts on."""
+        if self.kv_cache.size != self._num_blocks_there:
+            self._num_blocks_there = self.kv_cache.size
+            self._executor.resize(self._num_blocks_there)
+
+    def _collect(self) -> StepOutput:
+        """Wait for the oldest step in flight, and record what it computed."""
+        oldest = self._in_flight.popleft()
+        step = oldest.step
+        results = self.scheduler.commit(step, self._executor.collect(oldest.handle))
+        endings = [self._end(seq, ending) for seq, ending in results if ending]
+        tokens = [seq for seq, ending in results if ending != "failed"]
+        now_s = self._clock.now()
+        # a step that was launched behind another one began when that ended
+        duration_s, self._last_end_s = now_s - max(oldest.started_s, self._last_end_s), now_s
+        return StepOutput(
+            request_ids=[seq.request_id for seq in tokens],
+            token_ids=[seq.token_ids[-1] for seq in tokens],
+            endings=endings,
+            stats=self._stats(step, duration_s),
+            num_cached_tokens=step.num_cached_tokens,
+        )
+
+    def _end(self, seq: Sequence, ending: Ending) -> Finished | Failed:
+        del self._sequences[seq.request_id]
+        if ending != "failed":
+            return _finished(seq, ending)
         error = InvalidLogits(seq.num_output_tokens)
         logger.error("request_id=%s failed: %s", seq.request_id, error)
-        self.scheduler.fail(seq)
-        del self._sequences[seq.request_id]
         return Failed(seq.request_id, error.status, error.code, error.message)
 
-    def _ending(self, seq: Sequence, reason: FinishReason) -> Finished:
-        return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens)
-
-    def _stats(self, plan: BatchPlan | None, duration_s: float) -> StepStats:
+    def _stats(self, step: Step | None, duration_s: float) -> StepStats:
         scheduler = self.scheduler
         return StepStats(
             duration_s=duration_s,
-            num_tokens=plan.num_tokens if plan else 0,
-            num_prefill_tokens=plan.num_prefill_tokens if plan else 0,
-            num_decodes=plan.num_decodes if plan else 0,
+            num_tokens=step.num_tokens if step else 0,
+            num_prefill_tokens=step.plan.num_prefill_tokens if step else 0,
+            num_decodes=step.num_decodes if step else 0,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            blocked_by=scheduler.blocked_by if plan else "none",
+            blocked_by=step.blocked_by if step else "none",
             kv_blocks=self.kv_cache.counts(),
-            num_preemptions=len(plan.preempted) if plan else 0,
-            num_recomputed_tokens=plan.num_recomputed_tokens if plan else 0,
-            num_prefix_queried_tokens=plan.num_prefix_queried_tokens if plan else 0,
-            num_prefix_hit_tokens=plan.num_prefix_hit_tokens if plan else 0,
+            num_preemptions=len(step.preempted) if step else 0,
+            num_recomputed_tokens=step.num_recomputed_tokens if step else 0,
+            num_prefix_queried_tokens=step.num_prefix_queried_tokens if step else 0,
+            num_prefix_hit_tokens=step.num_prefix_hit_tokens if step else 0,
             revision=self._ledger.revision,
             target=scheduler.limits,
             effective=scheduler.effective,
         )
+
+
+def _finished(seq: Sequence, reason: FinishReason) -> Finished:
+    return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens)

@@ -56,7 +56,7 @@ def run_engine(
         spawned_at_s: ``time.time()`` when the process was asked for; what passed since then went into imports.
     """
     # Here, because the API process imports this module too and has no use for torch.
-    from flyball_runtime.engine.engine import Engine
+    from flyball_runtime.engine.start import start_engine
 
     import_s = time.time() - spawned_at_s
     # Terminals send Ctrl-C, and systemd and some inits SIGTERM, to the whole group; when to stop is the API process's
@@ -71,7 +71,7 @@ def run_engine(
     inbox.connect(addresses.to_engine)
     outbox.connect(addresses.from_engine)
     try:
-        engine = Engine(config, import_s=import_s, on_progress=heartbeat.beat)
+        engine = start_engine(config, import_s=import_s, on_progress=heartbeat.beat)
         freeze_startup_objects()
         EngineProcess(engine, inbox, outbox, heartbeat, parent_pid).serve()
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """Facts found at start-up: which device and dtype, how long a sequence may be, how many KV blocks fit."""
 
 import logging
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -9,6 +9,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import DType, ModelConfig
+from flyball_runtime.engine.physical_pool import can_return_memory
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,11 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-@dataclass(frozen=True, kw_only=True)
-class KVCacheSize:
-    """How many blocks the KV cache has, and what it cost."""
+class KVCacheSize(NamedTuple):
+    """KV blocks at the start, and how many live limits may raise that to."""
 
     num_blocks: int
-    bytes_per_block: int
+    max_blocks: int
 
 
 def resolve_kv_cache(
@@ -53,17 +53,18 @@ def resolve_kv_cache(
     max_model_len: int,
     step_bytes: int,
 ) -> KVCacheSize:
-    """Size the KV cache after the weights are loaded; never more than ``max_num_seqs`` full-length sequences need.
+    """Size the KV cache once the weights are loaded; never more than ``max_num_seqs`` full-length sequences need.
 
     Args:
         step_bytes: what a step takes beside weights and cache, kept free on a GPU (see ``warm_up``).
     Raises:
-        ConfigError: not one sequence of ``max_model_len`` tokens would fit.
+        ConfigError: not one sequence of ``max_model_len`` tokens would fit, or the most is less than the start.
     """
     bytes_per_block = config.block_size * model.kv_bytes_per_token(dtype)
     blocks_per_sequence = -(-max_model_len // config.block_size)
     budget_bytes = config.kv_cache_memory_bytes or _default_kv_bytes(config, device, step_bytes)
-    num_blocks = min(budget_bytes // bytes_per_block, config.max_num_seqs * blocks_per_sequence)
+    most_useful = config.max_num_seqs * blocks_per_sequence
+    num_blocks = min(budget_bytes // bytes_per_block, most_useful)
     if num_blocks < blocks_per_sequence:
         num_blocks, budget_bytes = max(0, num_blocks), max(0, budget_bytes)
         raise ConfigError(
@@ -71,7 +72,19 @@ def resolve_kv_cache(
             f"room for {num_blocks * config.block_size} tokens, but --max-model-len is {max_model_len}. "
             f"Raise --kv-cache-memory-bytes to at least {blocks_per_sequence * bytes_per_block} or lower --max-model-len."
         )
-    return KVCacheSize(num_blocks=num_blocks, bytes_per_block=bytes_per_block)
+    max_bytes = config.kv_cache_memory_max_bytes
+    if max_bytes is None:
+        return KVCacheSize(num_blocks, num_blocks)
+    if not can_return_memory(device):
+        raise ConfigError(
+            "--kv-cache-memory-max needs a KV cache that can grow: so far on a CPU under Linux. Leave it out."
+        )
+    if max_bytes < num_blocks * bytes_per_block:
+        raise ConfigError(
+            f"--kv-cache-memory-max is {max_bytes} bytes, and the KV cache starts with {num_blocks * bytes_per_block}. "
+            "Raise it, or lower --kv-cache-memory-bytes."
+        )
+    return KVCacheSize(num_blocks, min(max_bytes // bytes_per_block, most_useful))
 
 
 def _default_kv_bytes(config: EngineConfig, device: torch.device, step_bytes: int) -> int:

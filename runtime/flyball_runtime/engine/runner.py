@@ -1,18 +1,19 @@
-"""Runs one plan on the device: input tensors -> model -> sampler -> token ids."""
+"""Runs plans on this process's device: rows -> input tensors -> model -> sampler -> token ids."""
 
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.core.stats import EngineInfo
-from flyball_runtime.engine.inputs import NOBODY, InputBuilder
-from flyball_runtime.engine.kv_tensors import allocate_kv_tensors
-from flyball_runtime.engine.resolve import resolve_device, resolve_kv_cache, resolve_max_model_len
+from flyball_runtime.engine.executor import Progress
+from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
+from flyball_runtime.engine.resolve import KVCacheSize, resolve_device, resolve_kv_cache, resolve_max_model_len
+from flyball_runtime.engine.rows import Rows
 from flyball_runtime.engine.warm_up import WarmUp, peak_bytes
 from flyball_runtime.model.backend import use_kernel_backend
 from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
@@ -21,8 +22,25 @@ from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
 from flyball_runtime.scheduler import BatchPlan
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way.
+
+    Attributes:
+        token_ids: ``[num_sampled]`` int64 on the host, whole once ``done`` is; None when nothing is sampled.
+        done: None on a CPU, which has computed them.
+    """
+
+    token_ids: Tensor | None
+    done: torch.cuda.Event | None = None
+
+
 class ModelRunner:
-    """Owns everything that lives on the device: weights, KV tensors, sampler state.
+    """Owns everything that lives on the device: weights, KV tensors, rows, sampling settings. An Executor.
+
+    It starts in stages, so that the ranks of a replica can agree in between: made, it has its weights; ``measure()`` says
+    how many KV blocks fit beside them; ``allocate()`` makes as many as the rank with the least room has. ``start()`` is
+    all three, for a replica of one.
 
     Args:
         on_progress: called after each layer of a step.
@@ -30,98 +48,127 @@ class ModelRunner:
         ConfigError: the checkpoint, a setting or the machine makes start-up impossible.
     """
 
-    def __init__(self, config: EngineConfig, on_progress: Callable[[], object]) -> None:
+    def __init__(self, config: EngineConfig, on_progress: Progress) -> None:
+        self._config = config
         self._on_progress = on_progress
-        stages = _Stages()
+        self._stages = _Stages()
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        model_config = ModelConfig.from_dir(config.model)
-        device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, model_config)
-        max_model_len = resolve_max_model_len(config, model_config)
-        kernel_backend = use_kernel_backend(config.kernel_backend, device)
-        stages.done("config")
-
+        self._model_config = ModelConfig.from_dir(config.model)
+        self._device = resolve_device(config.device)
+        self._dtype_name = resolve_dtype(config.dtype, self._model_config)
+        self._dtype = TORCH_DTYPES[self._dtype_name]
+        self._max_model_len = resolve_max_model_len(config, self._model_config)
+        self._kernel_backend = use_kernel_backend(config.kernel_backend, self._device)
+        self._stages.done("config")
         self._model = load_model(
-            config.model, model_config, dtype=TORCH_DTYPES[dtype], device=device, max_model_len=max_model_len
+            config.model,
+            self._model_config,
+            dtype=self._dtype,
+            device=self._device,
+            max_model_len=self._max_model_len,
         )
-        stages.done("weights")
+        self._stages.done("weights")
+        self.eos_token_ids = self._model_config.eos_token_ids
 
-        step_bytes, longest_pause_s = self._warm_up(config, max_model_len, TORCH_DTYPES[dtype], device)
-        stages.done("warm_up")
+    @classmethod
+    def start(cls, config: EngineConfig, on_progress: Progress) -> "ModelRunner":
+        runner = cls(config, on_progress)
+        runner.allocate(runner.measure())
+        return runner
 
-        kv_size = resolve_kv_cache(
-            config, model_config, dtype=dtype, device=device, max_model_len=max_model_len, step_bytes=step_bytes
+    def measure(self) -> KVCacheSize:
+        """Return how many KV blocks fit, after steps that show what one takes; a GPU's kernels are compiled in them."""
+        warm_up = WarmUp(
+            self._model, self._config, max_model_len=self._max_model_len, dtype=self._dtype, device=self._device
         )
-        self._kv = allocate_kv_tensors(
-            model_config,
-            num_blocks=kv_size.num_blocks,
+        step_bytes = 0
+        if self._device.type == "cuda":
+            warm_up.small_steps()
+            step_bytes = peak_bytes(warm_up.largest_step, self._device)
+        self._longest_pause_s = warm_up.longest_pause_s()
+        self._stages.done("warm_up")
+        return resolve_kv_cache(
+            self._config,
+            self._model_config,
+            dtype=self._dtype_name,
+            device=self._device,
+            max_model_len=self._max_model_len,
+            step_bytes=step_bytes,
+        )
+
+    def allocate(self, size: KVCacheSize) -> None:
+        """Make the KV tensors and the rows; then ``info`` is there and plans can be launched."""
+        config = self._config
+        self._pool = make_pool(
+            self._model_config,
+            num_blocks=size.max_blocks,
             block_size=config.block_size,
-            dtype=TORCH_DTYPES[dtype],
-            device=device,
+            dtype=self._dtype,
+            device=self._device,
         )
-        stages.done("kv_cache")
-        self._builder = InputBuilder(
-            max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, block_size=config.block_size, device=device
+        self._rows = Rows(
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self._max_model_len,
+            block_size=config.block_size,
+            device=self._device,
         )
-        self._sampling = SamplingTensors(config.max_num_seqs, device)
-        # Which sequence a row's sampling settings are of, by arrival index.
-        self._sampling_of = [NOBODY] * config.max_num_seqs
-        self.eos_token_ids = model_config.eos_token_ids
+        self._sampling = SamplingTensors(config.max_num_seqs, self._device)
+        self._stages.done("kv_cache")
         self.info = EngineInfo(
             model=config.served_model_name,
-            dtype=dtype,
-            device=str(device),
-            kernel_backend=kernel_backend,
-            max_model_len=max_model_len,
-            vocab_size=model_config.vocab_size,
+            dtype=self._dtype_name,
+            device=str(self._device),
+            kernel_backend=self._kernel_backend,
+            max_model_len=self._max_model_len,
+            vocab_size=self._model_config.vocab_size,
             block_size=config.block_size,
-            num_kv_blocks=kv_size.num_blocks,
-            num_parameters=model_config.num_parameters,
-            startup_s=stages.seconds,
-            longest_pause_s=longest_pause_s,
+            num_kv_blocks=size.max_blocks,
+            num_start_kv_blocks=size.num_blocks,
+            num_parameters=self._model_config.num_parameters,
+            startup_s=self._stages.seconds,
+            longest_pause_s=self._longest_pause_s,
         )
 
-    def _warm_up(
-        self, config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
-    ) -> tuple[int, float]:
-        """Have a GPU's kernels compiled; return what the largest step takes.
+    def launch(self, plan: BatchPlan) -> Launched:
+        """Run a step; on a GPU, return when its kernels are launched."""
+        if plan.block_copies:
+            copy_blocks(self._pool.tensors, plan.block_copies)
+        self._rows.apply(plan)
+        for start in plan.row_starts:
+            self._sampling.set_row(start.row, start.sampling)
+        logits = self._model.forward(self._rows.inputs(plan), self._pool.tensors, self._on_progress)
+        if not logits.shape[0]:
+            return Launched(None)
+        samples = np.array(plan.samples)
+        rows = np.array(plan.rows)[samples]
+        ends = np.array(plan.starts)[samples] + np.array(plan.num_scheduled)[samples]
+        token_ids = self._sampling.sample(logits, rows, ends)
+        self._rows.remember(torch.from_numpy(rows).to(self._device, non_blocking=True), token_ids)
+        return self._to_host(token_ids)
 
-        Returns:
-            Its bytes beside weights and KV cache, 0 on a CPU, and the longest time for which it shows no progress.
-        """
-        warm_up = WarmUp(self._model, config, max_model_len=max_model_len, dtype=dtype, device=device)
-        if device.type != "cuda":
-            return 0, warm_up.longest_pause_s()
-        warm_up.small_steps()
-        return peak_bytes(warm_up.largest_step, device), warm_up.longest_pause_s()
+    def resize(self, num_blocks: int) -> None:
+        self._pool.resize(num_blocks)
 
-    def run(self, plan: BatchPlan) -> list[int | None]:
-        """Compute the plan and return one token for each sequence that samples, in the plan's order.
-
-        A token is None if the model's logits for it hold NaN or +inf, or are all -inf.
-        """
-        logits = self._model.forward(self._builder.build(plan), self._kv, self._on_progress)
-        sampled = plan.sampled
-        if not sampled:
+    def collect(self, handle: Launched) -> list[int | None]:
+        if handle.token_ids is None:
             return []
-        rows = self._refresh_sampling(sampled)
-        positions = np.array([len(seq.token_ids) for seq in sampled])
-        token_ids = self._sampling.sample(logits, rows, positions).cpu().numpy()
-        self._builder.remember(rows, token_ids)
-        if (token_ids == NO_TOKEN).any():
-            return [None if token_id == NO_TOKEN else token_id for token_id in token_ids.tolist()]
-        return token_ids.tolist()
+        if handle.done is not None:
+            handle.done.synchronize()
+        token_ids: list[int | None] = handle.token_ids.tolist()
+        if NO_TOKEN in token_ids:
+            return [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
+        return token_ids
 
-    def _refresh_sampling(self, sampled: list[Sequence]) -> np.ndarray:
-        rows = []
-        for seq in sampled:
-            row = seq.row
-            rows.append(row)
-            if self._sampling_of[row] != seq.arrival_index:
-                self._sampling.set_row(row, seq.sampling)
-                self._sampling_of[row] = seq.arrival_index
-        return np.array(rows)
+    def _to_host(self, token_ids: Tensor) -> Launched:
+        """Have the tokens copied as soon as they are there, before any step that is launched later."""
+        if self._device.type != "cuda":
+            return Launched(token_ids)
+        host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+        host.copy_(token_ids, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Launched(host, done)
 
 
 class _Stages:

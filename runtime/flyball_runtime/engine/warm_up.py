@@ -15,7 +15,7 @@ from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.engine.kv_tensors import allocate_kv_tensors
+from flyball_runtime.engine.physical_pool import SoftPool
 from flyball_runtime.model.inputs import StepInputs
 from flyball_runtime.model.sampler import SamplingTensors
 from flyball_runtime.model.transformer import CausalLM
@@ -40,9 +40,7 @@ class WarmUp:
         self._max_model_len = max_model_len
         self._max_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         self._device = device
-        self._kv = allocate_kv_tensors(
-            model.config, num_blocks=1, block_size=config.block_size, dtype=dtype, device=device
-        )
+        self._kv = SoftPool(model.config, 1, config.block_size, dtype, device).tensors
         self._sampling = SamplingTensors(config.max_num_seqs, device)
         for row in range(config.max_num_seqs):
             self._sampling.set_row(row, ALL_FILTERS)

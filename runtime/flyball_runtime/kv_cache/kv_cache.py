@@ -1,5 +1,7 @@
 """Block tables of sequences, over one block pool."""
 
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from flyball_protocol import KVBlocks
@@ -19,6 +21,13 @@ class PrefixMatch(NamedTuple):
     blocks: list[int]
     num_tokens: int
     num_blocks_needed: int
+
+
+class TableEntry(NamedTuple):
+    """An entry of a sequence's block table."""
+
+    seq: Sequence
+    at: int
 
 
 class KVCache:
@@ -62,6 +71,45 @@ class KVCache:
     def set_capacity(self, num_blocks: int) -> None:
         """Limit used plus cached blocks; see BlockPool. Raises ValueError outside 1..num_blocks."""
         self._pool.set_capacity(num_blocks)
+
+    @property
+    def size(self) -> int:
+        """There has to be memory for the block ids below it, from the next plan on."""
+        return self._pool.size
+
+    @property
+    def has_surplus(self) -> bool:
+        """Whether ``compact`` can give memory back."""
+        return self._pool.has_surplus
+
+    def compact(self, sequences: Iterable[Sequence], max_moves: int) -> tuple[Mapping[int, int], list[TableEntry]]:
+        """Move blocks down from the ids that a lowered capacity gives up, and lower ``size`` as far as that frees the top.
+
+        Args:
+            sequences: all that run. A block that others hold too (see ``detach``) stays.
+            max_moves: most blocks to move now.
+        Returns:
+            The new id of each moved block, whose content the caller copies before anybody reads it; and the changed
+            entries of block tables.
+        """
+        lowest = self._pool.capacity
+        holders: dict[int, list[TableEntry]] = {}
+        for seq in sequences:
+            for index, block in enumerate(seq.block_table):
+                if block >= lowest:
+                    holders.setdefault(block, []).append(TableEntry(seq, index))
+        movable = (one for one in self._pool.surplus() if self._pool.num_refs(one) == len(holders.get(one, ())))
+        moved = self._pool.move(islice(movable, max_moves))
+        entries = [entry for block in moved for entry in holders.get(block, ())]
+        for seq, at in entries:
+            seq.block_table[at] = moved[seq.block_table[at]]
+        self._pool.trim()
+        return moved, entries
+
+    def evict_surplus(self) -> None:
+        """Lower ``size`` at the cost of what is cached above it; for when there is no step to copy it in."""
+        self._pool.evict_surplus()
+        self._pool.trim()
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold ``num_tokens`` tokens."""
@@ -117,12 +165,16 @@ class KVCache:
         """Make the sequence's blocks unfindable; its content is no longer shared, and is free once released."""
         self._pool.forget(seq.block_table)
 
-    def free(self, seq: Sequence) -> None:
-        """Give all blocks of a sequence back, tail first: a prefix is then evicted from its end, and its head, which
-        more sequences share, last."""
-        self._pool.release(reversed(seq.block_table))
-        seq.block_table = []
+    def detach(self, seq: Sequence) -> list[int]:
+        """Take a sequence's blocks away and return them, still in use: ``release`` ends that."""
+        blocks, seq.block_table = seq.block_table, []
         seq.num_computed_tokens = 0
+        return blocks
+
+    def release(self, blocks: list[int]) -> None:
+        """Give the blocks of a sequence back, tail first: a prefix is then evicted from its end, and its head, which more
+        sequences share, last."""
+        self._pool.release(reversed(blocks))
 
     def _hash_blocks(self, seq: Sequence, num_blocks: int) -> None:
         extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, num_blocks, seq.cache_salt)

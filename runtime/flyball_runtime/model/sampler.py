@@ -1,26 +1,13 @@
 """Sampling settings of the running sequences, and the choice of their next tokens."""
 
-import random
-
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from flyball_kernels.sampling import NO_TOKEN, sample
-from flyball_runtime.core.sampling import MAX_SEED, SamplingParams
+from flyball_runtime.core.sampling import SamplingParams
 
-__all__ = ["NO_TOKEN", "SamplingTensors", "with_seed"]
-
-
-def with_seed(sampling: SamplingParams, rng: random.Random) -> SamplingParams:
-    """The same settings with a seed, drawn from ``rng`` if the request named none.
-
-    Called once per request, so that a preempted sequence goes on with the seed that it began with.
-    """
-    if sampling.seed is not None:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=rng.randint(0, MAX_SEED))
+__all__ = ["NO_TOKEN", "SamplingTensors"]
 
 
 class SamplingTensors:

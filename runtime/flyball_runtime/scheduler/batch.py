@@ -1,58 +1,96 @@
-"""What one step computes."""
+"""What one step computes: a plan for whoever runs it, and what the scheduler remembers until the tokens are there."""
 
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
+from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.scheduler.blocked_by import BlockedBy
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """One step, decided. The i-th sequence computes its tokens ``[starts[i], starts[i] + num_scheduled[i])``.
-
-    The first ``num_decodes`` sequences are decodes: one token each, and each samples. Chunks of prompts (and of
-    recomputed sequences) follow.
+class RowStart(Struct, frozen=True, array_like=True):
+    """A sequence takes a row over.
 
     Attributes:
-        samples: True where the chunk reaches the sequence's last token, so that its logits give a new one.
-        preempted: sequences that lost their blocks for this step.
-        blocked_by: why the head of the queue is not in it.
-        num_prefix_queried_tokens, num_prefix_hit_tokens: prompt tokens of the sequences first admitted in this step,
-            and how many of them the prefix cache held.
-        num_recomputed_tokens: tokens that sequences readmitted in this step had computed before their preemption and
-            must compute again.
+        row: index into whatever an executor keeps per running sequence.
+        epoch: counts the starts of all rows, so that no two are alike.
+        last_token_id: the last token that is known. A decode computes it, unless the row has sampled one by then.
+        sampling: its settings, with a seed.
     """
 
-    sequences: tuple[Sequence, ...]
-    starts: tuple[int, ...]
-    num_scheduled: tuple[int, ...]
-    samples: tuple[bool, ...]
+    row: int
+    epoch: int
+    last_token_id: int
+    sampling: SamplingParams
+
+
+class TableWrite(Struct, frozen=True, array_like=True):
+    """From entry ``at`` on, a row's block table holds ``blocks``. No entry is written twice in one plan."""
+
+    row: int
+    at: int
+    blocks: list[int]
+
+
+class BlockCopy(Struct, frozen=True, array_like=True):
+    """The content of block ``source`` is to be in block ``target`` too. All of a plan's are read before any is written."""
+
+    source: int
+    target: int
+
+
+class BatchPlan(Struct, frozen=True, kw_only=True):
+    """One step, decided: a value that says all that an executor has to know, if it has run every plan before it.
+
+    It can be sent to every rank of a replica, kept and run again, or run while the next one is planned. Before the step
+    an executor does the ``block_copies``, then the ``row_starts`` and ``table_writes``. In the step ``rows[i]`` computes its
+    tokens ``[starts[i], starts[i] + num_scheduled[i])``. The first ``num_decodes`` entries compute one token each, the
+    row's last; the tokens of the others are in ``token_ids``, one entry after another.
+
+    Attributes:
+        number: how many plans came before.
+        samples: True where an entry reaches the sequence's last token, so that its logits give a new one, the
+            ``starts[i] + num_scheduled[i]``-th of the sequence. It becomes the row's last.
+        num_tokens: of all entries.
+        num_context_tokens: K, the tokens in the cache that the decodes read, their own included.
+        prefill_work: Q, the pairs of a token and one that it attends to, over all entries but the decodes.
+    """
+
+    number: int
+    rows: list[int]
+    starts: list[int]
+    num_scheduled: list[int]
+    samples: list[bool]
     num_decodes: int
     num_tokens: int
-    preempted: tuple[Sequence, ...]
-    blocked_by: BlockedBy
-    num_prefix_queried_tokens: int
-    num_prefix_hit_tokens: int
-    num_recomputed_tokens: int
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences that sample, in the plan's order."""
-        return [seq for seq, samples in zip(self.sequences, self.samples, strict=True) if samples]
+    num_context_tokens: int
+    prefill_work: int
+    token_ids: list[int]
+    row_starts: list[RowStart]
+    table_writes: list[TableWrite]
+    block_copies: list[BlockCopy]
 
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_decodes
 
-    def num_cached_tokens(self) -> dict[str, int]:
-        """Return prompt tokens found in the prefix cache by request id, for sequences first admitted in this step."""
-        admissions = zip(self.sequences[self.num_decodes :], self.starts[self.num_decodes :], strict=True)
-        return {seq.request_id: start for seq, start in admissions if 0 < start == seq.num_cached_tokens}
-
 
 @dataclass(slots=True)
-class BatchDraft:
-    """A plan while it grows."""
+class Step:
+    """One planned step, from its first decode until it is committed.
+
+    Attributes:
+        plan: for the executor; there once the step is whole.
+        sequences: whose the plan's entries are, in its order.
+        preempted: sequences that lost their blocks for this step.
+        blocked_by: why the head of the queue is not in it.
+        num_cached_tokens: prompt tokens found in the prefix cache, by request id, of the sequences first admitted in
+            this step that had any.
+        num_prefix_queried_tokens: prompt tokens of the sequences first admitted in this step.
+        num_recomputed_tokens: tokens that sequences readmitted in this step had computed before their preemption and
+            must compute again.
+    """
 
     sequences: list[Sequence]
     starts: list[int]
@@ -60,37 +98,60 @@ class BatchDraft:
     samples: list[bool]
     num_decodes: int
     num_tokens: int
+    num_context_tokens: int
+    prefill_work: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    row_starts: list[RowStart] = field(default_factory=list)
+    table_writes: list[TableWrite] = field(default_factory=list)
+    block_copies: list[BlockCopy] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     blocked_by: BlockedBy = BlockedBy.NONE
+    num_cached_tokens: dict[str, int] = field(default_factory=dict)
     num_prefix_queried_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
     num_recomputed_tokens: int = 0
+    plan: BatchPlan = field(init=False)
 
     @classmethod
-    def of_decodes(cls, decodes: list[Sequence], starts: list[int]) -> "BatchDraft":
+    def of_decodes(cls, decodes: list[Sequence], starts: list[int]) -> "Step":
         """Start with one token of each of ``decodes``; takes the lists over."""
         num = len(decodes)
-        return cls(decodes, starts, [1] * num, [True] * num, num_decodes=num, num_tokens=num)
+        return cls(decodes, starts, [1] * num, [True] * num, num, num, num_context_tokens=sum(starts) + num)
+
+    @property
+    def num_prefix_hit_tokens(self) -> int:
+        return sum(self.num_cached_tokens.values())
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that sample, in the plan's order."""
+        return [seq for seq, samples in zip(self.sequences, self.samples, strict=True) if samples]
 
     def add_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        """Add ``num_tokens`` more of a sequence, whose tokens are all known."""
         start = seq.num_computed_tokens
+        end = start + num_tokens
         self.sequences.append(seq)
         self.starts.append(start)
         self.num_scheduled.append(num_tokens)
-        self.samples.append(start + num_tokens == len(seq.token_ids))
+        self.samples.append(end == len(seq.token_ids))
+        self.token_ids += seq.token_ids[start:end]
         self.num_tokens += num_tokens
+        self.prefill_work += num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
-    def freeze(self) -> BatchPlan:
-        return BatchPlan(
-            sequences=tuple(self.sequences),
-            starts=tuple(self.starts),
-            num_scheduled=tuple(self.num_scheduled),
-            samples=tuple(self.samples),
+    def seal(self, number: int) -> None:
+        """Make the plan. Nothing is added to the step afterwards."""
+        self.plan = BatchPlan(
+            number=number,
+            rows=[seq.row for seq in self.sequences],  # type: ignore[misc]
+            starts=self.starts,
+            num_scheduled=self.num_scheduled,
+            samples=self.samples,
             num_decodes=self.num_decodes,
             num_tokens=self.num_tokens,
-            preempted=tuple(self.preempted),
-            blocked_by=self.blocked_by,
-            num_prefix_queried_tokens=self.num_prefix_queried_tokens,
-            num_prefix_hit_tokens=self.num_prefix_hit_tokens,
-            num_recomputed_tokens=self.num_recomputed_tokens,
+            num_context_tokens=self.num_context_tokens,
+            prefill_work=self.prefill_work,
+            token_ids=self.token_ids,
+            row_starts=self.row_starts,
+            table_writes=self.table_writes,
+            block_copies=self.block_copies,
         )

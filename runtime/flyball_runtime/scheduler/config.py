@@ -18,6 +18,7 @@ class SchedulerConfig:
         max_num_seqs: most sequences that may run at once; rows of the engine's batch tensors.
         max_num_batched_tokens: most tokens in one step.
         enable_chunked_prefill: False computes each prompt whole, in one step.
+        num_start_blocks: KV blocks at the start; None takes all that there may be.
         policy: ``fcfs`` or ``priority``; see policies.py.
         fair_share: clients take turns within a priority; see waiting_queue.py.
 
@@ -29,6 +30,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
+    num_start_blocks: int | None = None
     policy: str = "fcfs"
     fair_share: bool = True
 
@@ -40,10 +42,13 @@ class SchedulerConfig:
                 "Raise it, lower --max-model-len, or leave --enable-chunked-prefill on."
             )
 
-    def start_limits(self) -> Limits:
-        """The limits in force until others are posted: everything that was allocated."""
+    def start_limits(self, num_kv_blocks: int) -> Limits:
+        """The limits in force until others are posted: everything, but of the KV cache what was allocated at the start."""
+        num_start_blocks = num_kv_blocks if self.num_start_blocks is None else self.num_start_blocks
         return Limits(
-            max_num_seqs=self.max_num_seqs, kv_cache_fraction=1.0, max_num_batched_tokens=self.max_num_batched_tokens
+            max_num_seqs=self.max_num_seqs,
+            kv_cache_fraction=num_start_blocks / num_kv_blocks,
+            max_num_batched_tokens=self.max_num_batched_tokens,
         )
 
     def envelope(self, num_kv_blocks: int, block_size: int) -> Envelope:

@@ -1,22 +1,33 @@
-"""The scheduler: plan a step, commit what it computed."""
+"""The scheduler: plan steps, commit what they computed."""
 
 import heapq
 import logging
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice
+from typing import Literal
 
 from flyball_protocol import Envelope, Limits
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.request import FinishReason
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
-from flyball_runtime.scheduler.batch import BatchDraft, BatchPlan
+from flyball_runtime.scheduler.batch import BlockCopy, RowStart, Step, TableWrite
 from flyball_runtime.scheduler.blocked_by import BlockedBy
 from flyball_runtime.scheduler.config import SchedulerConfig
-from flyball_runtime.scheduler.limits import violations
-from flyball_runtime.scheduler.policies import POLICIES, choose_victim
+from flyball_runtime.scheduler.limits import inside, violations
+from flyball_runtime.scheduler.policies import POLICIES, Policy, choose_victim
 from flyball_runtime.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
+
+Ending = FinishReason | Literal["failed"]
+
+Pace = Callable[[Step], int]
+"""From a step with nothing but its decodes to how many tokens it may compute in all. Decodes run whatever it says."""
+
+MAX_BLOCK_COPIES = 256
+"""Blocks that one step moves at most. On a GPU they are some milliseconds, in the largest models."""
 
 
 class Scheduler:
@@ -28,6 +39,11 @@ class Scheduler:
     budget are there. Only decodes take further blocks; when none is left, sequences are preempted: they lose
     their blocks and are computed again later (nothing new is admitted in such a step).
 
+    The next step may be planned before the last is committed: a plan counts what it computes as computed, and a token
+    that it samples as there, though nobody knows it yet. A sequence that turns out to have ended is then in a step more than
+    it needed, and the token is dropped. Its blocks are free once the last step that may touch them is committed.
+    Preemption waits until nothing is in flight, since what is may end sequences and free their blocks.
+
     What keeps every request moving: the envelope makes one sequence of ``max_model_len`` tokens fit under any limits,
     preemption never takes the first sequence in policy order while another one runs, and every admission gives each
     running sequence at least one token of the budget, so decodes never outnumber it.
@@ -36,20 +52,37 @@ class Scheduler:
     runs is under the new limit. Not thread-safe; sequences are changed here only.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCache) -> None:
-        """Raises ConfigError when the KV cache cannot hold one sequence of ``max_model_len`` tokens."""
+    def __init__(
+        self, config: SchedulerConfig, kv_cache: KVCache, *, policy: Policy | None = None, pace: Pace | None = None
+    ) -> None:
+        """Start with nothing to do.
+
+        Args:
+            policy: the order of requests, in the place of ``config.policy``.
+            pace: asked in each step, which may get fewer tokens than ``max_num_batched_tokens`` by it.
+        Raises:
+            ConfigError: the KV cache cannot hold one sequence of ``max_model_len`` tokens.
+        """
         self.config = config
         self.envelope: Envelope = config.envelope(kv_cache.num_blocks, kv_cache.block_size)
         self._kv = kv_cache
-        self._policy = POLICIES[config.policy]
+        self._policy = policy or POLICIES[config.policy]
+        self._pace = pace
         self._waiting = WaitingQueue(self._policy, config.fair_share)
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._unfinished: dict[str, Sequence] = {}
         self._free_rows = list(range(config.max_num_seqs))  # a heap, so that running rows stay dense at the low end
         self._num_submitted = 0
+        self._num_row_starts = 0
+        self._num_planned = 0
+        self._in_flight: deque[Step] = deque()
+        self._leaving: list[
+            tuple[int, list[int]]
+        ] = []  # blocks of what has ended, by the last step that may touch them
+        self._hurry = False
         self._blocked_by = BlockedBy.NONE
         self._last_look_up: tuple[int, PrefixMatch] | None = None  # of the waiting sequence with this arrival index
-        self.set_limits(config.start_limits())
+        self.set_limits(inside(config.start_limits(kv_cache.num_blocks), self.envelope))
 
     @property
     def num_running(self) -> int:
@@ -58,6 +91,31 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are planned and not committed."""
+        return len(self._in_flight)
+
+    @property
+    def kv_drains(self) -> bool:
+        """Whether more KV blocks are in use than a lowered limit allows."""
+        return self._kv.num_used_blocks > self._kv.capacity
+
+    @property
+    def running(self) -> Iterator[Sequence]:
+        """In order of admission."""
+        return iter(self._running.values())
+
+    @property
+    def waiting(self) -> Iterator[Sequence]:
+        """In no order that matters."""
+        return (seq for seq in self._unfinished.values() if seq.status is SequenceStatus.WAITING)
+
+    @property
+    def head(self) -> Sequence | None:
+        """The waiting sequence that is next."""
+        return self._waiting.head() if self._waiting else None
 
     @property
     def blocked_by(self) -> BlockedBy:
@@ -71,15 +129,18 @@ class Scheduler:
 
     @property
     def effective(self) -> Limits:
-        """The limits that hold this moment: the target, or where a lowered one still drains, what is in use."""
-        target, num_running, num_used = self._limits, len(self._running), self._kv.num_used_blocks
+        """The limits that hold this moment: the target, or where a lowered one still drains, what is in use.
+
+        Of the KV cache that is the blocks in use, and once those fit the target, the memory that is still to be given back.
+        """
+        target, num_running, kv = self._limits, len(self._running), self._kv
         lowest = min(target.max_num_seqs, target.max_num_batched_tokens)
-        if num_running <= lowest and num_used <= self._kv.capacity:
+        if num_running <= lowest and kv.num_used_blocks <= kv.capacity == kv.size:
             return target
-        kv_drains = num_used > self._kv.capacity
+        num_blocks = kv.num_used_blocks if kv.num_used_blocks > kv.capacity else kv.size
         return Limits(
             max_num_seqs=max(target.max_num_seqs, num_running),
-            kv_cache_fraction=num_used / self._kv.num_blocks if kv_drains else target.kv_cache_fraction,
+            kv_cache_fraction=num_blocks / kv.num_blocks if num_blocks > kv.capacity else target.kv_cache_fraction,
             max_num_batched_tokens=max(target.max_num_batched_tokens, num_running),
             step_time_target_ms=target.step_time_target_ms,
         )
@@ -95,6 +156,16 @@ class Scheduler:
             raise ValueError(" ".join(reasons))
         self._limits = limits
         self._kv.set_capacity(round(limits.kv_cache_fraction * self._kv.num_blocks))
+
+    def hurry(self) -> None:
+        """Let no running sequence hold up a lowered KV limit any longer: the next plan preempts until what is in use fits."""
+        self._hurry = True
+
+    def give_back(self) -> None:
+        """Give up memory above a lowered KV limit, where nothing runs whose blocks a step would have to move."""
+        if self._kv.has_surplus and not self._running:
+            self._last_look_up = None
+            self._kv.evict_surplus()
 
     def submit(self, seq: Sequence) -> None:
         """Queue a new sequence. How many may wait is the front door's decision (``EngineClient``).
@@ -115,7 +186,7 @@ class Scheduler:
         self._waiting.push(seq)
 
     def abort(self, request_id: str) -> bool:
-        """End a request and free its blocks; False when none of this id is unfinished. Call it between steps."""
+        """End a request and give its blocks up; False when none of this id is unfinished."""
         seq = self._unfinished.get(request_id)
         if seq is None:
             return False
@@ -126,58 +197,73 @@ class Scheduler:
         self._finish(seq)
         return True
 
-    def fail(self, seq: Sequence) -> None:
-        """End a running sequence whose computation went wrong. Call it after the model and before ``commit``.
-
-        Its blocks leave the prefix cache too: what they hold cannot be trusted.
-        """
-        self._kv.forget(seq)
-        self._stop_running(seq)
-        self._finish(seq)
-
-    def plan(self) -> BatchPlan | None:
-        """Decide the next step; None when no request is unfinished."""
-        draft, prefills = self._plan_decodes()
-        budget = self._limits.max_num_batched_tokens - draft.num_tokens
+    def plan(self) -> Step | None:
+        """Decide the next step; None when there is nothing to compute, or not before a step in flight is committed."""
+        planned = self._plan_decodes()
+        if planned is None:
+            return None
+        step, prefills = planned
+        most = self._limits.max_num_batched_tokens
+        paced = most if self._pace is None else min(most, self._pace(step))
+        budget = paced - step.num_tokens
         for seq in prefills:
-            budget -= self._add_chunk(draft, seq, budget)
-        draft.blocked_by = self._blocked_by = self._admit(draft, budget)
-        return draft.freeze() if draft.sequences else None
+            budget -= self._add_chunk(step, seq, budget)
+        if self._kv.has_surplus:
+            self._compact(step)
+        step.blocked_by = self._admit(step, budget)
+        if step.blocked_by is BlockedBy.BUDGET and paced < most:
+            step.blocked_by = BlockedBy.STEP_TIME
+        self._blocked_by = step.blocked_by
+        if not step.sequences:
+            return None
+        self._launch(step)
+        return step
 
-    def commit(
-        self, plan: BatchPlan, sampled_token_ids: Collection[int | None]
-    ) -> list[tuple[Sequence, FinishReason | None]]:
-        """Record what the model computed.
+    def commit(self, step: Step, sampled_token_ids: Collection[int | None]) -> list[tuple[Sequence, Ending | None]]:
+        """Record what the model computed in the oldest step in flight.
 
         Args:
-            sampled_token_ids: one for each sequence that samples, in the plan's order; None for one that has ended since.
+            sampled_token_ids: one for each entry that samples, in the plan's order; None where the model's logits gave
+                none. Such a sequence has failed, and its blocks leave the prefix cache: what they hold cannot be trusted.
 
         Returns:
-            Each sequence that got a token (its last), with the reason if that ended it. A stop token is kept as the
-            sequence's last token. Sequences that were aborted or failed since the plan are left out.
+            Each sequence that got a token (its last) or failed, with the reason if that ended it. A stop token is kept as
+            the sequence's last token. Sequences that have ended since the plan are left out.
 
         Raises:
-            ValueError: not as many tokens as the plan samples.
+            ValueError: not as many tokens as the plan samples, or another step is older.
         """
-        if len(sampled_token_ids) != sum(plan.samples):
+        if not self._in_flight or self._in_flight[0] is not step:
+            raise ValueError("commit() takes steps in the order in which they were planned, each once.")
+        if len(sampled_token_ids) != sum(step.samples):
             raise ValueError(
-                f"got {len(sampled_token_ids)} sampled tokens for a plan that samples {sum(plan.samples)}."
+                f"got {len(sampled_token_ids)} sampled tokens for a plan that samples {sum(step.samples)}."
             )
+        self._in_flight.popleft()
+        results = self._take_tokens(step, iter(sampled_token_ids))
+        if self._leaving:
+            self._let_go(step.plan.number)
+        return results
+
+    def _take_tokens(self, step: Step, tokens: Iterator[int | None]) -> list[tuple[Sequence, Ending | None]]:
         block_size = self._kv.block_size
-        tokens = iter(sampled_token_ids)
-        results: list[tuple[Sequence, FinishReason | None]] = []
+        results: list[tuple[Sequence, Ending | None]] = []
         # the hot loop: some 256 turns a step, so the checks of the common case are spelled out here
-        for seq, start, num, samples in zip(plan.sequences, plan.starts, plan.num_scheduled, plan.samples, strict=True):
+        for seq, start, num, samples in zip(step.sequences, step.starts, step.num_scheduled, step.samples, strict=True):
             token = next(tokens) if samples else None
             if seq.row is None:
-                continue  # aborted or failed since the plan
-            seq.num_computed_tokens = start + num
+                continue  # it has ended since the plan
+            if samples and token is None:
+                self._fail(seq)
+                results.append((seq, "failed"))
+                continue
             if start % block_size + num >= block_size:
                 self._kv.register(seq, start, start + num)
             if token is None:
                 continue
             token_ids = seq.token_ids
             token_ids.append(token)
+            seq.num_pending_tokens -= 1
             if token in seq.stop_token_ids or len(token_ids) >= seq.max_total_tokens:
                 self._stop_running(seq)
                 self._finish(seq)
@@ -186,19 +272,26 @@ class Scheduler:
                 results.append((seq, None))
         return results
 
-    def _plan_decodes(self) -> tuple[BatchDraft, list[Sequence]]:
-        """Return a draft of all decodes, each with a block for its token, and the sequences with more to compute."""
-        preempted: list[Sequence] = []
-        draft, growing, prefills = self._sort_running()
-        while len(growing) > self._kv.num_growable_blocks:
-            preempted.append(self._preempt())
-            draft, growing, prefills = self._sort_running()
-        self._kv.grow(growing)
-        draft.preempted = preempted
-        return draft, prefills
+    def _plan_decodes(self) -> tuple[Step, list[Sequence]] | None:
+        """Return a step of all decodes, each with a block for its token, and the sequences with more to compute.
 
-    def _sort_running(self) -> tuple[BatchDraft, list[Sequence], list[Sequence]]:
-        """Return a draft of all decodes, those among them whose blocks are full, and all other sequences."""
+        None when there are too few blocks, and what is in flight may free some.
+        """
+        preempted: list[Sequence] = []
+        step, growing, prefills = self._sort_running()
+        while len(growing) > self._kv.num_growable_blocks or (self._hurry and self.kv_drains):
+            if self._in_flight:
+                return None
+            preempted.append(self._preempt())
+            step, growing, prefills = self._sort_running()
+        self._hurry = False
+        self._kv.grow(growing)
+        step.table_writes += [TableWrite(_row(seq), len(seq.block_table) - 1, seq.block_table[-1:]) for seq in growing]
+        step.preempted = preempted
+        return step, prefills
+
+    def _sort_running(self) -> tuple[Step, list[Sequence], list[Sequence]]:
+        """Return a step of all decodes, those among them whose blocks are full, and the sequences with more to compute."""
         block_size = self._kv.block_size
         decodes: list[Sequence] = []
         starts: list[int] = []
@@ -206,21 +299,49 @@ class Scheduler:
         prefills: list[Sequence] = []
         for seq in self._running.values():
             start = seq.num_computed_tokens
-            if len(seq.token_ids) - start != 1:
+            num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+            if num_tokens - start != 1:
                 prefills.append(seq)
                 continue
+            if num_tokens >= seq.max_total_tokens:
+                continue  # its last token is pending
             decodes.append(seq)
             starts.append(start)
             if start % block_size == 0 and start == len(seq.block_table) * block_size:
                 growing.append(seq)
-        return BatchDraft.of_decodes(decodes, starts), growing, prefills
+        return Step.of_decodes(decodes, starts), growing, prefills
 
-    def _admit(self, draft: BatchDraft, budget: int) -> BlockedBy:
+    def _compact(self, step: Step) -> None:
+        """Have blocks moved out of memory that a lowered limit gives up, where the step can do it."""
+        self._last_look_up = None  # it names blocks
+        if not step.sequences:
+            self._kv.evict_surplus()
+            return
+        moved, entries = self._kv.compact(self._running.values(), MAX_BLOCK_COPIES)
+        step.block_copies += [BlockCopy(source, target) for source, target in moved.items()]
+        step.table_writes += [TableWrite(_row(seq), at, [seq.block_table[at]]) for seq, at in entries]
+
+    def _launch(self, step: Step) -> None:
+        """Count a whole step as computed."""
+        step.seal(self._num_planned)
+        self._num_planned += 1
+        self._in_flight.append(step)
+        num_decodes = step.num_decodes
+        for seq in islice(step.sequences, num_decodes):
+            seq.num_computed_tokens += 1
+            seq.num_pending_tokens += 1
+        for seq, num, samples in zip(
+            step.sequences[num_decodes:], step.num_scheduled[num_decodes:], step.samples[num_decodes:], strict=True
+        ):
+            seq.num_computed_tokens += num
+            seq.num_pending_tokens += samples
+
+    def _admit(self, step: Step, budget: int) -> BlockedBy:
         """Admit from the head of the queue while limits allow; return what keeps the next one out."""
         if len(self._running) < self._limits.max_num_seqs:
             self._waiting.settle()
         while self._waiting:
-            if draft.preempted:
+            if step.preempted:
                 return BlockedBy.KV
             if len(self._running) >= self._limits.max_num_seqs:
                 return BlockedBy.SEQS
@@ -231,9 +352,9 @@ class Scheduler:
             if self._chunk_len(len(seq.token_ids) - match.num_tokens, budget) == 0:
                 return BlockedBy.BUDGET
             self._last_look_up = None  # it would not hold any more if the sequence were preempted
-            self._start_running(self._waiting.admit_head(match.num_tokens), match)
-            _count_admission(draft, seq, match, self._kv.enable_prefix_caching)
-            budget -= self._add_chunk(draft, seq, budget)
+            self._start_running(step, self._waiting.admit_head(match.num_tokens), match)
+            _count_admission(step, seq, match, self._kv.enable_prefix_caching)
+            budget -= self._add_chunk(step, seq, budget)
         return BlockedBy.NONE
 
     def _look_up(self, seq: Sequence, budget: int) -> PrefixMatch:
@@ -246,11 +367,11 @@ class Scheduler:
         self._last_look_up = (seq.arrival_index, match)
         return match
 
-    def _add_chunk(self, draft: BatchDraft, seq: Sequence, budget: int) -> int:
+    def _add_chunk(self, step: Step, seq: Sequence, budget: int) -> int:
         """Schedule as much of the sequence as the budget allows; return how many tokens that is."""
         num_tokens = self._chunk_len(len(seq.token_ids) - seq.num_computed_tokens, budget)
         if num_tokens > 0:
-            draft.add_chunk(seq, num_tokens)
+            step.add_chunk(seq, num_tokens)
         return num_tokens
 
     def _chunk_len(self, num_remaining: int, budget: int) -> int:
@@ -272,31 +393,57 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         return seq
 
-    def _start_running(self, seq: Sequence, match: PrefixMatch) -> None:
+    def _start_running(self, step: Step, seq: Sequence, match: PrefixMatch) -> None:
         self._kv.admit(seq, match)
-        seq.row = heapq.heappop(self._free_rows)
+        row = seq.row = heapq.heappop(self._free_rows)
         seq.status = SequenceStatus.RUNNING
         self._running[seq.request_id] = seq
+        self._num_row_starts += 1
+        step.row_starts.append(RowStart(row, self._num_row_starts, seq.token_ids[-1], seq.sampling))
+        step.table_writes.append(TableWrite(row, 0, seq.block_table.copy()))
 
     def _stop_running(self, seq: Sequence) -> None:
-        assert seq.row is not None, f"{seq!r} runs without a row"
-        heapq.heappush(self._free_rows, seq.row)
+        heapq.heappush(self._free_rows, _row(seq))
         seq.row = None
         del self._running[seq.request_id]
         self._waiting.release(seq)
-        self._kv.free(seq)
+        blocks = self._kv.detach(seq)
+        last_step = next((step for step in reversed(self._in_flight) if seq in step.sequences), None)
+        if last_step is None:
+            self._kv.release(blocks)
+        else:
+            self._leaving.append((last_step.plan.number, blocks))
+
+    def _let_go(self, number: int) -> None:
+        """Free the blocks of ended sequences that no step after this one may touch."""
+        for last_step, blocks in self._leaving:
+            if last_step <= number:
+                self._kv.release(blocks)
+        self._leaving = [one for one in self._leaving if one[0] > number]
+
+    def _fail(self, seq: Sequence) -> None:
+        """End a running sequence whose computation went wrong."""
+        self._kv.forget(seq)
+        self._stop_running(seq)
+        self._finish(seq)
 
     def _finish(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.FINISHED
         del self._unfinished[seq.request_id]
 
 
-def _count_admission(draft: BatchDraft, seq: Sequence, match: PrefixMatch, queried: bool) -> None:
+def _row(seq: Sequence) -> int:
+    assert seq.row is not None, f"{seq!r} runs without a row"
+    return seq.row
+
+
+def _count_admission(step: Step, seq: Sequence, match: PrefixMatch, queried: bool) -> None:
     if seq.num_preemptions > 0:
-        draft.num_recomputed_tokens += max(0, seq.num_lost_tokens - match.num_tokens)
+        step.num_recomputed_tokens += max(0, seq.num_lost_tokens - match.num_tokens)
         seq.num_lost_tokens = 0
         return
     seq.num_cached_tokens = match.num_tokens
-    draft.num_prefix_hit_tokens += match.num_tokens
+    if match.num_tokens:
+        step.num_cached_tokens[seq.request_id] = match.num_tokens
     if queried:
-        draft.num_prefix_queried_tokens += seq.num_prompt_tokens
+        step.num_prefix_queried_tokens += seq.num_prompt_tokens

@@ -15,8 +15,8 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.stats import StepStats
-from flyball_runtime.engine import engine as engine_module
 from flyball_runtime.engine import messages, process
+from flyball_runtime.engine import start as start_module
 from flyball_runtime.engine.heartbeat import Heartbeat
 from flyball_runtime.engine.process import Addresses, EngineProcess, run_engine
 from runtime.fake_engine import ENVELOPE, LIMITS, FakeEngine, step_stats
@@ -196,7 +196,7 @@ def test_what_loading_made_is_left_out_of_garbage_collections(monkeypatch: pytes
         def serve(self) -> None:
             frozen.append(gc.get_freeze_count())
 
-    monkeypatch.setattr(engine_module, "Engine", lambda *_, **__: StubEngine())
+    monkeypatch.setattr(start_module, "start_engine", lambda *_, **__: StubEngine())
     monkeypatch.setattr(process, "EngineProcess", Recorder)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     gc.unfreeze()

@@ -34,12 +34,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_gives_what_weights_and_steps_leave(model: ModelConfig) -> None:
     got = size(model, gpu_memory_utilization=0.75, step_bytes=50 * BLOCK_BYTES)
-    assert got == KVCacheSize(num_blocks=700 - 250 - 50, bytes_per_block=BLOCK_BYTES)
+    assert got == (400, 400)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_no_more_than_full_sequences_need(model: ModelConfig) -> None:
-    assert size(model, max_num_seqs=3).num_blocks == 3 * 4
+    assert size(model, max_num_seqs=3) == (12, 12)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -51,4 +51,14 @@ def test_too_little_for_one_sequence(model: ModelConfig) -> None:
 
 
 def test_the_flag_wins(model: ModelConfig) -> None:
-    assert size(model, kv_cache_memory_bytes=5 * BLOCK_BYTES + 1).num_blocks == 5
+    assert size(model, kv_cache_memory_bytes=5 * BLOCK_BYTES + 1) == (5, 5)
+
+
+def test_it_may_grow_past_its_start_where_memory_comes_on_use(model: ModelConfig) -> None:
+    sizes = {"kv_cache_memory_bytes": 5 * BLOCK_BYTES, "kv_cache_memory_max_bytes": 9 * BLOCK_BYTES}
+    config = EngineConfig(model="", served_model_name="", max_num_seqs=2, **sizes)
+    on_cpu = {"dtype": "float32", "device": torch.device("cpu"), "step_bytes": 0}
+    assert resolve_kv_cache(config, model, max_model_len=80, **on_cpu) == (5, 9)  # type: ignore[arg-type]
+    assert resolve_kv_cache(config, model, max_model_len=64, **on_cpu) == (5, 8), "two sequences need no more"  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--kv-cache-memory-max needs a KV cache that can grow"):
+        size(model, **sizes)

@@ -13,8 +13,8 @@ import zmq
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.engine import engine as engine_module
 from flyball_runtime.engine import process, socket_folder
+from flyball_runtime.engine import start as start_module
 from flyball_runtime.engine.heartbeat import Heartbeat
 from flyball_runtime.engine.process import Addresses, run_engine
 from flyball_runtime.engine.socket_folder import make_socket_folder
@@ -55,7 +55,7 @@ def test_the_engine_removes_it_when_the_api_process_was_killed(
 
         def serve(self) -> None: ...
 
-    monkeypatch.setattr(engine_module, "Engine", lambda *_, **__: None)
+    monkeypatch.setattr(start_module, "start_engine", lambda *_, **__: None)
     monkeypatch.setattr(process, "EngineProcess", Served)
     monkeypatch.setattr(process, "freeze_startup_objects", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)

@@ -88,5 +88,20 @@ def test_preempted(case: Case) -> None:
     assert [outputs[str(index)] for index in range(len(case.prompts))] == case.expected
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_seqs": 4, "max_num_batched_tokens": 7}, {"max_num_seqs": 1}],
+    ids=["whole", "chunked", "alone"],
+)
+def test_planned_ahead(case: Case, settings: dict[str, int]) -> None:
+    assert generate(case.engine(async_scheduling=True, **settings), case.prompts) == case.expected
+
+
+def test_planned_ahead_and_preempted(case: Case) -> None:
+    kv_bytes = _bytes_of_blocks(case, 10)
+    engine = case.engine(async_scheduling=True, max_model_len=144, kv_cache_memory_bytes=kv_bytes)
+    assert generate(engine, case.prompts) == case.expected
+
+
 def _bytes_of_blocks(case: Case, num_blocks: int) -> int:
     return num_blocks * 16 * ModelConfig.from_dir(case.path).kv_bytes_per_token("float32")

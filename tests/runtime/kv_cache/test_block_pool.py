@@ -171,6 +171,65 @@ def test_raising_capacity_in_a_drain_keeps_room_to_grow():
     assert (pool.num_admissible, pool.num_growable) == (0, 1)
 
 
+# memory
+
+
+def test_the_lowest_free_block_is_taken():
+    pool = BlockPool(4)
+    blocks = pool.take(4)
+    pool.release([blocks[2], blocks[0], blocks[3]])
+    assert pool.take(2) == [0, 2]
+
+
+def test_memory_that_nobody_uses_is_given_up_at_once_and_taken_again():
+    pool = BlockPool(8)
+    pool.take(3)
+    pool.set_capacity(4)
+    assert (pool.size, pool.has_surplus) == (4, False)
+    pool.set_capacity(6)
+    assert pool.size == 6
+
+
+def test_a_drain_keeps_its_memory_until_what_is_in_use_fits():
+    pool = BlockPool(8)
+    blocks = pool.take(6)
+    pool.set_capacity(4)
+    assert (pool.size, pool.has_surplus, pool.num_growable) == (8, False, 2)
+    pool.release(blocks[:1])
+    assert (pool.size, pool.has_surplus) == (8, False)
+    pool.release(blocks[1:2])
+    assert (pool.size, pool.has_surplus, pool.surplus()) == (6, True, [5, 4])
+
+
+def test_moved_blocks_keep_references_content_and_order():
+    pool = BlockPool(8)
+    low, high = pool.take(4), pool.take(4)
+    pool.register(high, [b"a", b"b", b"c", b"d"])
+    pool.share(high[3])
+    pool.release(high[:3])
+    pool.release(low)
+    pool.set_capacity(5)
+    assert pool.surplus() == [7, 6, 5]
+    assert pool.move([7, 6, 5]) == {7: 0, 6: 1, 5: 2}
+    pool.trim()
+    assert (pool.size, pool.num_refs(0), pool.num_refs(7)) == (5, 2, 0)
+    assert pool.find([b"a", b"b", b"c", b"d"]) == [4, 2, 1, 0]
+    assert counts(pool) == (4, 1, 3)
+    assert pool.take(2) == [4, 3], "a is the oldest"
+    assert pool.take(1) == [2]
+
+
+def test_surplus_without_a_step_to_move_it_in_is_forgotten():
+    pool = BlockPool(6)
+    pool.take(1)
+    fill(pool, b"a", b"b", b"c")
+    pool.set_capacity(3)
+    assert (pool.surplus(), pool.size) == ([3], 4)
+    pool.evict_surplus()
+    pool.trim()
+    assert (pool.size, counts(pool), pool.find([b"b"])) == (3, (4, 1, 1), [2])
+
+
 def test_a_new_pool_is_free_and_tells_its_capacity():
     pool = BlockPool(4)
     assert [pool.num_refs(block) for block in range(4)] == [0] * 4

@@ -39,7 +39,7 @@ def test_a_prefix_is_found_after_its_owner_is_gone():
     prompt = list(range(10))
     first = make_sequence(prompt)
     admit(kv, first)
-    kv.free(first)
+    kv.release(kv.detach(first))
     assert (first.block_table, first.num_computed_tokens) == ([], 0)
     assert (kv.counts().used, kv.counts().cached) == (0, 2)
     assert admit(kv, make_sequence([*prompt[:8], 77])) == 8
@@ -79,7 +79,7 @@ def test_without_prefix_caching_nothing_is_shared_or_kept():
     first = make_sequence(range(9))
     assert admit(kv, first) == 0
     assert admit(kv, make_sequence(range(9))) == 0
-    kv.free(first)
+    kv.release(kv.detach(first))
     assert kv.counts().cached == 0
     assert first.block_hashes == []
 
@@ -102,7 +102,7 @@ def test_equal_blocks_computed_side_by_side_have_one_owner_each():
         kv.register(seq, 0, 9)
     assert not set(first.block_table) & set(second.block_table)
     assert kv.match_prefix(make_sequence(range(9))).blocks == first.block_table[:2]
-    kv.free(second)
+    kv.release(kv.detach(second))
     assert (kv.counts().used, kv.counts().cached) == (3, 0)
 
 
@@ -110,7 +110,7 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head():
     kv = KVCache(4, BLOCK_SIZE)
     seq = make_sequence(range(16))
     admit(kv, seq)
-    kv.free(seq)
+    kv.release(kv.detach(seq))
     admit(kv, make_sequence(7))
     assert kv.match_prefix(make_sequence(range(16))).num_tokens == 8
 
@@ -120,7 +120,7 @@ def test_blocks_needed_leave_out_what_others_hold_and_count_what_is_only_cached(
     running, gone = make_sequence(range(8)), make_sequence(range(100, 108))
     admit(kv, running)
     admit(kv, gone)
-    kv.free(gone)
+    kv.release(kv.detach(gone))
     assert kv.match_prefix(make_sequence([*range(8), 8])).num_blocks_needed == 1
     assert kv.match_prefix(make_sequence([*range(100, 108), 8])).num_blocks_needed == 3
 
@@ -129,7 +129,7 @@ def test_admission_may_use_its_own_cached_prefix_as_the_last_blocks():
     kv = KVCache(3, BLOCK_SIZE)
     first = make_sequence(range(9))
     admit(kv, first)
-    kv.free(first)
+    kv.release(kv.detach(first))
     again = make_sequence(range(12))
     assert admit(kv, again) == 8
     assert kv.counts().used == 3
@@ -141,7 +141,7 @@ def test_admission_does_not_evict_the_prefix_it_found():
     old, prefix = make_sequence(range(4)), make_sequence(range(100, 108))
     for seq in (prefix, old):
         admit(kv, seq)
-        kv.free(seq)
+        kv.release(kv.detach(seq))
     match = kv.match_prefix(longer := make_sequence([*range(100, 108), *range(8)]))
     kv.admit(longer, match)
     assert longer.block_table[:2] == match.blocks
@@ -177,5 +177,5 @@ def test_a_blocked_sequence_is_looked_up_again_as_soon_as_it_may_fit():
     blocked = make_sequence([*prefix, *range(50, 63)])
     match = kv.match_prefix(blocked)
     assert (match.num_blocks_needed, kv.can_admit(match), kv.still_blocked(blocked, match)) == (4, False, True)
-    kv.free(fillers[0])
+    kv.release(kv.detach(fillers[0]))
     assert (kv.still_blocked(blocked, match), kv.can_admit(kv.match_prefix(blocked))) == (False, True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flyball_runtime.core.sampling import MAX_SEED, SamplingParams
-from flyball_runtime.model.sampler import SamplingTensors, with_seed
+from flyball_runtime.core.sampling import MAX_SEED, SamplingParams, with_seed
+from flyball_runtime.model.sampler import SamplingTensors
 
 VOCAB_SIZE = 50
 SETTINGS = [

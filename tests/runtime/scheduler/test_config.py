@@ -10,9 +10,10 @@ def test_without_chunks_the_longest_prompt_must_fit_into_a_step():
         SchedulerConfig(max_model_len=4096, enable_chunked_prefill=False)
 
 
-def test_start_limits_are_everything():
-    config = SchedulerConfig(max_model_len=1024)
-    assert config.start_limits() == Limits(max_num_seqs=256, kv_cache_fraction=1.0, max_num_batched_tokens=2048)
+@pytest.mark.parametrize(("num_start_blocks", "fraction"), [(None, 1.0), (640, 1.0), (160, 0.25)])
+def test_start_limits_are_what_there_is_at_the_start(num_start_blocks: int | None, fraction: float):
+    limits = SchedulerConfig(max_model_len=1024, num_start_blocks=num_start_blocks).start_limits(640)
+    assert limits == Limits(max_num_seqs=256, kv_cache_fraction=fraction, max_num_batched_tokens=2048)
 
 
 @pytest.mark.parametrize(

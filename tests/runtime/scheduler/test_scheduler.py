@@ -6,7 +6,7 @@ from flyball_protocol import Limits
 from flyball_runtime.core.errors import ConfigError, EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
-from flyball_runtime.scheduler import BatchPlan, BlockedBy, Scheduler, SchedulerConfig
+from flyball_runtime.scheduler import BlockCopy, BlockedBy, RowStart, Scheduler, SchedulerConfig, Step, TableWrite
 from sequences import make_sequence
 
 BLOCK_SIZE = 4
@@ -32,14 +32,14 @@ def submit(
     return sequences
 
 
-def step(scheduler: Scheduler, token_id: int = TOKEN) -> BatchPlan:
+def step(scheduler: Scheduler, token_id: int = TOKEN) -> Step:
     plan = scheduler.plan()
     assert plan is not None
     scheduler.commit(plan, [token_id] * sum(plan.samples))
     return plan
 
 
-def scheduled(plan: BatchPlan) -> dict[str, int]:
+def scheduled(plan: Step) -> dict[str, int]:
     return {seq.request_id: num for seq, num in zip(plan.sequences, plan.num_scheduled, strict=True)}
 
 
@@ -62,21 +62,19 @@ def test_a_prompt_then_its_decodes():
     scheduler = make_scheduler()
     (seq,) = submit(scheduler, 6, max_tokens=3)
     plan = step(scheduler)
-    assert (plan.starts, plan.num_scheduled, plan.samples) == ((0,), (6,), (True,))
-    assert (plan.num_decodes, plan.num_tokens, plan.num_prefill_tokens) == (0, 6, 6)
+    assert (plan.starts, plan.num_scheduled, plan.samples) == ([0], [6], [True])
+    assert (plan.num_decodes, plan.num_tokens, plan.plan.num_prefill_tokens) == (0, 6, 6)
     plan = step(scheduler)
-    assert (plan.starts, plan.num_scheduled, plan.samples) == ((6,), (1,), (True,))
-    assert (plan.num_decodes, plan.num_tokens, plan.num_prefill_tokens) == (1, 1, 0)
+    assert (plan.starts, plan.num_scheduled, plan.samples) == ([6], [1], [True])
+    assert (plan.num_decodes, plan.num_tokens, plan.plan.num_prefill_tokens) == (1, 1, 0)
     assert seq.num_output_tokens == 2
 
 
 def test_a_plan_does_not_change():
     scheduler = make_scheduler()
     submit(scheduler, 6)
-    plan = scheduler.plan()
     with pytest.raises(AttributeError):
-        plan.num_tokens = 0
-    assert isinstance(plan.sequences, tuple)
+        scheduler.plan().plan.num_tokens = 0
 
 
 def test_decodes_come_first_then_chunks_in_progress_then_new_requests():
@@ -87,7 +85,7 @@ def test_decodes_come_first_then_chunks_in_progress_then_new_requests():
     assert scheduled(step(scheduler)) == {chunked.request_id: 1, long.request_id: 9}
     plan = step(scheduler)
     assert list(scheduled(plan).items()) == [(chunked.request_id, 1), (long.request_id, 7), (new.request_id, 2)]
-    assert plan.samples == (True, True, False)
+    assert plan.samples == [True, True, False]
     assert plan.num_tokens == 10
 
 
@@ -125,7 +123,7 @@ def test_a_found_prefix_is_not_computed_again():
     second = step(scheduler)
     assert (first.num_prefix_queried_tokens, first.num_prefix_hit_tokens) == (13, 0)
     assert (second.num_prefix_queried_tokens, second.num_prefix_hit_tokens) == (13, 12)
-    assert (second.starts, second.num_scheduled, again.num_cached_tokens) == ((12,), (1,), 12)
+    assert (second.starts, second.num_scheduled, again.num_cached_tokens) == ([12], [1], 12)
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [5, 6, 7, 8])
@@ -247,6 +245,51 @@ def test_blocked_by_nothing_when_nobody_waits():
     assert scheduler.blocked_by is BlockedBy.NONE
 
 
+# what a governor and a simulator need
+
+
+def test_a_pace_takes_tokens_from_a_step_and_is_named_for_it():
+    seen = []
+
+    def pace(step: Step) -> int:
+        seen.append((step.num_decodes, step.num_context_tokens))
+        return 5
+
+    config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler = Scheduler(config, KVCache(64, BLOCK_SIZE), pace=pace)
+    submit(scheduler, 4, 8)
+    plan = step(scheduler)
+    assert (plan.num_tokens, plan.blocked_by) == (5, BlockedBy.NONE)
+    (late,) = submit(scheduler, 3)
+    plan = step(scheduler)
+    assert (plan.num_tokens, plan.blocked_by) == (5, BlockedBy.STEP_TIME)
+    assert seen == [(0, 0), (1, 5)]
+    assert scheduler.head is late
+    assert list(scheduler.waiting) == [late]
+    assert len(list(scheduler.running)) == 2
+
+
+def test_a_pace_never_raises_the_budget_nor_holds_decodes_back():
+    for tokens, expected in ((1000, 64), (0, 2)):
+        config = SchedulerConfig(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=64)
+        scheduler = Scheduler(
+            config, KVCache(64, BLOCK_SIZE), pace=lambda step, tokens=tokens: tokens if step.num_decodes else 64
+        )
+        submit(scheduler, 2, 2)
+        step(scheduler)
+        scheduler.submit(make_sequence(90, max_model_len=96))
+        assert step(scheduler).num_tokens == expected
+
+
+def test_another_policy_may_be_given():
+    config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=1, max_num_batched_tokens=64)
+    scheduler = Scheduler(
+        config, KVCache(64, BLOCK_SIZE), policy=lambda seq: (seq.num_prompt_tokens, seq.arrival_index)
+    )
+    _, short = submit(scheduler, 9, 2)
+    assert step(scheduler).sequences == [short]
+
+
 # ends
 
 
@@ -290,8 +333,8 @@ def test_a_wrong_number_of_sampled_tokens_is_refused_before_anything_changes(sam
     plan = scheduler.plan()
     with pytest.raises(ValueError, match=f"got {len(sampled)} sampled tokens for a plan that samples 1"):
         scheduler.commit(plan, sampled)
-    assert seq.num_computed_tokens == 0
-    scheduler.commit(plan, [1])
+    assert len(seq.token_ids) == 3
+    assert scheduler.commit(plan, [1]) == [(seq, None)]
 
 
 def test_the_blocks_of_a_finished_sequence_are_free_or_cached():
@@ -347,9 +390,7 @@ def test_a_sequence_aborted_while_the_model_runs_gets_no_token():
 def test_a_failed_sequence_frees_its_blocks_and_leaves_nothing_in_the_prefix_cache():
     scheduler = make_scheduler()
     failed, stays = submit(scheduler, 9, 3)
-    plan = scheduler.plan()
-    scheduler.fail(failed)
-    assert scheduler.commit(plan, [None, 8]) == [(stays, None)]
+    assert scheduler.commit(scheduler.plan(), [None, 8]) == [(failed, "failed"), (stays, None)]
     assert (failed.status, failed.row, failed.num_output_tokens) == (SequenceStatus.FINISHED, None, 0)
     blocks = scheduler._kv.counts()
     assert (blocks.used, blocks.cached) == (1, 0)
@@ -363,11 +404,101 @@ def test_blocks_that_earlier_steps_cached_are_forgotten_when_a_sequence_fails():
     (shares,) = submit(scheduler, [*failed.token_ids[:8], 5])
     plan = scheduler.plan()
     assert shares.num_cached_tokens == 8
-    scheduler.fail(failed)
     scheduler.commit(plan, [None, 8])
     (after,) = submit(scheduler, [*failed.token_ids[:8], 6])
     step(scheduler)
     assert after.num_cached_tokens == 0
+
+
+# steps in flight
+
+
+def test_the_next_step_is_planned_before_the_last_is_committed():
+    scheduler = make_scheduler()
+    (seq,) = submit(scheduler, 3, max_tokens=3)
+    first, second = scheduler.plan(), scheduler.plan()
+    assert (second.starts, second.num_decodes, second.plan.token_ids) == ([3], 1, [])
+    assert (seq.num_computed_tokens, seq.num_pending_tokens, len(seq.token_ids)) == (4, 2, 3)
+    assert scheduler.commit(first, [7]) == [(seq, None)]
+    third = scheduler.plan()
+    assert scheduler.plan() is None, "its last token is pending"
+    assert scheduler.commit(second, [8]) == [(seq, None)]
+    assert scheduler.commit(third, [9]) == [(seq, "length")]
+    assert seq.token_ids[3:] == [7, 8, 9]
+
+
+def test_steps_are_committed_in_their_order_and_once():
+    scheduler = make_scheduler()
+    submit(scheduler, 3)
+    first, second = scheduler.plan(), scheduler.plan()
+    with pytest.raises(ValueError, match="in the order in which they were planned"):
+        scheduler.commit(second, [7])
+    scheduler.commit(first, [7])
+    with pytest.raises(ValueError, match="each once"):
+        scheduler.commit(first, [7])
+
+
+def test_a_token_behind_a_stop_token_is_dropped_and_the_blocks_are_free_when_its_step_has_ended():
+    scheduler = make_scheduler(caching=False)
+    (seq,) = submit(scheduler, 3)
+    first, second = scheduler.plan(), scheduler.plan()
+    assert scheduler.commit(first, [0]) == [(seq, "stop")]
+    assert (seq.block_table, scheduler._kv.counts().used) == ([], 1), "the second step still writes there"
+    assert scheduler.plan() is None
+    assert scheduler.commit(second, [7]) == []
+    assert (seq.token_ids[3:], scheduler._kv.counts().used) == ([0], 0)
+
+
+def test_blocks_of_an_aborted_sequence_are_free_when_its_last_step_has_ended():
+    scheduler = make_scheduler(caching=False)
+    gone, stays = submit(scheduler, 3, 3)
+    first, second = scheduler.plan(), scheduler.plan()
+    scheduler.abort(gone.request_id)
+    third = scheduler.plan()
+    assert third.sequences == [stays]
+    used = [scheduler._kv.counts().used]
+    for planned, tokens in ((first, [7, 8]), (second, [7, 8]), (third, [8])):
+        scheduler.commit(planned, tokens)
+        used.append(scheduler._kv.counts().used)
+    assert used == [3, 3, 2, 2], "the second step may still write to a block of the aborted one"
+
+
+def test_a_row_goes_to_another_sequence_while_a_step_of_the_last_is_in_flight():
+    scheduler = make_scheduler(max_num_seqs=1)
+    gone, new = submit(scheduler, 3, 4)
+    first = scheduler.plan()
+    scheduler.abort(gone.request_id)
+    second = scheduler.plan()
+    (start,) = second.plan.row_starts
+    assert (start.row, start.epoch, second.sequences) == (0, 2, [new])
+    assert scheduler.commit(first, [7]) == []
+    assert scheduler.commit(second, [8]) == [(new, None)]
+
+
+def test_nobody_is_preempted_while_a_step_in_flight_may_free_blocks():
+    scheduler = make_scheduler(num_blocks=10, caching=False)
+    first, second = submit(scheduler, 19, 19)
+    step(scheduler)
+    ahead = scheduler.plan()
+    assert scheduler.plan() is None, "each needs one more of the 10 blocks"
+    assert scheduler.num_in_flight == 1
+    scheduler.commit(ahead, [7, 0])
+    assert second.status is SequenceStatus.FINISHED
+    assert (scheduler.plan().sequences, first.num_preemptions) == ([first], 0)
+
+
+def test_a_plan_says_what_changes_and_no_more():
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    (seq,) = submit(scheduler, [5, 6, 7, 8, 9, 10, 11])
+    plan = step(scheduler).plan
+    assert plan.row_starts == [RowStart(0, 1, 11, seq.sampling)]
+    assert plan.table_writes == [TableWrite(0, 0, seq.block_table)]
+    assert (plan.rows, plan.token_ids, plan.samples, plan.prefill_work) == ([0], [5, 6, 7, 8, 9, 10], [False], 21)
+    plan = step(scheduler).plan
+    assert (plan.row_starts, plan.table_writes, plan.token_ids) == ([], [], []), "the row has the last token"
+    assert (plan.num_decodes, plan.starts, plan.num_context_tokens) == (1, [6], 7)
+    assert (step(scheduler).plan.table_writes, len(seq.block_table)) == ([], 2)
+    assert step(scheduler).plan.table_writes == [TableWrite(0, 2, seq.block_table[2:])]
 
 
 # preemption
@@ -387,9 +518,9 @@ def test_the_last_arrival_is_preempted_and_waits_first():
     first, second = fill_pool(scheduler)
     submit(scheduler, 1)
     plan = step(scheduler)
-    assert plan.preempted == (second,)
+    assert plan.preempted == [second]
     assert plan.blocked_by is BlockedBy.KV
-    assert plan.sequences == (first,), "nothing is admitted in a step that preempted"
+    assert plan.sequences == [first], "nothing is admitted in a step that preempted"
     assert (second.status, second.row, second.block_table, second.num_computed_tokens) == (
         SequenceStatus.WAITING, None, [], 0,
     )  # fmt: skip
@@ -403,7 +534,7 @@ def test_a_preempted_sequence_keeps_its_tokens_and_counts_what_it_computes_again
     assert step(scheduler).num_recomputed_tokens == 0
     scheduler.abort(first.request_id)
     plan = step(scheduler)
-    assert (plan.starts, plan.num_scheduled, plan.num_recomputed_tokens) == ((0,), (21,), 20)
+    assert (plan.starts, plan.num_scheduled, plan.num_recomputed_tokens) == ([0], [21], 20)
     assert (second.num_output_tokens, second.num_preemptions) == (3, 1)
 
 
@@ -413,7 +544,7 @@ def test_what_the_prefix_cache_kept_is_not_recomputed():
     step(scheduler)
     scheduler.abort(first.request_id)
     plan = step(scheduler)
-    assert (plan.starts, plan.num_recomputed_tokens) == ((16,), 4)
+    assert (plan.starts, plan.num_recomputed_tokens) == ([16], 4)
     assert second.num_cached_tokens == 0, "a sequence's own blocks are no prefix hit"
     assert (plan.num_prefix_queried_tokens, plan.num_prefix_hit_tokens) == (0, 0)
 
@@ -427,7 +558,7 @@ def test_what_several_readmitted_sequences_compute_again_adds_up():
     assert set(step(scheduler).preempted) == {second, third}
     scheduler.abort(first.request_id)
     plan = step(scheduler)
-    assert (plan.num_scheduled, plan.num_recomputed_tokens) == ((5, 5), 4 + 4)
+    assert (plan.num_scheduled, plan.num_recomputed_tokens) == ([5, 5], 4 + 4)
 
 
 def test_a_sequence_that_finds_more_cached_than_it_lost_computes_nothing_again():
@@ -436,8 +567,8 @@ def test_a_sequence_that_finds_more_cached_than_it_lost_computes_nothing_again()
     prompt = list(range(1, 25))
     submit(scheduler, prompt)
     (preempted,) = submit(scheduler, [*prompt, 25])
-    assert step(scheduler).num_scheduled == (24, 4)
-    assert step(scheduler).preempted == (preempted,)
+    assert step(scheduler).num_scheduled == [24, 4]
+    assert step(scheduler).preempted == [preempted]
     plan = step(scheduler)
     assert (plan.sequences[1], plan.starts[1], plan.num_recomputed_tokens) == (preempted, 24, 0)
 
@@ -448,13 +579,13 @@ def test_the_lowest_priority_is_preempted():
     step(scheduler)
     step(scheduler)
     plan = step(scheduler)
-    assert (plan.preempted, plan.sequences) == ((low,), (high,))
+    assert (plan.preempted, plan.sequences) == ([low], [high])
 
 
 def test_priority_is_admitted_in_its_order():
     scheduler = make_scheduler(max_num_seqs=2, policy="priority")
     c, a, b = submit(scheduler, 1, priority=2) + submit(scheduler, 1, 1, priority=1)
-    assert step(scheduler).sequences == (a, b)
+    assert step(scheduler).sequences == [a, b]
     assert c.status is SequenceStatus.WAITING
 
 
@@ -462,7 +593,7 @@ def test_a_lone_sequence_grows_to_the_model_length():
     scheduler = make_scheduler(num_blocks=MAX_MODEL_LEN // BLOCK_SIZE)
     (seq,) = submit(scheduler, 1)
     while scheduler.num_running or scheduler.num_waiting:
-        assert step(scheduler).preempted == ()
+        assert step(scheduler).preempted == []
     assert len(seq.token_ids) == MAX_MODEL_LEN
 
 
@@ -526,11 +657,61 @@ def test_lowering_the_kv_fraction_drains_without_preemption():
     assert (scheduler.effective.kv_cache_fraction, scheduler._kv.capacity) == (11 / 16, 8)
     for _ in range(6):
         plan = step(scheduler)
-        assert (plan.sequences, plan.preempted, plan.blocked_by) == ((first, second), (), BlockedBy.KV)
+        assert (plan.sequences, plan.preempted, plan.blocked_by) == ([first, second], [], BlockedBy.KV)
     assert scheduler._kv.counts().used == 15, "running sequences go on growing"
     scheduler.abort(second.request_id)
-    assert scheduler.effective == scheduler.limits
+    assert (scheduler.effective.kv_cache_fraction, scheduler._kv.size) == (14 / 16, 14), (
+        "memory is still to be given back"
+    )
     assert step(scheduler).blocked_by is BlockedBy.NONE
+    assert (scheduler.effective, scheduler._kv.size) == (scheduler.limits, 8)
+
+
+def test_blocks_move_down_when_memory_is_given_up():
+    scheduler = make_scheduler(num_blocks=16)
+    gone, stays = submit(scheduler, 17, 18)
+    step(scheduler)
+    assert stays.block_table == [5, 6, 7, 8, 9]
+    scheduler.abort(gone.request_id)
+    scheduler.set_limits(limits(scheduler, kv_cache_fraction=0.5))
+    assert (scheduler.effective.kv_cache_fraction, scheduler._kv.size) == (10 / 16, 10), "what nobody uses goes at once"
+    (behind,) = submit(scheduler, [*stays.token_ids[:16], 1])
+    plan = step(scheduler).plan
+    assert plan.block_copies == [BlockCopy(9, 3), BlockCopy(8, 4)]
+    assert (stays.block_table, scheduler._kv.size) == ([5, 6, 7, 4, 3], 8)
+    assert behind.block_table[:4] == [5, 6, 7, 4], "what moved is still found"
+    moves = [TableWrite(stays.row, 4, [3]), TableWrite(stays.row, 3, [4])]
+    assert plan.table_writes == [*moves, TableWrite(behind.row, 0, behind.block_table)]
+
+
+def test_with_nothing_to_compute_what_is_cached_above_a_lowered_limit_is_forgotten():
+    scheduler = make_scheduler(num_blocks=16)
+    seq, _ = submit(scheduler, 31, 31, max_tokens=1)
+    step(scheduler)
+    scheduler.set_limits(limits(scheduler, kv_cache_fraction=0.5))
+    assert (scheduler._kv.size, scheduler._kv.counts().cached) == (15, 8)
+    scheduler.give_back()
+    assert (scheduler._kv.size, scheduler._kv.counts().cached) == (8, 1)
+    assert scheduler.effective == scheduler.limits
+    (again,) = submit(scheduler, seq.token_ids[:31])
+    step(scheduler)
+    assert again.num_cached_tokens == 4
+
+
+def test_a_drain_in_a_hurry_preempts_until_what_runs_fits():
+    scheduler = make_scheduler(num_blocks=16, caching=False)
+    first, second, third = submit(scheduler, 12, 12, 12)
+    step(scheduler)
+    ahead = scheduler.plan()
+    scheduler.set_limits(limits(scheduler, kv_cache_fraction=0.5))
+    assert scheduler.kv_drains
+    scheduler.hurry()
+    assert scheduler.plan() is None, "a step in flight may end somebody"
+    scheduler.commit(ahead, [TOKEN] * 3)
+    plan = step(scheduler)
+    assert (plan.preempted, plan.sequences) == ([third], [first, second])
+    assert not scheduler.kv_drains
+    assert (scheduler.effective, scheduler._kv.size) == (scheduler.limits, 8)
 
 
 def test_lowering_the_budget_below_the_decodes_drains():
@@ -588,12 +769,12 @@ def test_admission_says_how_much_of_each_prompt_was_cached():
     prompts = [list(range(100 * i, 100 * i + 10)) for i in (1, 2, 3)]
     for prompt in prompts[:2]:
         submit(scheduler, prompt, max_tokens=1)
-        assert step(scheduler).num_cached_tokens() == {}
+        assert step(scheduler).num_cached_tokens == {}
     one, two, _ = submit(scheduler, *prompts)
     plan = step(scheduler)
-    assert plan.num_cached_tokens() == {one.request_id: 8, two.request_id: 8}
+    assert plan.num_cached_tokens == {one.request_id: 8, two.request_id: 8}
     assert (plan.num_prefix_hit_tokens, plan.num_prefix_queried_tokens) == (16, 30)
-    assert step(scheduler).num_cached_tokens() == {}, "said once"
+    assert step(scheduler).num_cached_tokens == {}, "said once"
 
 
 def test_the_head_is_looked_up_again_with_a_budget_of_one_token():
@@ -639,7 +820,7 @@ def test_a_prompt_without_budget_is_not_in_the_step():
     step(scheduler)
     scheduler.set_limits(limits(scheduler, max_num_batched_tokens=1))
     plan = step(scheduler)
-    assert (plan.sequences, plan.num_scheduled) == ((decodes,), (1,))
+    assert (plan.sequences, plan.num_scheduled) == ([decodes], [1])
     assert prompt.status is SequenceStatus.RUNNING
 
 

@@ -6,7 +6,7 @@ The default run is the same every time. ``FLYBALL_FUZZ_EXAMPLES=5000 pytest <thi
 import itertools
 import os
 import random
-from collections import Counter
+from collections import Counter, deque
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -16,12 +16,13 @@ from fake_model import FakeModel, expected_output
 from flyball_protocol import Limits
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
-from flyball_runtime.scheduler import BatchPlan, BlockedBy, Scheduler, SchedulerConfig
+from flyball_runtime.scheduler import BatchPlan, BlockedBy, Ending, Scheduler, SchedulerConfig, Step
 from flyball_runtime.scheduler.waiting_queue import OUTPUT_TOKEN_WEIGHT
 from sequences import make_sequence
 
 MAX_MODEL_LEN = 24
 MAX_WAITING = 12
+MAX_IN_FLIGHT = 3
 STOP_TOKEN = 3
 EXAMPLES = os.environ.get("FLYBALL_FUZZ_EXAMPLES")
 NUM_LONG_HISTORIES = 20 if EXAMPLES is None else int(EXAMPLES)
@@ -77,6 +78,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.scheduler = Scheduler(config, self.kv)
         self.model = FakeModel(num_blocks, block_size)
+        self.num_blocks_there = num_blocks
+        self.in_flight: deque[tuple[Step, list[int | None]]] = deque()
         self.ceiling = num_blocks
         self.live: dict[str, Sequence] = {}
         self.num_submitted = 0
@@ -100,48 +103,73 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(num=st.integers(1, 8))
     def steps(self, num: int) -> None:
+        """Steps one after the other, with as many in flight as there are."""
         for _ in range(num):
-            self.step()
+            self.launch()
+            self.collect()
             self.holds()
+
+    @precondition(lambda self: len(self.in_flight) < MAX_IN_FLIGHT)
+    @rule()
+    def launch(self) -> None:
+        """Plan a step and run it; nobody has seen its tokens yet."""
+        step = self.plan()
+        if step is not None:
+            if self.kv.size > self.num_blocks_there:
+                self.resize()
+            self.in_flight.append((step, [*self.model.run(step.plan)]))
+            self.resize()
+
+    @precondition(lambda self: not self.in_flight)
+    @rule()
+    def give_back(self) -> None:
+        self.scheduler.give_back()
+        self.resize()
+
+    @precondition(lambda self: self.scheduler.kv_drains)
+    @rule()
+    def hurry(self) -> None:
+        """After the next plans, what runs fits a lowered KV limit."""
+        self.scheduler.hurry()
+        while self.in_flight:
+            self.collect()
+        self.launch()
+        assert not self.scheduler.kv_drains
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def collect(self) -> None:
+        if self.in_flight:
+            step, sampled = self.in_flight.popleft()
+            self.record(self.scheduler.commit(step, sampled))
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 20))
     def abort(self, pick: int) -> None:
         self.abort_one(self.pick_live(pick))
 
-    @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0, 20))
-    def abort_while_the_model_runs(self, pick: int) -> None:
-        plan = self.scheduler.plan()
-        assert plan is not None
-        sampled = self.model.run(plan)
-        self.abort_one(self.pick_live(pick))
-        self.record(self.scheduler.commit(plan, sampled))
-
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.in_flight and self.in_flight[0][0].sampled)
     @rule(pick=st.integers(0, 20))
     def fail_one_of_a_step(self, pick: int) -> None:
         """The model gave no token for one sequence: it ends, what it computed is forgotten, and the others go on."""
-        plan = self.scheduler.plan()
-        assert plan is not None
-        sampled: list[int | None] = [*self.model.run(plan)]
-        if plan.sampled:
-            failed = plan.sampled[pick % len(plan.sampled)]
-            sampled[plan.sampled.index(failed)] = None
-            blocks = set(failed.block_table)
-            self.scheduler.fail(failed)
-            self.end(failed)
+        step, sampled = self.in_flight[0]
+        failed = step.sampled[pick % len(step.sampled)]
+        sampled[step.sampled.index(failed)] = None
+        is_alive, blocks = failed.request_id in self.live, set(failed.block_table)
+        self.collect()
+        assert failed.status is SequenceStatus.FINISHED
+        if is_alive:
             assert not any(blocks & set(self.kv._pool.find([name])) for name in failed.block_hashes)
-        self.record(self.scheduler.commit(plan, sampled))
 
     @precondition(lambda self: self.live)
     @rule()
-    def fail_a_step(self) -> None:
-        """The model raised: the engine aborts what was in the step and goes on."""
-        plan = self.scheduler.plan()
-        assert plan is not None
-        for seq in plan.sequences:
-            self.abort_one(seq.request_id)
+    def abort_a_step(self) -> None:
+        """Everybody in a step is aborted before it is collected."""
+        self.launch()
+        for step, _ in self.in_flight:
+            for seq in step.sequences:
+                if seq.request_id in self.live:
+                    self.abort_one(seq.request_id)
 
     @precondition(lambda self: self.live)
     @rule(seqs=SHARES, kv=SHARES, budget=SHARES)
@@ -163,11 +191,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """With nothing new, everything ends within a bounded number of steps and nothing stays behind."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(2 * MAX_MODEL_LEN * len(self.live)):
-            self.step()
+        for _ in range(2 * MAX_MODEL_LEN * len(self.live) + MAX_IN_FLIGHT):
+            self.launch()
+            self.collect()
             self.holds()
         assert not self.live, f"still unfinished: {self.live}"
+        assert not self.in_flight
         assert self.scheduler.plan() is None
+        self.give_back()
+        assert self.kv.size == self.kv.capacity
         assert self.scheduler.blocked_by is BlockedBy.NONE
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         assert self.kv.counts().used == 0
@@ -202,73 +234,100 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # one step, and what holds of its plan
 
-    def step(self) -> None:
+    def resize(self) -> None:
+        """Have the memory that the scheduler counts on, as the engine does around a launch."""
+        self.num_blocks_there = self.kv.size
+        self.model.resize(self.num_blocks_there)
+
+    def plan(self) -> Step | None:
         computed = {seq.request_id: seq.num_computed_tokens for seq in self.live.values()}
-        running = self.running()
-        plan = self.scheduler.plan()
-        if plan is None:
-            assert not self.live, "requests wait and nothing is computed"
-            return
-        self.check_shape(plan)
-        self.check_order(plan, running)
-        self.check_admissions(plan, running)
-        self.check_blocked_by(plan)
+        before = {seq.request_id: self.num_missing(seq) for seq in self.running()}
+        step = self.scheduler.plan()
+        if step is None:
+            assert not self.live or self.in_flight, "requests wait and nothing is computed"
+            return None
+        self.check_shape(step, computed)
+        self.check_order(step, before)
+        self.check_admissions(step, before)
+        self.check_blocked_by(step)
         for seq in self.live.values():
-            assert seq.num_computed_tokens >= computed[seq.request_id] or seq in plan.preempted
-        self.record(self.scheduler.commit(plan, self.model.run(plan)))
+            assert seq.num_computed_tokens >= computed[seq.request_id] or seq in step.preempted
+        return step
 
-    def check_shape(self, plan: BatchPlan) -> None:
+    def num_missing(self, seq: Sequence) -> int:
+        """How many tokens a step could compute of it now."""
+        num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+        return 0 if num_tokens == seq.max_total_tokens else num_tokens - seq.num_computed_tokens
+
+    def check_shape(self, step: Step, computed: dict[str, int]) -> None:
+        plan = step.plan
         assert plan.num_tokens == sum(plan.num_scheduled)
-        assert len({seq.request_id for seq in plan.sequences}) == len(plan.sequences) > 0
-        for seq, start, num, samples in zip(plan.sequences, plan.starts, plan.num_scheduled, plan.samples, strict=True):
+        assert len({seq.request_id for seq in step.sequences}) == len(step.sequences) > 0
+        work = 0
+        for index, seq in enumerate(step.sequences):
+            start, num = plan.starts[index], plan.num_scheduled[index]
+            assert plan.rows[index] == seq.row
             assert num > 0
-            assert start == seq.num_computed_tokens
-            assert samples == (start + num == len(seq.token_ids))
+            assert start == computed[seq.request_id] or (computed[seq.request_id] == 0 and seq in self.admitted(plan))
+            assert start + num == seq.num_computed_tokens
+            num_tokens = len(seq.token_ids) + seq.num_pending_tokens - plan.samples[index]  # as the step found it
+            assert plan.samples[index] == (start + num == num_tokens)
             assert len(seq.block_table) * self.kv.block_size >= start + num
+            if index >= plan.num_decodes:
+                work += sum(position + 1 for position in range(start, start + num))
+        assert plan.num_context_tokens == sum(start + 1 for start in plan.starts[: plan.num_decodes])
+        assert plan.prefill_work == work
 
-    def check_order(self, plan: BatchPlan, running: list[Sequence]) -> None:
+    def admitted(self, plan: BatchPlan) -> list[Sequence]:
+        rows = {start.row for start in plan.row_starts}
+        return [seq for seq in self.running() if seq.row in rows]
+
+    def check_order(self, step: Step, before: dict[str, int]) -> None:
         """Every running decode is in the plan, first; the rest keeps to the budget."""
-        decodes = [
-            seq
-            for seq in running
-            if len(seq.token_ids) - seq.num_computed_tokens == 1 and seq.status is SequenceStatus.RUNNING
-        ]
-        assert set(plan.sequences[: plan.num_decodes]) == set(decodes)
+        plan = step.plan
+        decodes = {name for name, missing in before.items() if missing == 1} & {
+            one.request_id for one in self.running()
+        }
+        assert {seq.request_id for seq in step.sequences[: plan.num_decodes]} == decodes
         assert set(plan.num_scheduled[: plan.num_decodes]) <= {1}
         assert plan.num_tokens <= max(self.scheduler.limits.max_num_batched_tokens, plan.num_decodes)
         assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
 
-    def check_admissions(self, plan: BatchPlan, running: list[Sequence]) -> None:
-        admitted = [seq for seq in plan.sequences if seq not in running]
+    def check_admissions(self, step: Step, before: dict[str, int]) -> None:
+        admitted = [seq for seq in step.sequences if seq.request_id not in before]
+        assert {seq.request_id for seq in admitted} == {seq.request_id for seq in self.admitted(step.plan)}
         for seq in admitted:
             if seq.num_preemptions == 0:
                 self.service[self.account(seq)] += seq.num_prompt_tokens - seq.num_cached_tokens
         if admitted:
-            assert not plan.preempted
+            assert not step.preempted
             assert self.scheduler.num_running <= self.scheduler.limits.max_num_seqs
             assert self.kv.counts().used <= self.kv.capacity
         if not self.scheduler.config.enable_chunked_prefill:
-            assert all(plan.samples)
-        for seq in plan.preempted:
-            assert seq not in plan.sequences
+            assert all(step.samples)
+        if step.preempted:
+            assert self.scheduler.num_in_flight == 1, "the step itself"
+        for seq in step.preempted:
+            assert seq not in step.sequences
             assert seq.status is SequenceStatus.WAITING
 
-    def check_blocked_by(self, plan: BatchPlan) -> None:
+    def check_blocked_by(self, step: Step) -> None:
         scheduler, counts = self.scheduler, self.kv.counts()
-        assert plan.blocked_by is scheduler.blocked_by
-        assert (plan.blocked_by is BlockedBy.NONE) == (scheduler.num_waiting == 0)
-        if plan.blocked_by is BlockedBy.SEQS:
+        assert step.blocked_by is scheduler.blocked_by
+        assert (step.blocked_by is BlockedBy.NONE) == (scheduler.num_waiting == 0)
+        if step.blocked_by is BlockedBy.SEQS:
             assert scheduler.num_running >= scheduler.limits.max_num_seqs
-        if plan.blocked_by is BlockedBy.KV:
+        if step.blocked_by is BlockedBy.KV:
             most = self.kv.num_blocks_for(MAX_MODEL_LEN)
-            assert plan.preempted or counts.capacity - counts.used < most
-        if plan.blocked_by is BlockedBy.BUDGET and scheduler.config.enable_chunked_prefill:
-            assert plan.num_tokens >= scheduler.limits.max_num_batched_tokens
+            assert step.preempted or counts.capacity - counts.used < most
+        if step.blocked_by is BlockedBy.BUDGET and scheduler.config.enable_chunked_prefill:
+            assert step.num_tokens >= scheduler.limits.max_num_batched_tokens
 
-    def record(self, results: list[tuple[Sequence, str | None]]) -> None:
+    def record(self, results: list[tuple[Sequence, Ending | None]]) -> None:
         for seq, reason in results:
             assert self.live[seq.request_id] is seq, "a sequence got a token after its end"
-            self.service[self.account(seq)] += OUTPUT_TOKEN_WEIGHT
+            if reason != "failed":
+                self.service[self.account(seq)] += OUTPUT_TOKEN_WEIGHT
             if reason is not None:
                 self.end(seq)
 
@@ -301,6 +360,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_are_accounted_for(self) -> None:
         counts = self.kv.counts()
         owners = Counter(block for seq in self.live.values() for block in seq.block_table)
+        leaving = self.scheduler._leaving
+        owners.update(block for _, blocks in leaving for block in blocks)
+        assert all(last_step >= self.in_flight[0][0].plan.number for last_step, _ in leaving), "nobody touches them"
         assert counts.free + counts.used + counts.cached == counts.total == self.kv.num_blocks
         assert counts.used == len(owners)
         for block in range(self.kv.num_blocks):
@@ -328,8 +390,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert counts.used + counts.cached <= max(counts.used, counts.capacity)
         if counts.used <= counts.capacity:
             self.ceiling = counts.capacity
-        assert round(effective.kv_cache_fraction * counts.total) == max(counts.used, counts.capacity) or (
-            counts.used <= counts.capacity and effective.kv_cache_fraction == self.scheduler.limits.kv_cache_fraction
+        held = counts.used if counts.used > counts.capacity else self.kv.size
+        assert counts.capacity <= self.kv.size
+        assert round(effective.kv_cache_fraction * counts.total) == held or (
+            held == counts.capacity and effective.kv_cache_fraction == self.scheduler.limits.kv_cache_fraction
         )
         assert effective.max_num_seqs == max(self.scheduler.limits.max_num_seqs, self.scheduler.num_running)
 
@@ -345,7 +409,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert seq.num_computed_tokens == 0
                 assert seq.row is None
             else:
-                self.model.check(seq, seq.num_computed_tokens)
+                self.model.check(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
                 assert len(seq.block_table) * self.kv.block_size >= len(seq.token_ids) - 1
 
 
@@ -380,8 +444,14 @@ def random_call(machine: SchedulerMachine, rng: random.Random) -> None:
         machine.steps(rng.randint(1, 4))
     elif kind < 0.92:
         machine.set_limits(rng.random(), rng.random(), rng.random())
+        if machine.scheduler.kv_drains and rng.random() < 0.2:
+            machine.hurry()
     elif machine.live:
-        rules = [machine.abort, machine.abort_while_the_model_runs, machine.fail_one_of_a_step]
+        if len(machine.in_flight) < MAX_IN_FLIGHT:
+            machine.launch()
+        rules = [machine.abort]
+        if machine.in_flight and machine.in_flight[0][0].sampled:
+            rules.append(machine.fail_one_of_a_step)
         rng.choice(rules)(rng.randint(0, 20))
 
 

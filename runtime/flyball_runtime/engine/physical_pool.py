@@ -1,0 +1,93 @@
+"""The memory behind the KV blocks, addressed by block id, which can be given back and taken again while serving."""
+
+import math
+import mmap
+import sys
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.scheduler import BlockCopy
+
+KVTensors = list[tuple[Tensor, Tensor]]
+
+
+class PhysicalPool(Protocol):
+    """K and V of each layer, ``[num_blocks, block_size, num_kv_heads, head_dim]`` each, uninitialised.
+
+    Attributes:
+        tensors: addresses for as many blocks as there may ever be; those past the last ``resize`` hold nothing.
+    """
+
+    tensors: KVTensors
+
+    def resize(self, num_blocks: int) -> None:
+        """Give back the memory of the blocks from ``num_blocks`` on; what is below may be used."""
+        ...
+
+
+class SoftPool:
+    """Allocated once. A smaller size is a cap on the ids, and frees nothing."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+        shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+
+        def empty() -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.tensors: KVTensors = [(empty(), empty()) for _ in range(config.num_hidden_layers)]
+
+    def resize(self, num_blocks: int) -> None:
+        """Do nothing."""
+
+
+class MmapPool:
+    """For CPUs under Linux: a mapping per tensor, whose pages the kernel gives on first touch and takes back on ``resize``.
+
+    Blocks that were never used cost no memory, so neither does the room to grow.
+    """
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype):
+        shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        self._bytes_per_block = math.prod(shape[1:]) * dtype.itemsize
+        self._maps: list[mmap.mmap] = []
+
+        def empty() -> Tensor:
+            memory = mmap.mmap(-1, num_blocks * self._bytes_per_block, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._maps.append(memory)
+            return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+        self.tensors: KVTensors = [(empty(), empty()) for _ in range(config.num_hidden_layers)]
+
+    def resize(self, num_blocks: int) -> None:
+        start = -(-num_blocks * self._bytes_per_block // mmap.PAGESIZE) * mmap.PAGESIZE
+        for memory in self._maps:
+            if start < len(memory):
+                memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)
+
+
+def can_return_memory(device: torch.device) -> bool:
+    """Whether the pool of a device can give memory back, and take it again."""
+    return device.type == "cpu" and sys.platform == "linux"
+
+
+def make_pool(
+    config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> PhysicalPool:
+    """Return the pool for a device."""
+    if can_return_memory(device):
+        return MmapPool(config, num_blocks, block_size, dtype)
+    return SoftPool(config, num_blocks, block_size, dtype, device)
+
+
+def copy_blocks(kv: KVTensors, copies: Seq[BlockCopy]) -> None:
+    """Copy whole blocks in every layer, as if all at once: each source is read before any target is written."""
+    device = kv[0][0].device
+    sources = torch.tensor([one.source for one in copies], device=device)
+    targets = torch.tensor([one.target for one in copies], device=device)
+    for tensors in kv:
+        for tensor in tensors:
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))

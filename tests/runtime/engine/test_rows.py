@@ -1,0 +1,76 @@
+"""The index arithmetic of a step's tensors, against one written naively, token by token."""
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flyball_runtime.engine.rows import Rows
+from flyball_runtime.kv_cache import KVCache
+from flyball_runtime.model.inputs import StepInputs
+from flyball_runtime.scheduler import Scheduler, SchedulerConfig, Step
+from sequences import make_sequence
+
+BLOCK_SIZE, MAX_LEN, MAX_SEQS = 4, 64, 5
+
+
+def check(inputs: StepInputs, step: Step) -> None:
+    token_ids, positions, slots, last = [], [], [], []
+    for seq, start, num, samples in zip(step.sequences, step.starts, step.num_scheduled, step.samples, strict=True):
+        for position in range(start, start + num):
+            token_ids.append(seq.token_ids[position])
+            positions.append(position)
+            slots.append(seq.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+        if samples:
+            last.append(len(token_ids) - 1)
+    assert inputs.token_ids.tolist() == token_ids
+    assert inputs.positions.tolist() == positions
+    assert inputs.slot_mapping.tolist() == slots
+    assert inputs.logits_indices.tolist() == last
+    for index, seq in enumerate(step.sequences):
+        query = slice(inputs.cu_query_lens[index], inputs.cu_query_lens[index + 1])
+        assert query.stop - query.start == step.num_scheduled[index]
+        context_len = step.starts[index] + step.num_scheduled[index]
+        assert inputs.context_lens[index] == context_len
+        num_blocks = -(-context_len // BLOCK_SIZE)
+        assert inputs.block_tables[index, :num_blocks].tolist() == seq.block_table[:num_blocks]
+    assert inputs.max_query_len == max(step.num_scheduled)
+    assert inputs.max_context_len == int(inputs.context_lens.max())
+    assert [t.dtype for t in (inputs.token_ids, inputs.positions, inputs.slot_mapping)] == [torch.int64] * 3
+    assert [t.dtype for t in (inputs.block_tables, inputs.cu_query_lens, inputs.context_lens)] == [torch.int32] * 3
+    assert inputs.block_tables.is_contiguous()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32))
+def test_inputs_match_a_naive_layout_over_many_steps(seed: int) -> None:
+    """Sequences start, chunk, decode, get preempted and leave, so that rows change owners."""
+    rng = random.Random(seed)
+    config = SchedulerConfig(max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, max_num_batched_tokens=rng.randint(5, 30))
+    scheduler = Scheduler(config, KVCache(rng.randint(16, 30), BLOCK_SIZE, enable_prefix_caching=rng.random() < 0.5))
+    rows = Rows(max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    names = []
+    for _ in range(60):
+        if rng.random() < 0.3:
+            prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 40))]
+            seq = make_sequence(prompt, max_tokens=rng.randint(1, 24), max_model_len=MAX_LEN)
+            scheduler.submit(seq)
+            names.append(seq.request_id)
+        if names and rng.random() < 0.05:
+            scheduler.abort(rng.choice(names))
+        step = scheduler.plan()
+        if step is None:
+            continue
+        rows.apply(step.plan)
+        check(rows.inputs(step.plan), step)
+        tokens = [rng.randrange(100) for _ in step.sampled]
+        sampled_rows = torch.tensor([seq.row for seq in step.sampled], dtype=torch.int64)
+        rows.remember(sampled_rows, torch.tensor(tokens, dtype=torch.int64))
+        scheduler.commit(step, tokens)
+
+
+def test_a_row_without_a_token_goes_on_with_one_that_a_model_can_take() -> None:
+    rows = Rows(max_num_seqs=2, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    rows.remember(torch.tensor([1, 0]), torch.tensor([-1, 7]))
+    assert rows.last_token_ids.tolist() == [7, 0]
