@@ -88,7 +88,7 @@ def test_ctrl_c_drains_and_exits_0(number: int) -> None:
         instance = Instance(folder)
         said = instance.until("replica 1 ready in")
         url = said.partition(" at ")[2].partition(": starting")[0]
-        assert f"try: curl {url}/v1/completions " in said
+        assert f"try: curl {url}/v1/chat/completions " in said
         with urllib.request.urlopen(url + "/readyz") as response:
             assert response.status == 200
         instance.process.send_signal(number)

@@ -215,9 +215,12 @@ class LocalRunner:
         )
 
     def first_request(self) -> str:
-        """Return a shell command that asks the balanced address for a few tokens; it needs no chat template."""
+        """Return a shell command that chats with the balanced address.
+
+        Whether the model has a chat template is not known here; without one, the answer is an error that says what to use.
+        """
         url = example.base_url(self._options.host, int(self._url.rpartition(":")[2]))
-        return example.curl_line(url, self._deployment.served_name, chat=False)
+        return example.curl_line(url, self._deployment.served_name, chat=True)
 
     @property
     def url(self) -> str:
