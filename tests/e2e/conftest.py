@@ -18,9 +18,7 @@ FIGURES = pytest.StashKey[dict[str, dict[str, Any]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--full", action="store_true", help="repeat each disturbance 10 times (drains: 5) instead of twice"
-    )
+    parser.addoption("--full", action="store_true", help="repeat each disturbance 6 times (drains: 3) instead of twice")
     parser.addoption("--figures", type=Path, help="a JSON file for what the tests measured")
 
 

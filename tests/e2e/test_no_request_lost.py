@@ -17,7 +17,7 @@ from e2e_kit.replica import outcomes
 from e2e_kit.work import NUM_RUNNING, Work, measure
 from flyball_protocol import LimitsStatus
 
-FEW, FULL, FULL_DRAINS = 2, 10, 5
+FEW, FULL, FULL_DRAINS = 2, 6, 3
 TAKEN = {LimitsStatus.APPLIED, LimitsStatus.DEFERRED}
 LOWERED = 8
 CUT = {"ServerDisconnectedError", "ClientOSError", "ClientPayloadError"}
