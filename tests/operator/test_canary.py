@@ -361,6 +361,14 @@ def test_a_replica_that_cannot_take_the_change_ends_the_trial() -> None:
     assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.OUT_OF_BOUNDS)
 
 
+def test_of_several_rules_the_first_decides() -> None:
+    bounds = structs.replace(TUNING, bounds=Bounds(max_num_batched_tokens=Range(min=400)))
+    newer, restarted = make_evidence(revision=9), canary(limits=LIMITS, revision=3)
+    assert judged(canary(), newer, tuning=bounds).reason is Reason.OUT_OF_STEP
+    assert judged(restarted, tuning=bounds).reason is Reason.OUT_OF_BOUNDS
+    assert judged(canary(), None, None, None, after_s=5).reason is Reason.SETTLING
+
+
 def test_a_revision_that_somebody_else_set_ends_the_trial_above_it() -> None:
     decision = judged(canary(), make_evidence(revision=9), make_evidence(), after_s=5)
     assert (decision.action, decision.reason, decision.revision) == (Action.ROLL_BACK, Reason.OUT_OF_STEP, 10)

@@ -179,6 +179,18 @@ def test_why_lists_several_things_with_separators() -> None:
     assert strayed.why.startswith("not every replica at revision 3 has its limits")
 
 
+def test_of_several_rules_the_most_urgent_decides() -> None:
+    well, strayed = make_evidence(), make_evidence(limits=structs.replace(LIMITS, max_num_seqs=100))
+    bounds = Bounds(max_num_seqs=Range(max=32))
+    assert decided(well, strayed, bounds=bounds).reason is Reason.OUT_OF_BOUNDS
+    behind = make_evidence(revision=2)
+    assert decided(well, strayed, behind).reason is Reason.OUT_OF_STEP
+    moved = decided(make_evidence(itl_over=4000)).state
+    assert decided(well, state=moved, now_s=NOW_S + 1).reason is Reason.DISAGREEMENT
+    both = decided(make_evidence(itl_over=4000, num_recomputed_tokens=5000))
+    assert both.reason is Reason.INTER_TOKEN_LATENCY_OVER
+
+
 def test_without_an_answer_no_revision_is_claimed() -> None:
     assert (decided().revision, decided(None).revision) == (0, 0)
 

@@ -29,6 +29,7 @@ def fault_of(evidence: Evidence | None, *, age_s: float = 0.0, problem: str = ""
         ({"uptime_s": 14.0}, 0.0, "up for 14 s only"),
         ({"uptime_s": 15.0}, 0.0, None),
         ({"blocked_by": {"kv": -0.1}}, 0.0, "blocked_by shares outside 0 to 1"),
+        ({"blocked_by": {"kv": 1.1}}, 0.0, "blocked_by shares outside 0 to 1"),
         ({"blocked_by": {"kv": 1.0, "seqs": 0.0}}, 0.0, None),
     ],
 )
