@@ -53,6 +53,7 @@ class FakeEngine:
         requests: every accepted request, in order.
         aborted: ids that ``abort`` was called for while they ran.
         refuse: raised by ``submit`` from the given accepted request on.
+        full: raised by ``check_queue``.
     """
 
     def __init__(self, vocab_size: int, reply: Callable[[Request], list[int]] | None = None) -> None:
@@ -80,6 +81,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.refuse: tuple[int, Exception] | None = None
+        self.full: Exception | None = None
         self.revision = 0
         self.limits_now = LIMITS
         self._streams: dict[str, asyncio.Queue[RequestEvent]] = {}
@@ -96,6 +98,10 @@ class FakeEngine:
     @property
     def num_unfinished(self) -> int:
         return len(self._streams)
+
+    def check_queue(self, client: str) -> None:
+        if self.full is not None:
+            raise self.full
 
     def prepare(self, prompts: list[list[int]], num_choices: int, cache_salt: str | None) -> list[Prompt]:
         for prompt in prompts:

@@ -23,7 +23,7 @@ from flyball_runtime.api.server import Server
 from flyball_runtime.api.sse import EventStream, StreamPlan
 from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS, without_noops
 from flyball_runtime.api.wire import ChatFormat, CompletionFormat, Envelope, Format
-from flyball_runtime.core.errors import InvalidRequest, UnfitPrompt
+from flyball_runtime.core.errors import InvalidRequest, RequestError, UnfitPrompt
 from flyball_runtime.core.request import Prompt
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.validate import validate_cache_salt
@@ -46,10 +46,17 @@ class CompletionRoutes:
         return await self._answer(request, body, CompletionFormat(), prompts, arrival_s)
 
     async def _read(self, request: Request, understand: Callable[[Json], T]) -> tuple[float, T]:
-        """Like Server.read. Prompts that the engine can never run are counted."""
+        """Like Server.read, but nothing is done for a body that cannot wait now. What the engine refuses is counted."""
         try:
-            return await self._server.read(request, understand)
+            return await self._server.read(request, understand, lambda: self._check_queue(request))
         except UnfitPrompt as error:
+            self._server.measured.rejected(error.code)
+            raise
+
+    def _check_queue(self, request: Request) -> None:
+        try:
+            self._server.front.check_queue(client_of(request))
+        except RequestError as error:
             self._server.measured.rejected(error.code)
             raise
 

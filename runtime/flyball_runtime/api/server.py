@@ -34,14 +34,19 @@ class Server:
     def measured(self) -> Measurements:
         return self.metrics.measured
 
-    async def read(self, request: Request, understand: Callable[[Json], T]) -> tuple[float, T]:
+    async def read(
+        self, request: Request, understand: Callable[[Json], T], check: Callable[[], None] = lambda: None
+    ) -> tuple[float, T]:
         """Read the body and return when it was complete, on the clock of ``measured``, and what ``understand`` makes of it.
 
-        All work in proportion to a body belongs into ``understand``: with a long body it runs in a thread (``lane.py``), so it
-        must leave alone what lives on the event loop.
+        Args:
+            understand: all work in proportion to a body. With a long one it runs in a thread (``lane.py``), so it must leave
+                alone what lives on the event loop.
+            check: called when the body is there, before any work on it, to refuse it.
         """
         body = await read_body(request, self.room, self.settings.max_body_bytes, self.settings.body_timeout_s)
         arrival_s = self.measured.clock.now()
+        check()
         return arrival_s, await self.lanes.run(request, len(body), lambda: understand(parse_object(body)))
 
     def engine_info(self) -> EngineInfo:

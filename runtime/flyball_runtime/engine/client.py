@@ -152,6 +152,10 @@ class EngineClient:
     def num_unfinished(self) -> int:
         return len(self._router)
 
+    def check_queue(self, client: str) -> None:
+        self._check_accepting()
+        self._check_queue(client, num_tokens=1)
+
     def prepare(self, prompts: list[list[int]], num_choices: int, cache_salt: str | None) -> list[Prompt]:
         num_tokens, most = num_choices * sum(map(len, prompts)), self._max_queued_tokens()
         if num_tokens > most:
@@ -165,7 +169,7 @@ class EngineClient:
             prompt = self._prepared(request.prompt_token_ids, request.cache_salt)
             request = msgspec.structs.replace(request, block_hashes=prompt.block_hashes)
         validate_settings(request, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
-        self._check_queue(request)
+        self._check_queue(request.client, len(request.prompt_token_ids))
         if request.request_id in self._router:
             raise InvalidRequest(f"request_id {request.request_id} is in use; wait for it to end or choose another.")
         if not self._router:
@@ -242,12 +246,12 @@ class EngineClient:
         if self._info is None:
             raise NotReady
 
-    def _check_queue(self, request: Request) -> None:
+    def _check_queue(self, client: str, num_tokens: int) -> None:
         """Refuse a request that would have to wait behind ``max_queued_requests`` others, or ``max_queued_tokens``.
 
         A client below its share of a queue that others have filled may still wait, until twice as many do.
         """
-        router, client, num_tokens = self._router, request.client, len(request.prompt_token_ids)
+        router = self._router
         num_waiting, most = self.num_unfinished - self._num_seats(), self._config.max_queued_requests
         if not self._may_wait(client, num_waiting + 1, router.num_streams_of(client) + 1, most):
             raise QueueFull(most, self._retry_after.estimate_s(num_waiting, self._clock.now()))

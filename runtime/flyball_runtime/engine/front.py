@@ -38,6 +38,14 @@ class EngineFront(Protocol):
         """Requests accepted and not yet ended."""
         ...
 
+    def check_queue(self, client: str) -> None:
+        """Refuse what ``submit`` would refuse now whatever the request is, so that no work is done for it in vain.
+
+        Raises:
+            RequestError: as ``submit``, when nothing of this client can be taken now.
+        """
+        ...
+
     def prepare(self, prompts: list[list[int]], num_choices: int, cache_salt: str | None) -> list[Prompt]:
         """Check the prompts of one HTTP request and name their KV blocks, once for all of their choices.
 

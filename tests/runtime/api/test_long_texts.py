@@ -16,6 +16,7 @@ from flyball_runtime.api import body as body_module
 from flyball_runtime.api import server as server_module
 from flyball_runtime.api.text import MAX_WHOLE_CHARS, TextCodec
 from flyball_runtime.api.tokenize import MAX_TOKENS
+from flyball_runtime.core.errors import QueueFull
 from flyball_runtime.core.request import Request, RequestEvent
 from runtime.api.support import MODEL, asgi_client, chat, error_of
 from runtime.fake_engine import FakeEngine
@@ -74,6 +75,36 @@ async def test_too_many_values_are_refused_before_they_are_converted(
     monkeypatch.setattr(body_module.msgspec, "convert", lambda *_: pytest.fail("it was converted"))
     response = await roomy.post(path, json=body)
     assert (response.status_code, error_of(response)["code"]) == (400, code)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, {"prompt": "a"}), (COMPLETIONS, {"prompt": "a" * 5000}), (CHAT, chat("a" * 5000)), (CHAT, {"x": 1})],
+)
+async def test_nothing_is_done_for_a_body_that_finds_the_queue_full(
+    roomy: httpx.AsyncClient,
+    engine: FakeEngine,
+    metrics: Metrics,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: Any,
+) -> None:
+    monkeypatch.setattr(server_module, "parse_object", lambda _: pytest.fail("it was decoded"))
+    engine.full = QueueFull(10, 3)
+    response = await roomy.post(path, json=body)
+    assert (response.status_code, error_of(response)["code"], response.headers["retry-after"]) == (
+        429,
+        "queue_full",
+        "3",
+    )
+    assert 'flyball_requests_rejected_total{reason="queue_full"} 1.0' in metrics.exposition("")[0].decode()
+
+
+async def test_texts_are_tokenized_for_their_own_sake_while_the_queue_is_full(
+    roomy: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.full = QueueFull(10, 3)
+    assert (await roomy.post("/tokenize", json={"prompt": "a" * 5000})).status_code == 200
 
 
 @pytest.fixture

@@ -291,6 +291,8 @@ def test_the_queue_is_bounded_before_the_engine_sees_it(path: Path) -> None:
     async def scenario(client: EngineClient) -> None:
         await client.wait_ready()
         streams = [client.submit(request(name, max_tokens=300)) for name in "abc"]
+        with pytest.raises(QueueFull):
+            client.check_queue("")
         with pytest.raises(QueueFull, match="2 requests are waiting") as refused:
             client.submit(request("d"))
         assert refused.value.retry_after_s == 1, "nothing has ended yet"
@@ -317,7 +319,10 @@ def test_a_queue_that_one_client_filled_has_room_for_others(path: Path) -> None:
         await client.wait_ready()
         os.kill(client.engine_pid, signal.SIGSTOP)
         assert num_taken(client, "hog") == 12 + 1, "alone it has the whole queue, and the seat"
+        client.check_queue("second")
         assert num_taken(client, "second") == 12 // 2
+        with pytest.raises(QueueFull):
+            client.check_queue("second")
         assert num_taken(client, "third") == 12 // 3
         for number in range(5):
             num_taken(client, f"many {number}")
@@ -348,6 +353,9 @@ def test_the_prompt_tokens_that_wait_are_bounded(path: Path) -> None:
             client.submit(of("hog", 5))
         assert (full.value.status, full.value.code, full.value.retry_after_s) == (429, "queue_full", 1)
         client.submit(of("hog", 6, prompt_len=100))
+        with pytest.raises(QueuedTokensFull):
+            client.check_queue("hog")
+        client.check_queue("second")
         streams += [client.submit(of("second", number)) for number in range(2)]
         with pytest.raises(QueuedTokensFull):
             client.submit(of("second", 2))  # half of the queue is 550
