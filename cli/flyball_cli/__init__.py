@@ -4,11 +4,11 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from flyball_cli import completion
 from flyball_cli.commands import COMMANDS
 from flyball_protocol import endpoints
+from flyball_protocol.version import installed_version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve language models, on one machine or on Kubernetes; talk to them; measure them.",
         epilog="`flyball COMMAND --help` lists the flags of a command.",
     )
-    parser.add_argument("--version", action="version", version=f"flyball {_version()}")
+    parser.add_argument("--version", action="version", version=f"flyball {installed_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         if command.summary is not None:
@@ -55,10 +55,3 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser("completion", help="print a script that completes commands and flags in a shell")
     )
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("flyball")
-    except PackageNotFoundError:  # a source tree that was never installed
-        return "0+unknown"

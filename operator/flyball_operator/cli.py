@@ -5,13 +5,13 @@ import importlib
 import logging
 import sys
 from collections.abc import Collection, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from flyball_operator.commands.output import ReaderGone
 from flyball_operator.errors import OperatorError
 from flyball_protocol import endpoints
 from flyball_protocol.quoting import lines
+from flyball_protocol.version import installed_version
 
 EXIT_INTERRUPTED = 130
 
@@ -66,7 +66,7 @@ def build_parser(
         complete: commands whose modules are imported, to add their flags. The others are listed in the help only.
     """
     parser = argparse.ArgumentParser(prog=prog, description="Serve and tune language models from LLMDeployments.")
-    parser.add_argument("--version", action="version", version=f"{prog} {_version()}")
+    parser.add_argument("--version", action="version", version=f"{prog} {installed_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.summary)
@@ -75,13 +75,6 @@ def build_parser(
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("flyball")
-    except PackageNotFoundError:  # a source tree that was never installed
-        return "0+unknown"
 
 
 if __name__ == "__main__":

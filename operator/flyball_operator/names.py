@@ -1,7 +1,8 @@
 """Names that Kubernetes objects, pods and local processes carry; spelled here and nowhere else."""
 
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
+
+from flyball_protocol.version import installed_version
 
 GROUP = "flyball.dev"
 API_VERSION = f"{GROUP}/v1alpha1"
@@ -37,11 +38,7 @@ OPERATOR_NAMESPACE = "flyball-system"
 
 def runtime_image() -> str:
     """Return the runtime image of this operator's own version; ``dev`` when it runs from a source tree, not installed."""
-    try:
-        tag = version("flyball")
-    except PackageNotFoundError:
-        tag = "dev"
-    return f"flyball-runtime:{tag}"
+    return f"flyball-runtime:{installed_version(otherwise='dev')}"
 
 
 def admin_token_secret(name: str, uid: str, key_fingerprint: str) -> str:

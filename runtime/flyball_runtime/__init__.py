@@ -1,8 +1,5 @@
 """The Flyball runtime: a continuous-batching server for language models whose limits move while it serves."""
 
-from importlib.metadata import PackageNotFoundError, version
+from flyball_protocol.version import installed_version
 
-try:
-    __version__ = version("flyball")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
+__version__ = installed_version()
