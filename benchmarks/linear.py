@@ -14,7 +14,7 @@ import itertools
 import torch
 from torch.nn.functional import linear
 
-from flyball_kernels import PackedLinear, set_backend
+from flyball_kernels import PackedLinear, choose_backend
 from machine import compare, describe
 
 SHAPES = {"qkv": (768, 1280), "out": (768, 768), "gate_up": (768, 4096), "down": (2048, 768), "head": (768, 8192)}
@@ -31,12 +31,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     dtype = getattr(torch, parser.parse_args().dtype)
-    set_backend("cpu", "cpp")
+    backend = choose_backend("cpu", "cpp")
     print(f"{describe()}; C++ ops for {torch.ops.flyball.instruction_set()}; {dtype}")
     for name, (in_features, out_features) in SHAPES.items():
         weight = torch.randn(out_features, in_features, dtype=dtype) * 0.02
         copies = max(1, round(WORKING_SET_BYTES / weight.nbytes))
-        layers = itertools.cycle([PackedLinear(weight) for _ in range(copies)])
+        layers = itertools.cycle([PackedLinear(weight, backend=backend) for _ in range(copies)])
         plain = itertools.cycle([weight.clone() for _ in range(copies)])
         onednn = itertools.cycle([prepacked(weight) for _ in range(copies)])
         for num_rows in NUM_ROWS:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flyball_kernels import paged_attention, set_backend
+from flyball_kernels import choose_backend, paged_attention
 from machine import compare, describe
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 12, 4, 64, 16
@@ -57,11 +57,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     dtype = getattr(torch, parser.parse_args().dtype)
-    print(f"{describe()}; backend {set_backend('cpu')}; {dtype}, {Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}")
+    backend = choose_backend("cpu")
+    print(f"{describe()}; backend {backend.name}; {dtype}, {Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}")
     for num_seqs, context_len in ((1, 600), (1, 8192), (8, 600), (64, 128), (64, 600), (256, 300)):
         inputs = batch(num_seqs, 1, context_len, dtype)
         ours, theirs = compare(
-            lambda inputs=inputs: paged_attention(**inputs, scale=0.125, max_query_len=1),
+            lambda inputs=inputs: paged_attention(**inputs, scale=0.125, max_query_len=1, backend=backend),
             lambda inputs=inputs: gathered_sdpa(inputs),
         )
         kv_gigabytes = 2e-9 * num_seqs * context_len * KV_HEADS * HEAD_DIM * dtype.itemsize
@@ -70,7 +71,7 @@ def main() -> None:
     for length in (32, 128, 256, 512, 1024, 2048):
         inputs = batch(1, length, length, dtype)
         ours, theirs = compare(
-            lambda inputs=inputs, n=length: paged_attention(**inputs, scale=0.125, max_query_len=n),
+            lambda inputs=inputs, n=length: paged_attention(**inputs, scale=0.125, max_query_len=n, backend=backend),
             lambda inputs=inputs, n=length: contiguous_sdpa(inputs, n),
         )
         report(f"prefill {length}", ours, theirs, 0.0, 2e-9 * length * length * Q_HEADS * HEAD_DIM)

@@ -5,7 +5,7 @@ python benchmarks/sampling.py
 
 import torch
 
-from flyball_kernels import sample, set_backend
+from flyball_kernels import choose_backend, sample
 from flyball_kernels.sampling import reference
 from machine import compare, describe
 
@@ -28,13 +28,15 @@ def settings(
 
 
 def main() -> None:
-    print(f"{describe()}; backend {set_backend('cpu')}; logits normal with deviation 3")
+    backend = choose_backend("cpu")
+    print(f"{describe()}; backend {backend.name}; logits normal with deviation 3")
     for num_rows, vocab in ((1, 8192), (64, 8192), (64, 151936)):
         logits = torch.randn(num_rows, vocab) * 3
         for name, filters in FILTERS.items():
             tensors = (logits, *settings(num_rows, **filters))
             ours, theirs = compare(
-                lambda tensors=tensors: sample(*tensors), lambda tensors=tensors: reference.sample(*tensors)
+                lambda tensors=tensors: sample(*tensors, backend=backend),
+                lambda tensors=tensors: reference.sample(*tensors),
             )
             shape = f"[{num_rows}, {vocab}]"
             times = f"ours {ours * 1e3:8.3f} ms  torch {theirs * 1e3:8.3f} ms  {theirs / ours:6.2f}x"

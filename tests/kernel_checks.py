@@ -3,6 +3,11 @@
 import torch
 from torch import Tensor
 
+from flyball_kernels import Backend
+
+CPP = Backend("cpp", linear="cpp")
+"""What the tests of an op ask for by name: one that ran the reference instead would prove nothing."""
+
 # Kernels compute in fp32 and round once, as the references do. The two may differ in the order of fp32 additions
 # (a few units of 2**-24 of the largest term), which moves a 16-bit result by at most one unit in its last place.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton kernels; on cpu the interpreter runs them

@@ -1,6 +1,6 @@
 """One folder per op: the public op, its torch reference, its Triton kernel and its C++ kernel where there is one."""
 
-from flyball_kernels.backend import resolve_backend, set_backend
+from flyball_kernels.backend import Backend, choose_backend
 from flyball_kernels.linear import PackedLinear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
@@ -9,13 +9,13 @@ from flyball_kernels.sampling import sample
 from flyball_kernels.swiglu import swiglu
 
 __all__ = [
+    "Backend",
     "PackedLinear",
     "add_rms_norm",
+    "choose_backend",
     "paged_attention",
-    "resolve_backend",
     "rms_norm",
     "rope_kv_write",
     "sample",
-    "set_backend",
     "swiglu",
 ]

@@ -6,6 +6,7 @@ timing: two replicas on equal machines, and two starts of one, have to give the 
 
 import logging
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -23,19 +24,36 @@ LINEAR_BACKENDS = ("auto", "cpp", "torch")
 MEASURED = frozenset({"x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx"})
 """Instruction sets with which the C++ linear layers have been measured against torch's (see docs/decisions.md)."""
 
-_in_force: dict[str, tuple[str, str]] = {}  # device type -> backend, and that of linear layers
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation of the ops, from ``choose_backend``; every op takes it.
+
+    Attributes:
+        name: ``cpp``, ``torch`` or ``triton``.
+        linear: whose linear layers run, ``cpp`` or ``torch``.
+    """
+
+    name: str
+    linear: str = "torch"
 
 
-def resolve_backend(device: torch.device | str, requested: str = "auto") -> str:
-    """Return the backend that ``requested`` means on ``device``: ``cpp``, ``torch`` or ``triton``.
+def choose_backend(device: torch.device | str, requested: str = "auto") -> Backend:
+    """Return the backend that ``requested`` means on ``device``.
 
     ``auto`` is ``triton`` on CUDA, ``cpp`` on CPU and ``torch`` elsewhere (meta tensors). Where the C++ ops can be neither
     loaded nor built it is ``torch`` on CPU too, with a warning that says what is missing and how to get it.
 
     Raises:
-        ValueError: ``requested`` is not a backend, or cannot run on this device.
+        ValueError: ``requested`` is not a backend, or cannot run on this device; or LINEAR_VARIABLE asks for what cannot.
         RuntimeError: ``cpp`` was asked for and its library can be neither loaded nor built.
     """
+    name = _resolve(device, requested)
+    on_cpu = torch.device(device).type == "cpu"
+    return Backend(name, _resolve_linear(name, requested) if on_cpu else "torch")
+
+
+def _resolve(device: torch.device | str, requested: str) -> str:
     device_type = torch.device(device).type
     if requested not in BACKENDS:
         raise ValueError(f"kernel backend is {requested!r}; it must be one of {', '.join(BACKENDS)}.")
@@ -48,29 +66,6 @@ def resolve_backend(device: torch.device | str, requested: str = "auto") -> str:
     if requested == "triton" and device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"kernel backend 'triton' runs on cuda, not on {device_type}; use 'cpp' or 'auto'.")
     return requested
-
-
-def set_backend(device: torch.device | str, requested: str = "auto") -> str:
-    """Resolve ``requested`` for ``device``, make it the backend of every op on that device type, and return it.
-
-    Raises:
-        ValueError, RuntimeError: as ``resolve_backend``; or LINEAR_VARIABLE asks for what cannot run.
-    """
-    backend = resolve_backend(device, requested)
-    device_type = torch.device(device).type
-    linear = _resolve_linear(backend, requested) if device_type == "cpu" else "torch"
-    _in_force[device_type] = backend, linear
-    return backend
-
-
-def backend_for(tensor: torch.Tensor) -> str:
-    """Return the backend in force for the tensor's device; the first use of a device without a choice takes ``auto``."""
-    return _both_for(tensor)[0]
-
-
-def linear_backend_for(tensor: torch.Tensor) -> str:
-    """Return whose linear layers run on the tensor's device: ``cpp`` or ``torch``."""
-    return _both_for(tensor)[1]
 
 
 def reason_for_torch(compiled_for: str, machine: str, cpu_flags: frozenset[str]) -> str | None:
@@ -86,13 +81,6 @@ def reason_for_torch(compiled_for: str, machine: str, cpu_flags: frozenset[str])
     if compiled_for in names[1:]:
         return f"this CPU has {names[0]}, which torch uses, and the C++ ops are compiled for {compiled_for}"
     return None
-
-
-def _both_for(tensor: torch.Tensor) -> tuple[str, str]:
-    device_type = tensor.device.type
-    if device_type not in _in_force:
-        set_backend(device_type)
-    return _in_force[device_type]
 
 
 def _resolve_linear(backend: str, requested: str) -> str:

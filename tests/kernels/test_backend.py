@@ -6,13 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from flyball_kernels import backend, resolve_backend, rms_norm, set_backend
+from flyball_kernels import Backend, choose_backend, rms_norm
 from flyball_kernels.cpu import build, library
-
-
-@pytest.fixture
-def no_choice_yet(monkeypatch):
-    monkeypatch.setattr(backend, "_in_force", {})
 
 
 @pytest.fixture
@@ -40,39 +35,34 @@ def fake_compiler(monkeypatch, tmp_path):
 
 
 def test_auto_is_cpp_on_cpu_and_triton_on_cuda():
-    assert resolve_backend("cpu", "auto") == "cpp"
-    assert resolve_backend("cuda", "auto") == "triton"
-    assert resolve_backend("cpu", "torch") == "torch"
+    assert choose_backend("cpu", "auto").name == "cpp"
+    assert choose_backend("cuda", "auto") == Backend("triton")
+    assert choose_backend("meta", "auto") == Backend("torch")
+    assert choose_backend("cpu", "torch") == Backend("torch")
 
 
-def test_auto_without_a_compiler_warns_and_runs_the_references(no_choice_yet, no_compiler, caplog):
+def test_auto_without_a_compiler_warns_and_runs_the_references(no_compiler, caplog):
     with caplog.at_level(logging.WARNING):
-        assert set_backend("cpu", "auto") == "torch"
+        backend = choose_backend("cpu", "auto")
+    assert backend.name == "torch"
     assert "slower torch references" in caplog.text
     assert "'no-such-compiler' is not on PATH. Install g++" in caplog.text
-    torch.testing.assert_close(rms_norm(torch.ones(1, 4), torch.ones(4), 0.0), torch.ones(1, 4))
+    torch.testing.assert_close(rms_norm(torch.ones(1, 4), torch.ones(4), 0.0, backend=backend), torch.ones(1, 4))
 
 
 def test_cpp_without_a_compiler_is_an_error(no_compiler):
     with pytest.raises(RuntimeError, match="'no-such-compiler' is not on PATH"):
-        resolve_backend("cpu", "cpp")
+        choose_backend("cpu", "cpp")
 
 
 def test_backends_that_cannot_run_there(monkeypatch):
     with pytest.raises(ValueError, match="backend is 'flash'; it must be one of auto, cpp, torch, triton"):
-        resolve_backend("cpu", "flash")
+        choose_backend("cpu", "flash")
     with pytest.raises(ValueError, match="'cpp' runs on cpu, not on cuda"):
-        resolve_backend("cuda", "cpp")
+        choose_backend("cuda", "cpp")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="'triton' runs on cuda, not on cpu"):
-        resolve_backend("cpu", "triton")
-
-
-def test_the_choice_is_in_force_for_that_device_only(no_choice_yet):
-    set_backend("cpu", "torch")
-    assert backend.backend_for(torch.ones(1)) == "torch"
-    assert backend.backend_for(torch.ones(1, device="meta")) == "torch"
-    assert set_backend("cpu", "auto") == "cpp"
+        choose_backend("cpu", "triton")
 
 
 def test_a_failing_compiler_is_quoted(no_compiler, monkeypatch, tmp_path):

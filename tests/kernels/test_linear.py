@@ -1,9 +1,14 @@
+from functools import partial
+
 import pytest
 import torch
 
-from flyball_kernels import PackedLinear
+import flyball_kernels
+from flyball_kernels import Backend
 from flyball_kernels.linear import reference
-from kernel_checks import assert_close
+from kernel_checks import CPP, assert_close
+
+PackedLinear = partial(flyball_kernels.PackedLinear, backend=CPP)
 
 
 def layer(in_features, out_features, dtype, bias):
@@ -41,7 +46,6 @@ def test_either_arithmetic_of_bf16(num_rows, in_features, out_features, dot):
 
 
 def has_dot():
-    PackedLinear(torch.ones(1, 1))  # loads the library
     return torch.ops.flyball.linear_has_dot()
 
 
@@ -51,8 +55,8 @@ def test_dot_is_refused_where_there_is_none():
 
 
 def test_dot_is_refused_where_torch_multiplies():
-    with pytest.raises(ValueError, match="dot=True is for the cpp backend; meta runs torch"):
-        PackedLinear(torch.ones(4, 8, dtype=torch.bfloat16, device="meta"), dot=True)
+    with pytest.raises(ValueError, match="dot=True is for the cpp backend; this is torch"):
+        PackedLinear(torch.ones(4, 8, dtype=torch.bfloat16), dot=True, backend=Backend("torch"))
 
 
 def test_leading_dimensions_and_strides():

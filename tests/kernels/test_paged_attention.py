@@ -1,10 +1,14 @@
+from functools import partial
+
 import pytest
 import torch
 
+import flyball_kernels
 from attention_inputs import attention_inputs
-from flyball_kernels import paged_attention
 from flyball_kernels.paged_attention import kernel, reference
-from kernel_checks import DEVICE, TOLERANCES, assert_close, assert_guards_intact, guarded
+from kernel_checks import CPP, DEVICE, TOLERANCES, assert_close, assert_guards_intact, guarded
+
+paged_attention = partial(flyball_kernels.paged_attention, backend=CPP)
 
 ONE_KV_HEAD = {
     "num_q_heads": 3,

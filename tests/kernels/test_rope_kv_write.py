@@ -1,17 +1,19 @@
+from functools import partial
+
 import pytest
 import torch
 
-from flyball_kernels import backend, rope_kv_write
+import flyball_kernels
+from flyball_kernels import Backend
 from flyball_kernels.rope_kv_write import kernel, reference
-from kernel_checks import DEVICE, assert_close
+from kernel_checks import CPP, DEVICE, assert_close
+
+rope_kv_write = partial(flyball_kernels.rope_kv_write, backend=CPP)
 
 
-@pytest.fixture(params=["cpp", "triton"])
-def device(request, monkeypatch):
-    """Where the op runs, with the backend under test in force there for this test."""
-    device = "cpu" if request.param == "cpp" else DEVICE
-    monkeypatch.setitem(backend._in_force, device, request.param)
-    return device
+BOTH = pytest.mark.parametrize(
+    ("backend", "device"), [(CPP, "cpu"), (Backend("triton"), DEVICE)], ids=["cpp", "triton"]
+)
 
 
 def inputs(num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, dtype, table_dtype=torch.float32):
@@ -23,26 +25,28 @@ def inputs(num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, dtype, t
     }
 
 
+@BOTH
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
     "shape", [(0, 2, 1, 4, 4), (1, 1, 1, 2, 2), (7, 12, 4, 64, 64), (9, 4, 2, 96, 10), (40, 8, 1, 80, 20)]
 )
-def test_equals_the_reference(shape, norm, dtype, device):
-    check_equal(inputs(*shape, dtype), shape, norm, dtype, device)
+def test_equals_the_reference(shape, norm, dtype, backend, device):
+    check_equal(inputs(*shape, dtype), shape, norm, dtype, backend, device)
 
 
-def test_table_of_the_model_dtype(device):
+@BOTH
+def test_table_of_the_model_dtype(backend, device):
     shape = (4, 2, 2, 32, 32)
-    check_equal(inputs(*shape, torch.bfloat16, torch.bfloat16), shape, False, torch.bfloat16, device)
+    check_equal(inputs(*shape, torch.bfloat16, torch.bfloat16), shape, False, torch.bfloat16, backend, device)
 
 
-def check_equal(tensors, shape, norm, dtype, device):
+def check_equal(tensors, shape, norm, dtype, backend, device):
     num_kv_heads, head_dim = shape[2:4]
     norms = [torch.randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
     caches = [torch.full((8, 5, num_kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(4)]
     run = {**tensors, "k_cache": caches[0], "v_cache": caches[1], "q_norm": norms[0], "k_norm": norms[1]}
     run = {name: tensor if tensor is None else tensor.to(device) for name, tensor in run.items()}
-    query = rope_kv_write(**run, eps=1e-6)
+    query = rope_kv_write(**run, eps=1e-6, backend=backend)
     expected = reference.rope_kv_write(
         **tensors, k_cache=caches[2], v_cache=caches[3], q_norm=norms[0], k_norm=norms[1], eps=1e-6
     )

@@ -1,5 +1,6 @@
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -7,8 +8,11 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from flyball_kernels import sample
+import flyball_kernels
 from flyball_kernels.sampling import NO_TOKEN, reference
+from kernel_checks import CPP
+
+sample = partial(flyball_kernels.sample, backend=CPP)
 
 INT64 = torch.iinfo(torch.int64)
 BOTH = pytest.mark.parametrize("run", [sample, reference.sample], ids=["op", "reference"])

@@ -1,9 +1,13 @@
+from functools import partial
+
 import pytest
 import torch
 
-from flyball_kernels import swiglu
+import flyball_kernels
 from flyball_kernels.swiglu import reference
-from kernel_checks import assert_close
+from kernel_checks import CPP, assert_close
+
+swiglu = partial(flyball_kernels.swiglu, backend=CPP)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (5, 160), (64, 4096), (3, 66), (0, 8)])

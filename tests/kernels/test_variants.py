@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flyball_kernels import PackedLinear, backend, set_backend
+from flyball_kernels import PackedLinear, backend, choose_backend
 from flyball_kernels.cpu import build, library, variants
 from flyball_kernels.cpu.variants import VARIANTS, X86_64_V3, X86_64_V4, choose, this_cpu, variants_of
 
@@ -134,11 +134,10 @@ def test_a_file_that_the_cpu_cannot_run_is_refused_before_it_is_loaded(folder, l
 
 
 def test_without_a_library_for_this_cpu_the_references_run(folder, load, monkeypatch, caplog):
-    monkeypatch.setattr(backend, "_in_force", {})
     monkeypatch.setenv(library.PREBUILT_VARIABLE, str(folder))
     monkeypatch.setattr(variants, "this_cpu", lambda: ("x86_64", PENRYN))
     with caplog.at_level(logging.WARNING):
-        assert set_backend("cpu", "auto") == "torch"
+        assert choose_backend("cpu", "auto").name == "torch"
     assert "slower torch references run instead. The C++ ops x86-64-v3 need a CPU with abm, avx, avx2" in caplog.text
 
 
@@ -191,14 +190,12 @@ def test_the_compiler_may_know_more_of_a_cpu_than_the_kernel_tells():
 @pytest.fixture
 def auto(monkeypatch):
     """Choose anew, for a CPU with these flags, whatever this one is."""
-    monkeypatch.setattr(backend, "_in_force", {})
     monkeypatch.delenv(backend.LINEAR_VARIABLE, raising=False)
 
-    def auto(requested="auto", cpu_flags=frozenset()):
+    def auto(requested="auto", cpu_flags=frozenset(), weight=None):
         monkeypatch.setattr(variants, "this_cpu", lambda: ("x86_64", cpu_flags))
         monkeypatch.setattr(backend, "MEASURED", {torch.ops.flyball.instruction_set()} if not cpu_flags else set())
-        set_backend("cpu", requested)
-        return PackedLinear(torch.randn(8, 4))
+        return PackedLinear(torch.randn(8, 4) if weight is None else weight, backend=choose_backend("cpu", requested))
 
     return auto
 
@@ -216,8 +213,7 @@ def test_the_choice_does_not_depend_on_what_a_clock_says(auto, monkeypatch, capl
 
 def test_torchs_linear_layers_compute_the_same(auto):
     weight, x = torch.randn(8, 4), torch.randn(3, 4)
-    auto(cpu_flags=ZEN_4)
-    linear = PackedLinear(weight)
+    linear = auto(cpu_flags=ZEN_4, weight=weight)
     assert linear._weight.shape == weight.shape
     torch.testing.assert_close(linear(x), x @ weight.T)
 
@@ -234,7 +230,7 @@ def test_either_can_be_asked_for(auto, monkeypatch):
 def test_a_setting_that_cannot_be_is_refused_by_name(auto, monkeypatch):
     monkeypatch.setenv(backend.LINEAR_VARIABLE, "fast")
     with pytest.raises(ValueError, match="FLYBALL_CPU_LINEAR is 'fast'; it must be one of auto, cpp, torch"):
-        set_backend("cpu")
+        choose_backend("cpu")
     monkeypatch.setenv(backend.LINEAR_VARIABLE, "cpp")
     with pytest.raises(ValueError, match="FLYBALL_CPU_LINEAR is 'cpp', but the backend is 'torch'"):
-        set_backend("cpu", "torch")
+        choose_backend("cpu", "torch")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flyball_kernels.backend import backend_for, linear_backend_for
+from flyball_kernels.backend import Backend
 from flyball_kernels.checks import check_dtype, check_shape
 
 
@@ -26,21 +26,22 @@ class PackedLinear:
         ValueError: the shapes or dtypes do not fit, or there is no dot product for this backend, dtype or CPU.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, dot: bool | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, backend: Backend, dot: bool | None = None
+    ) -> None:
         check_shape("weight", weight, None, None)
         check_dtype("weight", weight, torch.bfloat16, torch.float16, torch.float32)
         if bias is not None:
             check_shape("bias", bias, weight.shape[0])
             check_dtype("bias", bias, weight.dtype)
         self.out_features, self.in_features = weight.shape
-        is_cpp = backend_for(weight) == "cpp"
+        is_cpp = backend.name == "cpp"
         if dot and not is_cpp:
             raise ValueError(
-                f"dot=True is for the cpp backend; {weight.device.type} runs {backend_for(weight)}. "
-                "Leave dot out, or choose cpp on a CPU."
+                f"dot=True is for the cpp backend; this is {backend.name}. Leave dot out, or choose cpp on a CPU."
             )
         self._dot = is_cpp and self._uses_dot(weight.dtype) if dot is None else dot
-        self._packed = is_cpp and (dot is not None or linear_backend_for(weight) == "cpp")
+        self._packed = is_cpp and (dot is not None or backend.linear == "cpp")
         self._weight = torch.ops.flyball.linear_pack(weight.detach(), self._dot) if self._packed else weight.detach()
         self._bias = None if bias is None else bias.detach().contiguous()
 

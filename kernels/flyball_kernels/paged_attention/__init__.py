@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flyball_kernels.backend import backend_for
+from flyball_kernels.backend import Backend
 from flyball_kernels.checks import check_contiguous, check_dtype, check_shape
 from flyball_kernels.paged_attention import reference
 
@@ -18,6 +18,7 @@ def paged_attention(
     *,
     scale: float,
     max_query_len: int,
+    backend: Backend,
     sliding_window: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -50,12 +51,11 @@ def paged_attention(
         check_shape("out", out, *query.shape)
         check_dtype("out", out, query.dtype)
         check_contiguous("out", out)
-    backend = backend_for(query)
     tensors = (query, k_cache, v_cache, block_tables, cu_query_lens, context_lens)
-    if backend == "cpp":
+    if backend.name == "cpp":
         torch.ops.flyball.paged_attention(*tensors, scale, sliding_window, out)
         return out
-    if backend == "triton":
+    if backend.name == "triton":
         from flyball_kernels.paged_attention import kernel  # triton is there on Linux only
 
         return kernel.paged_attention(

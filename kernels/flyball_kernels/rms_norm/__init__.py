@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from flyball_kernels.backend import backend_for
+from flyball_kernels.backend import Backend
 from flyball_kernels.checks import check_dtype, check_shape
 from flyball_kernels.rms_norm import reference
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend) -> Tensor:
     """Scale the last dimension of ``x`` to unit root mean square, times ``weight``.
 
     Args:
@@ -21,12 +21,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ValueError: weight does not fit ``x``.
     """
     _check(x, weight)
-    if backend_for(x) == "cpp":
+    if backend.name == "cpp":
         return torch.ops.flyball.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: Backend) -> tuple[Tensor, Tensor]:
     """Return ``(rms_norm(x + residual, weight, eps), x + residual)``, both new tensors, in one pass over memory.
 
     Args:
@@ -38,7 +38,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     _check(x, weight)
     check_shape("residual", residual, *x.shape)
     check_dtype("residual", residual, x.dtype)
-    if backend_for(x) == "cpp":
+    if backend.name == "cpp":
         return torch.ops.flyball.add_rms_norm(x, residual, weight, eps)
     return reference.add_rms_norm(x, residual, weight, eps)
 

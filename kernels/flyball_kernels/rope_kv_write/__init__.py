@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flyball_kernels.backend import backend_for
+from flyball_kernels.backend import Backend
 from flyball_kernels.checks import check_contiguous, check_dtype, check_shape
 from flyball_kernels.rope_kv_write import reference
 
@@ -16,6 +16,7 @@ def rope_kv_write(
     v_cache: Tensor,
     slot_mapping: Tensor,
     *,
+    backend: Backend,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -59,10 +60,9 @@ def rope_kv_write(
             check_shape(name, weight, head_dim)
             check_dtype(name, weight, qkv.dtype)
     tensors = (qkv, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, q_norm, k_norm)
-    backend = backend_for(qkv)
-    if backend == "cpp":
+    if backend.name == "cpp":
         return torch.ops.flyball.rope_kv_write(*tensors, eps)
-    if backend == "triton":
+    if backend.name == "triton":
         query, key, value = reference.split_norm_rope(
             qkv, positions, cos_sin_cache, num_kv_heads, head_dim, q_norm, k_norm, eps
         )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flyball_kernels.backend import backend_for
+from flyball_kernels.backend import Backend
 from flyball_kernels.checks import check_dtype, check_shape
 from flyball_kernels.sampling import reference
 from flyball_kernels.sampling.reference import NO_TOKEN
@@ -19,6 +19,8 @@ def sample(
     min_p: Tensor | None,
     seeds: Tensor,
     positions: Tensor,
+    *,
+    backend: Backend,
 ) -> Tensor:
     """Sample one token id per row; a row's id depends on nothing else in the batch.
 
@@ -49,7 +51,7 @@ def sample(
         raise ValueError(f"logits has shape {list(logits.shape)}; a row needs at least 1 logit.")
     _check_rows(logits.shape[0], torch.float32, temperature=temperature, top_p=top_p, min_p=min_p)
     _check_rows(logits.shape[0], torch.int64, top_k=top_k, seeds=seeds, positions=positions)
-    if backend_for(logits) == "cpp":
+    if backend.name == "cpp":
         return torch.ops.flyball.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
     return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
 

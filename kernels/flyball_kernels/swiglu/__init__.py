@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from flyball_kernels.backend import backend_for
+from flyball_kernels.backend import Backend
 from flyball_kernels.checks import check_shape
 from flyball_kernels.swiglu import reference
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, backend: Backend) -> Tensor:
     """Return ``silu(gate) * up`` of a fused gate-up projection.
 
     Args:
@@ -21,6 +21,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
     check_shape("gate_up", gate_up, None, None)
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up has rows of {gate_up.shape[1]}; the length must be even: gate and up side by side.")
-    if backend_for(gate_up) == "cpp":
+    if backend.name == "cpp":
         return torch.ops.flyball.swiglu(gate_up)
     return reference.swiglu(gate_up)

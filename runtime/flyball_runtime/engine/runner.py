@@ -15,7 +15,7 @@ from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
 from flyball_runtime.engine.resolve import KVCacheSize, resolve_device, resolve_kv_cache, resolve_max_model_len
 from flyball_runtime.engine.rows import Rows
 from flyball_runtime.engine.warm_up import WarmUp, peak_bytes
-from flyball_runtime.model.backend import use_kernel_backend
+from flyball_runtime.model.backend import kernel_backend
 from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
@@ -59,13 +59,14 @@ class ModelRunner:
         self._dtype_name = resolve_dtype(config.dtype, self._model_config)
         self._dtype = TORCH_DTYPES[self._dtype_name]
         self._max_model_len = resolve_max_model_len(config, self._model_config)
-        self._kernel_backend = use_kernel_backend(config.kernel_backend, self._device)
+        self._backend = kernel_backend(config.kernel_backend, self._device)
         self._stages.done("config")
         self._model = load_model(
             config.model,
             self._model_config,
             dtype=self._dtype,
             device=self._device,
+            backend=self._backend,
             max_model_len=self._max_model_len,
         )
         self._stages.done("weights")
@@ -113,13 +114,13 @@ class ModelRunner:
             block_size=config.block_size,
             device=self._device,
         )
-        self._sampling = SamplingTensors(config.max_num_seqs, self._device)
+        self._sampling = SamplingTensors(config.max_num_seqs, self._device, self._backend)
         self._stages.done("kv_cache")
         self.info = EngineInfo(
             model=config.served_model_name,
             dtype=self._dtype_name,
             device=str(self._device),
-            kernel_backend=self._kernel_backend,
+            kernel_backend=self._backend.name,
             max_model_len=self._max_model_len,
             vocab_size=self._model_config.vocab_size,
             block_size=config.block_size,

@@ -41,7 +41,7 @@ class WarmUp:
         self._max_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         self._device = device
         self._kv = SoftPool(model.config, 1, config.block_size, dtype, device).tensors
-        self._sampling = SamplingTensors(config.max_num_seqs, device)
+        self._sampling = SamplingTensors(config.max_num_seqs, device, model.backend)
         for row in range(config.max_num_seqs):
             self._sampling.set_row(row, ALL_FILTERS)
 

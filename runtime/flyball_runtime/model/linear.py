@@ -1,13 +1,25 @@
 """Linear layers over one input, stacked into one matrix."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from flyball_kernels.backend import Backend
 from flyball_kernels.linear import PackedLinear
 
-Empty = Callable[..., Tensor]
-"""``torch.empty`` with the model's dtype and device bound."""
+
+@dataclass(frozen=True)
+class Place:
+    """Where the tensors of a model are, and what computes with them."""
+
+    dtype: torch.dtype
+    device: torch.device
+    backend: Backend
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 class FusedLinear:
@@ -20,11 +32,12 @@ class FusedLinear:
         parts: out_features of each projection by its name in the checkpoint, in the order of the output.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, empty: Empty) -> None:
+    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, place: Place) -> None:
         out_features = sum(parts.values())
         self._parts = parts
-        self._weight: Tensor | None = empty(out_features, in_features)
-        self._bias = empty(out_features) if bias else None
+        self._backend = place.backend
+        self._weight: Tensor | None = place.empty(out_features, in_features)
+        self._bias = place.empty(out_features) if bias else None
         self._packed: PackedLinear | None = None
 
     def destinations(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -37,7 +50,7 @@ class FusedLinear:
     def pack(self) -> None:
         """Give the weights the layout that is fastest on their device; the buffer that was filled is let go."""
         assert self._weight is not None, "packed twice"
-        self._packed = PackedLinear(self._weight, self._bias)
+        self._packed = PackedLinear(self._weight, self._bias, backend=self._backend)
         self._weight = self._bias = None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flyball_kernels.backend import Backend
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.model.linear import Place
 from flyball_runtime.model.transformer import CausalLM
 from flyball_runtime.model.weights import Header, iter_headers, iter_weights, weight_files
 
@@ -25,6 +27,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    backend: Backend,
     max_model_len: int | None = None,
 ) -> CausalLM:
     """Build the model and fill it from the directory's safetensors, converting to ``dtype`` on the way.
@@ -42,7 +45,7 @@ def load_model(
     start = time.monotonic()
     files = weight_files(Path(path))
     _check_headers(files, config)
-    model = _allocate(config, max_model_len or config.max_context_len, dtype, torch.device(device))
+    model = _allocate(config, max_model_len or config.max_context_len, Place(dtype, torch.device(device), backend))
     _fill(dict(model.destinations()), files)
     model.pack()
     logger.info(
@@ -57,7 +60,8 @@ def load_model(
 
 def _check_headers(files: list[Path], config: ModelConfig) -> None:
     """Every tensor that the model needs is there, once, in its shape; what is over on either side is an error."""
-    empty = CausalLM(config, max_len=1, dtype=torch.bfloat16, device=torch.device("meta"))  # shapes without memory
+    nowhere = Place(torch.bfloat16, torch.device("meta"), Backend("torch"))
+    empty = CausalLM(config, max_len=1, place=nowhere)  # shapes without memory
     waiting = {name: tuple(tensor.shape) for name, tensor in empty.destinations()}
     expected = set(waiting)
     for header in iter_headers(files):
@@ -76,12 +80,13 @@ def _check_headers(files: list[Path], config: ModelConfig) -> None:
         )
 
 
-def _allocate(config: ModelConfig, max_len: int, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def _allocate(config: ModelConfig, max_len: int, place: Place) -> CausalLM:
+    dtype, device = place.dtype, place.device
     free_bytes = _free_bytes(device)
     if config.num_parameters * dtype.itemsize > free_bytes:
         raise _too_large(config, dtype, device, f"{free_bytes / 2**30:.1f} GiB are free")
     try:
-        return CausalLM(config, max_len=max_len, dtype=dtype, device=device)
+        return CausalLM(config, max_len=max_len, place=place)
     except RuntimeError as error:  # how torch says "out of memory", on every device
         raise _too_large(config, dtype, device, str(error)) from error
 

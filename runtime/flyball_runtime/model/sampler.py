@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyball_kernels.backend import Backend
 from flyball_kernels.sampling import NO_TOKEN, sample
 from flyball_runtime.core.sampling import SamplingParams
 
@@ -16,7 +17,8 @@ class SamplingTensors:
     They live on the host, where a step sees without waiting for the device which filters it can leave out.
     """
 
-    def __init__(self, num_rows: int, device: torch.device | str) -> None:
+    def __init__(self, num_rows: int, device: torch.device | str, backend: Backend) -> None:
+        self._backend = backend
         self._device = torch.device(device)
         self._temperature = np.zeros(num_rows, np.float32)
         self._top_k = np.zeros(num_rows, np.int64)
@@ -51,7 +53,7 @@ class SamplingTensors:
             top_p = self._gather(self._top_p, rows, off=1.0)
             min_p = self._gather(self._min_p, rows, off=0.0)
         seeds = self._tensor(self._seeds[rows])
-        return sample(logits, temperature, top_k, top_p, min_p, seeds, self._tensor(positions))
+        return sample(logits, temperature, top_k, top_p, min_p, seeds, self._tensor(positions), backend=self._backend)
 
     def _gather(self, values: np.ndarray, rows: np.ndarray, *, off: float) -> Tensor | None:
         """The rows' values on the device; None when every one of them is off."""

@@ -16,7 +16,7 @@ from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_kernels.swiglu import swiglu
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.inputs import StepInputs
-from flyball_runtime.model.linear import Empty, FusedLinear
+from flyball_runtime.model.linear import FusedLinear, Place
 from flyball_runtime.model.rope import cos_sin_cache
 
 KVTensors = list[tuple[Tensor, Tensor]]
@@ -29,16 +29,17 @@ Destinations = Iterator[tuple[str, Tensor]]
 class Attention:
     """Causal self-attention with grouped KV heads; queries and keys optionally normed per head (Qwen3)."""
 
-    def __init__(self, config: ModelConfig, layer: int, empty: Empty) -> None:
+    def __init__(self, config: ModelConfig, layer: int, place: Place) -> None:
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, qkv, bias=config.qkv_bias, empty=empty)
-        self.o_proj = FusedLinear(q_size, {"o_proj": config.hidden_size}, bias=config.output_bias, empty=empty)
-        self.q_norm = empty(config.head_dim) if config.qk_norm else None
-        self.k_norm = empty(config.head_dim) if config.qk_norm else None
+        self.qkv_proj = FusedLinear(config.hidden_size, qkv, bias=config.qkv_bias, place=place)
+        self.o_proj = FusedLinear(q_size, {"o_proj": config.hidden_size}, bias=config.output_bias, place=place)
+        self.q_norm = place.empty(config.head_dim) if config.qk_norm else None
+        self.k_norm = place.empty(config.head_dim) if config.qk_norm else None
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
+        self.backend = place.backend
         self.sliding_window = config.sliding_windows[layer]
 
     def destinations(self, prefix: str) -> Destinations:
@@ -60,6 +61,7 @@ class Attention:
             k_cache,
             v_cache,
             inputs.slot_mapping,
+            backend=self.backend,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=self.eps,
@@ -73,6 +75,7 @@ class Attention:
             inputs.context_lens,
             scale=self.scale,
             max_query_len=inputs.max_query_len,
+            backend=self.backend,
             sliding_window=self.sliding_window,
         )
         return self.o_proj(attended.flatten(1))
@@ -81,11 +84,12 @@ class Attention:
 class MLP:
     """SwiGLU feed-forward (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, empty: Empty) -> None:
+    def __init__(self, config: ModelConfig, place: Place) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         gate_up = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = FusedLinear(hidden, gate_up, bias=config.mlp_bias, empty=empty)
-        self.down_proj = FusedLinear(inner, {"down_proj": hidden}, bias=config.mlp_bias, empty=empty)
+        self.gate_up_proj = FusedLinear(hidden, gate_up, bias=config.mlp_bias, place=place)
+        self.down_proj = FusedLinear(inner, {"down_proj": hidden}, bias=config.mlp_bias, place=place)
+        self.backend = place.backend
 
     def destinations(self, prefix: str) -> Destinations:
         yield from self.gate_up_proj.destinations(prefix)
@@ -96,18 +100,19 @@ class MLP:
         self.down_proj.pack()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj(x)))
+        return self.down_proj(swiglu(self.gate_up_proj(x), backend=self.backend))
 
 
 class DecoderLayer:
     """Attention and MLP, each behind a norm. ``residual`` is the running sum; ``x`` is what is still to be added."""
 
-    def __init__(self, config: ModelConfig, layer: int, empty: Empty) -> None:
-        self.attention = Attention(config, layer, empty)
-        self.mlp = MLP(config, empty)
-        self.input_norm = empty(config.hidden_size)
-        self.post_attention_norm = empty(config.hidden_size)
+    def __init__(self, config: ModelConfig, layer: int, place: Place) -> None:
+        self.attention = Attention(config, layer, place)
+        self.mlp = MLP(config, place)
+        self.input_norm = place.empty(config.hidden_size)
+        self.post_attention_norm = place.empty(config.hidden_size)
         self.eps = config.rms_norm_eps
+        self.backend = place.backend
 
     def destinations(self, prefix: str) -> Destinations:
         yield from self.attention.destinations(f"{prefix}self_attn.")
@@ -128,11 +133,11 @@ class DecoderLayer:
         kv: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            x, residual = rms_norm(x, self.input_norm, self.eps), x
+            x, residual = rms_norm(x, self.input_norm, self.eps, backend=self.backend), x
         else:
-            x, residual = add_rms_norm(x, residual, self.input_norm, self.eps)
+            x, residual = add_rms_norm(x, residual, self.input_norm, self.eps, backend=self.backend)
         x = self.attention(x, inputs, cos_sin, *kv)
-        x, residual = add_rms_norm(x, residual, self.post_attention_norm, self.eps)
+        x, residual = add_rms_norm(x, residual, self.post_attention_norm, self.eps, backend=self.backend)
         return self.mlp(x), residual
 
 
@@ -143,16 +148,14 @@ class CausalLM:
         max_len: positions go from 0 to max_len - 1.
     """
 
-    def __init__(self, config: ModelConfig, *, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
+    def __init__(self, config: ModelConfig, *, max_len: int, place: Place) -> None:
         self.config = config
-        self.embedding = empty(config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, layer, empty) for layer in range(config.num_hidden_layers)]
-        self.norm = empty(config.hidden_size)
-        self.head_weight = self.embedding if config.tie_word_embeddings else empty(*self.embedding.shape)
-        self.cos_sin = cos_sin_cache(config.rope, config.head_dim, max_len, device)
+        self.backend = place.backend
+        self.embedding = place.empty(config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, layer, place) for layer in range(config.num_hidden_layers)]
+        self.norm = place.empty(config.hidden_size)
+        self.head_weight = self.embedding if config.tie_word_embeddings else place.empty(*self.embedding.shape)
+        self.cos_sin = cos_sin_cache(config.rope, config.head_dim, max_len, place.device)
 
     def destinations(self) -> Destinations:
         """Every tensor that a checkpoint must hold; tied embeddings appear once."""
@@ -171,7 +174,7 @@ class CausalLM:
         """
         for layer in self.layers:
             layer.pack()
-        self.lm_head = PackedLinear(self.head_weight)
+        self.lm_head = PackedLinear(self.head_weight, backend=self.backend)
         del self.head_weight
 
     @torch.inference_mode()
@@ -191,7 +194,7 @@ class CausalLM:
         wanted = inputs.logits_indices
         if not wanted.shape[0]:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        hidden, _ = add_rms_norm(x[wanted], residual[wanted], self.norm, self.config.rms_norm_eps)
+        hidden, _ = add_rms_norm(x[wanted], residual[wanted], self.norm, self.config.rms_norm_eps, backend=self.backend)
         return self.lm_head(hidden).float()
 
     __call__ = forward

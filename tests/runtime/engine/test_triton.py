@@ -7,7 +7,6 @@ import torch
 
 from checkpoints import make_checkpoint
 from engines import Reference, generate, make_engine, random_prompts
-from flyball_kernels import backend
 from flyball_runtime.core.sampling import SamplingParams
 
 NUM_TOKENS = 6
@@ -18,9 +17,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("arch", ["mistral", "qwen3"])  # a sliding window; norms on query and key
-def test_tokens_equal_transformers(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_equal_transformers(arch: str, tmp_path: Path) -> None:
     """Prefill in chunks of 16 beside decodes, over several blocks."""
-    monkeypatch.setattr(backend, "_in_force", {})
     path = make_checkpoint(tmp_path, arch)
     prompts = random_prompts([3, 17, 40])
     engine = make_engine(path, kernel_backend="triton", max_num_batched_tokens=16)

@@ -11,6 +11,7 @@ import torch
 
 from checkpoints import make_checkpoint
 from engines import generate, make_engine, random_prompts
+from flyball_kernels import choose_backend
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
@@ -28,6 +29,7 @@ class Recorder:
 
     def __init__(self, model: CausalLM) -> None:
         self.config = model.config
+        self.backend = model.backend
         self.steps: list[StepInputs] = []
         self._model = model
 
@@ -39,7 +41,9 @@ class Recorder:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     path = make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
-    return load_model(path, ModelConfig.from_dir(path), dtype=torch.float32, device="cpu")
+    return load_model(
+        path, ModelConfig.from_dir(path), dtype=torch.float32, device="cpu", backend=choose_backend("cpu")
+    )
 
 
 def warm_up_of(model: Any, *, max_model_len: int = 128, **settings: int) -> WarmUp:
@@ -91,6 +95,7 @@ class SlowModel:
         self.clock = FakeClock()
         self.steps: list[tuple[int, StepInputs]] = []
         self.parts = SimpleNamespace(
+            backend=choose_backend("cpu"),
             config=replace(model.config, **config),
             embedding=model.embedding,
             cos_sin=model.cos_sin,

@@ -15,20 +15,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import ARCHITECTURES, make_checkpoint
+from flyball_kernels import choose_backend
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model import loader
 from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
+from flyball_runtime.model.linear import Place
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.transformer import CausalLM
 from flyball_runtime.model.weights import iter_headers, iter_weights, weight_files
 
 NOBODY = 65534
+CPU = choose_backend("cpu")
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
 def _load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(path, ModelConfig.from_dir(path), dtype=dtype, device="cpu")
+    return load_model(path, ModelConfig.from_dir(path), dtype=dtype, device="cpu", backend=CPU)
 
 
 def _weights_in_place(path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
@@ -245,7 +248,7 @@ def test_a_config_that_does_not_fit_the_files_costs_no_memory(
     config = dataclasses.replace(ModelConfig.from_dir(path), **absurd)
     monkeypatch.setattr(loader, "_allocate", lambda *_: pytest.fail("memory was asked for"))
     with pytest.raises(ConfigError, match=message):
-        load_model(path, config, dtype=torch.float32, device="cpu")
+        load_model(path, config, dtype=torch.float32, device="cpu", backend=CPU)
 
 
 def test_larger_than_the_machine(checkpoint: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,15 +257,15 @@ def test_larger_than_the_machine(checkpoint: Callable, monkeypatch: pytest.Monke
     monkeypatch.setattr(loader, "available_memory_bytes", lambda: 4 * config.num_parameters - 1)
     message = r"Qwen3ForCausalLM with \d+ parameters needs .* GiB as torch\.float32, which cpu cannot give \(.* GiB are free\)"
     with pytest.raises(ConfigError, match=message):
-        load_model(path, config, dtype=torch.float32, device="cpu")
-    load_model(path, config, dtype=torch.bfloat16, device="cpu")
+        load_model(path, config, dtype=torch.float32, device="cpu", backend=CPU)
+    load_model(path, config, dtype=torch.bfloat16, device="cpu", backend=CPU)
 
 
 def test_what_the_allocator_refuses(checkpoint: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "available_memory_bytes", lambda: 2**60)
     config = dataclasses.replace(ModelConfig.from_dir(checkpoint("qwen3")), intermediate_size=2**45)
     with pytest.raises(ConfigError, match=r"which cpu cannot give \(.*you tried to allocate"):
-        loader._allocate(config, 64, torch.float32, torch.device("cpu"))
+        loader._allocate(config, 64, Place(torch.float32, torch.device("cpu"), CPU))
 
 
 def test_dtype_names(checkpoint: Callable) -> None:

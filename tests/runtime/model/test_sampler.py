@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flyball_kernels import choose_backend
 from flyball_runtime.core.sampling import MAX_SEED, SamplingParams, with_seed
 from flyball_runtime.model.sampler import SamplingTensors
 
@@ -27,7 +28,7 @@ def _logits(num_rows: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture
 def tensors() -> SamplingTensors:
-    tensors = SamplingTensors(num_rows=8, device="cpu")
+    tensors = SamplingTensors(num_rows=8, device="cpu", backend=choose_backend("cpu"))
     for row, sampling in enumerate(SETTINGS):
         tensors.set_row(row, sampling)
     return tensors
@@ -103,7 +104,7 @@ def test_a_request_with_a_seed_keeps_it() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_as_on_the_cpu(tensors: SamplingTensors) -> None:
-    on_gpu = SamplingTensors(num_rows=8, device="cuda")
+    on_gpu = SamplingTensors(num_rows=8, device="cuda", backend=choose_backend("cuda"))
     for row, sampling in enumerate(SETTINGS):
         on_gpu.set_row(row, sampling)
     logits, rows, positions = _logits(6), np.arange(6), np.arange(6)

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from checkpoints import ARCHITECTURES, VOCAB_SIZE
+from flyball_kernels import choose_backend
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.inputs import StepInputs
 from flyball_runtime.model.loader import load_model
@@ -103,7 +104,7 @@ def _to(inputs: StepInputs, device: torch.device) -> StepInputs:
 
 
 def _load(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> CausalLM:
-    return load_model(path, ModelConfig.from_dir(path), dtype=dtype, device=device)
+    return load_model(path, ModelConfig.from_dir(path), dtype=dtype, device=device, backend=choose_backend(device))
 
 
 def _tokens(num_tokens: int, seed: int) -> list[int]:
