@@ -22,7 +22,8 @@ COPY . .
 # Bytecode now: a pod has no place to keep it, and would compile everything at each start.
 RUN $PIP install --no-cache-dir --no-compile --no-deps . \
     && rm -r /opt/flyball/lib/python3*/site-packages/flyball_runtime /opt/flyball/lib/python3*/site-packages/flyball_kernels \
-    && python3 -m compileall -q /opt/flyball/lib
+    && python3 -m compileall -q /opt/flyball/lib \
+    && /opt/flyball/bin/flyball-operator run --help >/dev/null
 
 FROM base
 COPY --from=build /opt/flyball /opt/flyball

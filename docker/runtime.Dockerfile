@@ -38,7 +38,8 @@ COPY . .
 # Bytecode now: a pod has no place to keep it, and would compile torch at each start. The folder left out has newer syntax.
 RUN $PIP install --no-cache-dir --no-compile --no-deps . \
     && rm -r /opt/flyball/lib/python3*/site-packages/flyball_operator \
-    && python3 -m compileall -q -x torch/testing/_internal /opt/flyball/lib
+    && python3 -m compileall -q -x torch/testing/_internal /opt/flyball/lib \
+    && /opt/flyball/bin/flyball serve --help >/dev/null && /opt/flyball/bin/flyball listener --help >/dev/null
 
 FROM base
 ARG DEVICE
