@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.scheduler import BlockCopy
 
@@ -48,6 +49,9 @@ class MmapPool:
     """For CPUs under Linux: a mapping per tensor, whose pages the kernel gives on first touch and takes back on ``resize``.
 
     Blocks that were never used cost no memory, so neither does the room to grow.
+
+    Raises:
+        ConfigError: the system has no room for the addresses.
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype):
@@ -56,7 +60,14 @@ class MmapPool:
         self._maps: list[mmap.mmap] = []
 
         def empty() -> Tensor:
-            memory = mmap.mmap(-1, num_blocks * self._bytes_per_block, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            num_bytes = num_blocks * self._bytes_per_block
+            try:
+                memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise ConfigError(
+                    f"the system refuses {num_bytes} bytes, one of {2 * config.num_hidden_layers} parts of a KV cache of "
+                    f"{num_blocks} blocks: {error}. Lower --kv-cache-memory-bytes or --kv-cache-memory-max."
+                ) from error
             self._maps.append(memory)
             return torch.frombuffer(memory, dtype=dtype).view(shape)
 

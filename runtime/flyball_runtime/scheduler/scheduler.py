@@ -26,8 +26,8 @@ Ending = FinishReason | Literal["failed"]
 Pace = Callable[[Step], int]
 """From a step with nothing but its decodes to how many tokens it may compute in all. Decodes run whatever it says."""
 
-MAX_BLOCK_COPIES = 256
-"""Blocks that one step moves at most. On a GPU they are some milliseconds, in the largest models."""
+MAX_BLOCK_COPIES = 64
+"""Blocks that one step moves at most: some 100 MiB in a model of 8B parameters."""
 
 
 class Scheduler:

@@ -1,8 +1,14 @@
 """What happens to whole blocks."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
-from flyball_runtime.engine.physical_pool import copy_blocks
+from checkpoints import make_checkpoint
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.engine.physical_pool import MmapPool, copy_blocks
 from flyball_runtime.scheduler import BlockCopy
 
 
@@ -11,3 +17,28 @@ def test_blocks_are_copied_in_every_layer_as_if_all_at_once() -> None:
     copy_blocks(kv, [BlockCopy(0, 1), BlockCopy(1, 2), BlockCopy(4, 0)])  # type: ignore[arg-type]
     held = [tensor.flatten().tolist() for pair in kv for tensor in pair]
     assert held == [[base + one for one in (4, 0, 1, 3, 4)] for base in (0, 10, 20, 30)]
+
+
+def test_more_addresses_than_there_are_is_a_config_error(tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(make_checkpoint(tmp_path, "qwen3"))
+    with pytest.raises(
+        ConfigError, match=r"one of 4 parts of a KV cache of \d+ blocks: .*Lower --kv-cache-memory-bytes"
+    ):
+        MmapPool(config, 2**40, 16, torch.float32)
+
+
+def test_what_is_below_the_size_stays_and_what_is_above_is_gone(tmp_path: Path) -> None:
+    """Blocks of 3 KiB: pages lie across their edges."""
+    config = ModelConfig.from_dir(make_checkpoint(tmp_path, "qwen3"))
+    pool = MmapPool(config, 64, 16, torch.float32)
+    tensors = [tensor for pair in pool.tensors for tensor in pair]
+    for tensor in tensors:
+        tensor.fill_(7.0)
+    pool.resize(21)
+    for tensor in tensors:
+        assert bool((tensor[:21] == 7).all())
+        assert bool((tensor[23:] == 0).all())
+    pool.resize(64)
+    for tensor in tensors:
+        tensor.fill_(8.0)
+        assert bool((tensor == 8).all())

@@ -179,3 +179,36 @@ def test_a_blocked_sequence_is_looked_up_again_as_soon_as_it_may_fit():
     assert (match.num_blocks_needed, kv.can_admit(match), kv.still_blocked(blocked, match)) == (4, False, True)
     kv.release(kv.detach(fillers[0]))
     assert (kv.still_blocked(blocked, match), kv.can_admit(kv.match_prefix(blocked))) == (False, True)
+
+
+def test_cached_blocks_move_down_too_a_bounded_number_at_a_time():
+    kv = KVCache(8, BLOCK_SIZE)
+    filler, seq = make_sequence(4 * BLOCK_SIZE), make_sequence(4 * BLOCK_SIZE)
+    for one in (filler, seq):
+        kv.admit(one, kv.match_prefix(one))
+    assert seq.block_table == [4, 5, 6, 7]
+    kv.register(seq, 0, 4 * BLOCK_SIZE)
+    for one in (seq, filler):
+        kv.release(kv.detach(one))
+    kv.set_capacity(4)
+    assert kv.compact([], 3) == ({7: 0, 6: 1, 5: 2}, [])
+    assert (kv.size, kv.has_surplus) == (5, True)
+    assert kv.compact([], 3) == ({4: 3}, [])
+    assert (kv.size, kv.has_surplus) == (4, False)
+    again = make_sequence([*seq.token_ids, 1])
+    assert kv.match_prefix(again).blocks == [3, 2, 1, 0]
+    assert kv._pool.take(2) == [0, 1], "its end is still the first to go"
+
+
+def test_a_block_that_an_ended_sequence_still_holds_stays_where_it_is():
+    kv = KVCache(8, BLOCK_SIZE)
+    gone, stays = make_sequence(5 * BLOCK_SIZE), make_sequence(2 * BLOCK_SIZE)
+    for one in (gone, stays):
+        kv.admit(one, kv.match_prefix(one))
+    blocks = kv.detach(gone)
+    kv.release(blocks[:3])
+    kv.set_capacity(4)
+    assert kv.compact([stays], 8) == ({6: 0, 5: 1}, [(stays, 1), (stays, 0)])
+    assert (stays.block_table, kv.size) == ([1, 0], 5), "block 4 is in use by a step in flight"
+    kv.release(blocks[3:])
+    assert kv.size == 4
