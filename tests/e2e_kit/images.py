@@ -63,7 +63,10 @@ def _make_room() -> None:
     store = _run("buildah", "info", "--format", "{{.store.GraphRoot}}").strip()
     if (free := shutil.disk_usage(store).free) < MIN_FREE_BYTES:
         print(f"e2e: {free / 1e9:.0f} GB free in {store}; removing layers that no image uses", flush=True)
-        _run("buildah", "rmi", "--prune")
+        try:
+            _run("buildah", "rmi", "--prune")
+        except CommandFailed as error:  # a build that was killed keeps layers in use; the space may do all the same
+            print(f"e2e: not all of them could be removed: {error}", flush=True)
 
 
 def _debian() -> str:
