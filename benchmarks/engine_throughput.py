@@ -80,7 +80,8 @@ def flyball(path: Path, load: Load, args: argparse.Namespace) -> tuple[Run, dict
 
 def _kv_bytes(path: Path, load: Load, dtype: str) -> int:
     num_tokens = load.num_tokens + 16 * len(load.prompts)  # the last block of each is not full
-    wanted = num_tokens * ModelConfig.from_dir(path).kv_bytes_per_token(dtype)  # type: ignore[arg-type]
+    config = ModelConfig.from_dir(path)
+    wanted = num_tokens * config.num_hidden_layers * config.kv_bytes_per_layer(dtype)  # type: ignore[arg-type]
     return wanted if DEVICE == "cpu" else min(wanted, torch.cuda.mem_get_info()[0] // 2)
 
 

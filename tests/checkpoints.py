@@ -70,6 +70,16 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mistral": (MistralConfig, {"sliding_window": 24, "head_dim": 20}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True, "num_attention_heads": 8, "head_dim": 8}),
     "qwen3": (Qwen3Config, {"head_dim": 24}),
+    "qwen3 windows": (  # the first layer attends to all tokens: three groups of one layer each
+        Qwen3Config,
+        {
+            "head_dim": 24,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
 }
 
 

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.kv_layout import KVLayout
+from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Finished, Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
@@ -27,6 +29,13 @@ def make_engine(path: Path, on_progress: Callable[[], object] = lambda: None, **
     }
     config = EngineConfig(model=str(path), served_model_name="test", **(defaults | settings))
     return start_engine(config, on_progress=on_progress)
+
+
+def kv_block_bytes(path: Path, max_model_len: int = 256) -> int:
+    """Bytes of the KV blocks, one in each group of layers, of 16 tokens in fp32."""
+    config = ModelConfig.from_dir(path)
+    layout = KVLayout.of(config.sliding_windows, max_model_len)
+    return 16 * len(layout.groups) * layout.num_tensors * config.kv_bytes_per_layer("float32")
 
 
 def random_prompts(lengths: list[int], seed: int = 0, vocab_size: int = 384) -> list[list[int]]:

@@ -43,11 +43,13 @@ class FakeModel:
     It writes and reads slots as attention does: a token's slot gets a digest of the slot before it and of the token.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
+        """Start with nothing written. Windows are of 2 tokens or more: a token reads the one before it."""
         self._block_size = block_size
+        self._windows = windows
         self._slots: list[int | None] = [None] * (num_blocks * block_size)
         self._size = len(self._slots)
-        self._tables: dict[int, list[int]] = {}
+        self._tables: dict[int, list[list[int]]] = {}
         self._last: dict[int, int] = {}
         self._epoch = 0
         self._num_plans = 0
@@ -81,9 +83,12 @@ class FakeModel:
             self._slots[slot] = None
 
     def check(self, seq: Sequence, num_tokens: int) -> None:
-        """Raise AssertionError unless the sequence's own prefix is where its block table says."""
-        held = [self._slots[self._slot(seq.block_table, position)] for position in range(num_tokens)]
-        assert held == contents(seq.token_ids[:num_tokens]), f"{seq!r} reads what is not its own: {seq.block_table}"
+        """Raise AssertionError unless what the sequence's next token reads is its own, in every group."""
+        own = contents(seq.token_ids[:num_tokens])
+        for table, window in zip(seq.block_tables, self._windows, strict=True):
+            first = _first(window, num_tokens)
+            held = [self._slots[self._slot(table, position)] for position in range(first, num_tokens)]
+            assert held == own[first:], f"{seq!r} reads what is not its own: {table}"
 
     def _apply(self, plan: BatchPlan) -> None:
         before = list(self._slots)
@@ -94,22 +99,43 @@ class FakeModel:
         for start in plan.row_starts:
             assert start.epoch > self._epoch, "epochs count up"
             self._epoch = start.epoch
-            self._tables[start.row], self._last[start.row] = [], start.last_token_id
+            self._tables[start.row], self._last[start.row] = [[] for _ in self._windows], start.last_token_id
         for write in plan.table_writes:
-            table = self._tables[write.row]
+            table = self._tables[write.row][write.group]
             assert write.at <= len(table), "tables grow at their end"
             table[write.at : write.at + len(write.blocks)] = write.blocks
 
-    def _compute(self, table: list[int], start: int, tokens: list[int]) -> int:
-        content = self._slots[self._slot(table, start - 1)] if start else 0
+    def _compute(self, tables: list[list[int]], start: int, tokens: list[int]) -> int:
+        content = self._slots[self._slot(tables[0], start - 1)] if start else 0
         for position, token_id in enumerate(tokens, start):
             assert content is not None, f"position {position - 1} was never computed"
-            content = self._slots[self._slot(table, position)] = extend(content, token_id)
+            self._read(tables, position)
+            content = extend(content, token_id)
+            for table in tables:
+                self._slots[self._slot(table, position)] = content
         assert content is not None
         return content
+
+    def _read(self, tables: list[list[int]], position: int) -> None:
+        """Read what a token attends to: all groups hold the same for a position, and lack nothing of their windows."""
+        for table, window in zip(tables, self._windows, strict=True):
+            for before in range(_first(window, position), position):
+                held = self._slots[self._slot(table, before)]
+                assert held is not None, f"position {before} is not there"
+                others = (
+                    other
+                    for other, reach in zip(tables, self._windows, strict=True)
+                    if before >= _first(reach, position)
+                )
+                assert all(self._slots[self._slot(other, before)] == held for other in others)
 
     def _slot(self, table: list[int], position: int) -> int:
         block, offset = divmod(position, self._block_size)
         slot = table[block] * self._block_size + offset
         assert slot < self._size, f"block {table[block]} is not there"
         return slot
+
+
+def _first(window: int | None, position: int) -> int:
+    """Return the first position that a token at ``position`` attends to."""
+    return 0 if window is None else max(0, position - window + 1)

@@ -65,6 +65,7 @@ class FakeEngine:
             max_model_len=1024,
             vocab_size=vocab_size,
             block_size=16,
+            kv_windows=(None,),
             num_kv_blocks=100,
             num_start_kv_blocks=100,
             num_parameters=1,

@@ -139,9 +139,9 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * self._parameters_per_layer() + self.hidden_size
 
-    def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Bytes of keys and values that one token keeps in the cache, over all layers."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * DTYPE_BYTES[dtype]
+    def kv_bytes_per_layer(self, dtype: DType) -> int:
+        """Bytes of keys and values of one token in one layer."""
+        return 2 * self.num_key_value_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def weight_bytes(self, dtype: DType) -> int:
         """Bytes of the checkpoint's parameters as ``dtype``; kernels may hold more (see ``CausalLM.pack``)."""

@@ -23,7 +23,8 @@ class Sequence:
         stop_token_ids: ids that end the sequence (end-of-sequence ids included unless ignored).
         num_computed_tokens: tokens whose K and V are in the cache, or will be once the planned steps have run.
         num_pending_tokens: tokens that planned steps sample and that are not known yet; they come after ``token_ids``.
-        block_table: KV block ids, in order of position.
+        block_tables: for each group of layers (``core/kv_layout.py``), KV block ids in order of position. Entries
+            before ``num_freed_blocks`` of the group are behind its window, and no longer this sequence's.
         block_hashes: chained hash of each full block that has been hashed so far.
         cache_salt: what the first of those hashes starts from.
         row: index into the engine's persistent batch tensors while running, else None.
@@ -38,13 +39,14 @@ class Sequence:
         "arrival_index",
         "arrived_s",
         "block_hashes",
-        "block_table",
+        "block_tables",
         "cache_salt",
         "client",
         "max_total_tokens",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
+        "num_freed_blocks",
         "num_lost_tokens",
         "num_pending_tokens",
         "num_preemptions",
@@ -73,7 +75,8 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = []
+        self.num_freed_blocks: list[int] = []
         self.block_hashes = list(request.block_hashes)
         self.cache_salt = request.cache_salt
         self.row: int | None = None
@@ -83,6 +86,11 @@ class Sequence:
         self.num_lost_tokens = 0
         self.arrival_index = 0
         self.arrived_s = 0.0
+
+    @property
+    def block_table(self) -> list[int]:
+        """That of the first group; empty while waiting."""
+        return self.block_tables[0] if self.block_tables else []
 
     @property
     def num_output_tokens(self) -> int:

@@ -37,6 +37,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     Attributes:
         startup_s: seconds by stage: import, config, weights, warm_up, kv_cache.
         longest_pause_s: estimate of the longest time for which a step shows no progress (see ``engine/warm_up.py``).
+        kv_windows: how many of the latest tokens each group of layers attends to; None is all.
         num_kv_blocks: most that there may be.
         num_start_kv_blocks: how many of them there is memory for at the start.
         kernel_backend: which implementation the ops run: cpp, torch or triton.
@@ -49,6 +50,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     block_size: int
+    kv_windows: tuple[int | None, ...]
     num_kv_blocks: int
     num_start_kv_blocks: int
     num_parameters: int

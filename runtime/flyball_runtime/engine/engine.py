@@ -45,7 +45,8 @@ class Engine:
         self._executor = executor
         self._clock = clock or MonotonicClock()
         self.info: EngineInfo = executor.info
-        self.kv_cache = KVCache(self.info.num_kv_blocks, self.info.block_size, config.enable_prefix_caching)
+        info = self.info
+        self.kv_cache = KVCache(info.num_kv_blocks, info.block_size, config.enable_prefix_caching, info.kv_windows)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=self.info.max_model_len,

@@ -17,7 +17,7 @@ KVTensors = list[tuple[Tensor, Tensor]]
 
 
 class PhysicalPool(Protocol):
-    """K and V of each layer, ``[num_blocks, block_size, num_kv_heads, head_dim]`` each, uninitialised.
+    """Pairs of K and V, ``[num_blocks, block_size, num_kv_heads, head_dim]`` each, uninitialised (see ``KVLayout``).
 
     Attributes:
         tensors: addresses for as many blocks as there may ever be; those past the last ``resize`` hold nothing.
@@ -33,13 +33,21 @@ class PhysicalPool(Protocol):
 class SoftPool:
     """Allocated once. A smaller size is a cap on the ids, and frees nothing."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_tensors: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
 
         def empty() -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self.tensors: KVTensors = [(empty(), empty()) for _ in range(config.num_hidden_layers)]
+        self.tensors: KVTensors = [(empty(), empty()) for _ in range(num_tensors)]
 
     def resize(self, num_blocks: int) -> None:
         """Do nothing."""
@@ -54,7 +62,7 @@ class MmapPool:
         ConfigError: the system has no room for the addresses.
     """
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype):
+    def __init__(self, config: ModelConfig, num_tensors: int, num_blocks: int, block_size: int, dtype: torch.dtype):
         shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self._bytes_per_block = math.prod(shape[1:]) * dtype.itemsize
         self._maps: list[mmap.mmap] = []
@@ -65,13 +73,13 @@ class MmapPool:
                 memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:
                 raise ConfigError(
-                    f"the system refuses {num_bytes} bytes, one of {2 * config.num_hidden_layers} parts of a KV cache of "
+                    f"the system refuses {num_bytes} bytes, one of {2 * num_tensors} parts of a KV cache of "
                     f"{num_blocks} blocks: {error}. Lower --kv-cache-memory-bytes or --kv-cache-memory-max."
                 ) from error
             self._maps.append(memory)
             return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-        self.tensors: KVTensors = [(empty(), empty()) for _ in range(config.num_hidden_layers)]
+        self.tensors: KVTensors = [(empty(), empty()) for _ in range(num_tensors)]
 
     def resize(self, num_blocks: int) -> None:
         start = -(-num_blocks * self._bytes_per_block // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -86,12 +94,12 @@ def can_return_memory(device: torch.device) -> bool:
 
 
 def make_pool(
-    config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, num_tensors: int, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> PhysicalPool:
     """Return the pool for a device."""
     if can_return_memory(device):
-        return MmapPool(config, num_blocks, block_size, dtype)
-    return SoftPool(config, num_blocks, block_size, dtype, device)
+        return MmapPool(config, num_tensors, num_blocks, block_size, dtype)
+    return SoftPool(config, num_tensors, num_blocks, block_size, dtype, device)
 
 
 def copy_blocks(kv: KVTensors, copies: Seq[BlockCopy]) -> None:

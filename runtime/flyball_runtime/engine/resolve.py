@@ -7,6 +7,7 @@ import torch
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.kv_layout import KVLayout
 from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import DType, ModelConfig
 from flyball_runtime.engine.physical_pool import can_return_memory
@@ -47,6 +48,7 @@ class KVCacheSize(NamedTuple):
 def resolve_kv_cache(
     config: EngineConfig,
     model: ModelConfig,
+    layout: KVLayout,
     *,
     dtype: DType,
     device: torch.device,
@@ -60,8 +62,9 @@ def resolve_kv_cache(
     Raises:
         ConfigError: not one sequence of ``max_model_len`` tokens would fit, or the most is less than the start.
     """
-    bytes_per_block = config.block_size * model.kv_bytes_per_token(dtype)
-    blocks_per_sequence = -(-max_model_len // config.block_size)
+    bytes_per_block = config.block_size * layout.num_tensors * model.kv_bytes_per_layer(dtype)
+    num_groups = len(layout.groups)
+    blocks_per_sequence = -(-max_model_len // config.block_size) * num_groups
     budget_bytes = config.kv_cache_memory_bytes or _default_kv_bytes(config, device, step_bytes)
     most_useful = config.max_num_seqs * blocks_per_sequence
     num_blocks = min(budget_bytes // bytes_per_block, most_useful)
@@ -69,7 +72,7 @@ def resolve_kv_cache(
         num_blocks, budget_bytes = max(0, num_blocks), max(0, budget_bytes)
         raise ConfigError(
             f"the KV cache would get {budget_bytes} bytes, {num_blocks} blocks of {bytes_per_block} bytes: "
-            f"room for {num_blocks * config.block_size} tokens, but --max-model-len is {max_model_len}. "
+            f"room for {num_blocks // num_groups * config.block_size} tokens, but --max-model-len is {max_model_len}. "
             f"Raise --kv-cache-memory-bytes to at least {blocks_per_sequence * bytes_per_block} or lower --max-model-len."
         )
     max_bytes = config.kv_cache_memory_max_bytes

@@ -9,21 +9,24 @@ from flyball_runtime.scheduler import BatchPlan
 
 
 class Rows:
-    """Block table and last token of each row, on the device; a plan's row starts and table writes change them.
+    """Block tables and last token of each row, on the device; a plan's row starts and table writes change them.
 
     A step copies no block table and no token that the device has already. Decodes, the bulk of a busy batch, take their
     tokens from here, so that the next step can be launched before anybody has seen them.
 
     Attributes:
-        block_tables: ``[max_num_seqs, max_blocks]`` int32; entries that no plan wrote for the row's sequence are not read.
+        block_tables: ``[num_groups, max_num_seqs, max_blocks]`` int32; entries that no plan wrote for the row's sequence
+            are not read.
         last_token_ids: ``[max_num_seqs]`` int64.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         self._block_size = block_size
         self._device = device
         max_blocks = -(-max_model_len // block_size)
-        self.block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self.last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     def apply(self, plan: BatchPlan) -> None:
@@ -34,11 +37,11 @@ class Rows:
         writes = plan.table_writes
         if writes:
             lens = [len(write.blocks) for write in writes]
-            rows = np.repeat(np.array([write.row for write in writes]), lens)
+            groups, rows = np.repeat(np.array([(write.group, write.row) for write in writes]).T, lens, axis=1)
             ends = np.cumsum(lens)
             at = np.arange(ends[-1]) - np.repeat(ends - lens - np.array([write.at for write in writes]), lens)
             blocks = np.concatenate([np.array(write.blocks, np.int32) for write in writes])
-            self.block_tables[self._tensor(rows), self._tensor(at)] = self._tensor(blocks)
+            self.block_tables[self._tensor(groups), self._tensor(rows), self._tensor(at)] = self._tensor(blocks)
 
     def inputs(self, plan: BatchPlan) -> StepInputs:
         """Lay out the plan's tokens one entry after the other, without padding. ``apply`` comes before."""
@@ -54,18 +57,19 @@ class Rows:
         entry_of_token = np.repeat(np.arange(num_seqs), query_lens)
         positions = np.arange(plan.num_tokens) - cu_query_lens[entry_of_token] + starts[entry_of_token]
         samples = np.array(plan.samples, bool)
-        table_entries = entry_of_token * num_blocks + positions // self._block_size
+        table_entries = self._tensor(entry_of_token * num_blocks + positions // self._block_size)
+        offsets = self._tensor(positions % self._block_size)
 
         rows = self._tensor(np.array(plan.rows, np.int64))
-        block_tables = self.block_tables[:, :num_blocks].index_select(0, rows)
-        block_ids = block_tables.view(-1).index_select(0, self._tensor(table_entries))
+        block_tables = tuple(table[:, :num_blocks].index_select(0, rows) for table in self.block_tables)
+        block_ids = (table.view(-1).index_select(0, table_entries) for table in block_tables)
         token_ids = self.last_token_ids.index_select(0, rows[:num_decodes])
         if plan.token_ids:
             token_ids = torch.cat((token_ids, self._tensor(np.array(plan.token_ids, np.int64))))
         return StepInputs(
             token_ids=token_ids,
             positions=self._tensor(positions),
-            slot_mapping=block_ids.long() * self._block_size + self._tensor(positions % self._block_size),
+            slot_mappings=tuple(ids.long() * self._block_size + offsets for ids in block_ids),
             block_tables=block_tables,
             cu_query_lens=self._tensor(cu_query_lens),
             context_lens=self._tensor(context_lens.astype(np.int32)),

@@ -92,6 +92,7 @@ class ModelRunner:
         return resolve_kv_cache(
             self._config,
             self._model_config,
+            self._model.layout,
             dtype=self._dtype_name,
             device=self._device,
             max_model_len=self._max_model_len,
@@ -101,8 +102,10 @@ class ModelRunner:
     def allocate(self, size: KVCacheSize) -> None:
         """Make the KV tensors and the rows; then ``info`` is there and plans can be launched."""
         config = self._config
+        layout = self._model.layout
         self._pool = make_pool(
             self._model_config,
+            layout.num_tensors,
             num_blocks=size.max_blocks,
             block_size=config.block_size,
             dtype=self._dtype,
@@ -113,6 +116,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             block_size=config.block_size,
             device=self._device,
+            num_groups=len(layout.groups),
         )
         self._sampling = SamplingTensors(config.max_num_seqs, self._device, self._backend)
         self._stages.done("kv_cache")
@@ -124,6 +128,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             vocab_size=self._model_config.vocab_size,
             block_size=config.block_size,
+            kv_windows=layout.windows,
             num_kv_blocks=size.max_blocks,
             num_start_kv_blocks=size.num_blocks,
             num_parameters=self._model_config.num_parameters,

@@ -40,7 +40,7 @@ class WarmUp:
         self._max_model_len = max_model_len
         self._max_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         self._device = device
-        self._kv = SoftPool(model.config, 1, config.block_size, dtype, device).tensors
+        self._kv = SoftPool(model.config, model.layout.num_tensors, 1, config.block_size, dtype, device).tensors
         self._sampling = SamplingTensors(config.max_num_seqs, device, model.backend)
         for row in range(config.max_num_seqs):
             self._sampling.set_row(row, ALL_FILTERS)
@@ -81,7 +81,8 @@ class WarmUp:
         inputs = self._inputs([num_tokens], num_computed_tokens=self._max_model_len - num_tokens)
         x = model.embedding[inputs.positions % model.config.vocab_size]
         index, rows = _longest_reach(model.config.sliding_windows), np.arange(num_rows)
-        layer, kv = model.layers[index], self._kv[index]
+        layer = model.layers[index]
+        kv = self._kv[model.layout.places[index][1]]
         for cache in kv:
             cache.zero_()
         layer_s = self._least_s(lambda: layer(x, None, inputs, model.cos_sin, kv), clock)
@@ -115,13 +116,13 @@ class WarmUp:
         lens = torch.tensor(query_lens, dtype=torch.int32)
         cu_query_lens = torch.cat((torch.zeros(1, dtype=torch.int32), lens.cumsum(0, dtype=torch.int32)))
         longest_context = max(query_lens) + num_computed_tokens
+        num_groups = len(self._model.layout.groups)
+        block_table = torch.zeros(len(query_lens), -(-longest_context // block_size), dtype=torch.int32, device=device)
         return StepInputs(
             token_ids=torch.zeros_like(positions, device=device),
             positions=positions.to(device),
-            slot_mapping=(positions % block_size).to(device),
-            block_tables=torch.zeros(
-                len(query_lens), -(-longest_context // block_size), dtype=torch.int32, device=device
-            ),
+            slot_mappings=((positions % block_size).to(device),) * num_groups,
+            block_tables=(block_table,) * num_groups,
             cu_query_lens=cu_query_lens.to(device),
             context_lens=(lens + num_computed_tokens).to(device),
             max_query_len=max(query_lens),

@@ -14,39 +14,64 @@ class PrefixMatch(NamedTuple):
     """What the prefix cache holds of a sequence; valid until the cache changes.
 
     Attributes:
-        blocks: ids of the blocks that hold its first ``num_tokens`` tokens.
+        num_tokens: how many of its first tokens need not be computed.
+        tables: for each group, the blocks that hold them, with HOLE for those behind the group's window.
         num_blocks_needed: blocks that admission would turn from free or cached into used.
     """
 
-    blocks: list[int]
     num_tokens: int
+    tables: list[list[int]]
     num_blocks_needed: int
 
 
 class TableEntry(NamedTuple):
-    """An entry of a sequence's block table."""
+    """An entry of a sequence's block table of a group."""
 
     seq: Sequence
+    group: int
     at: int
+
+
+HOLE = 0
+"""Stands in a block table for a block that nothing reads any more."""
 
 
 class KVCache:
     """Which blocks hold which tokens of which sequence.
 
     Only full blocks are shared, and only after the step that computed them was committed. A sequence gets the blocks of
-    all its tokens when it is admitted and one more each time its output crosses a block edge, so prompts never compete
-    half-way. While a sequence runs its block table only grows.
+    all its tokens when it is admitted and one more, in each group of layers, each time its output crosses a block edge, so
+    prompts never compete half-way. What lies behind a group's window is given back as the sequence goes on.
 
     The owner of the tensors computes addresses from ids: ``slot = block_id * block_size + offset``.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 16, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
+        """Start empty.
+
+        Args:
+            windows: of each group of layers, in tokens; None sees all (see ``core/kv_layout.py``).
+        """
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}; a KV block needs at least 1 token. 16 is usual.")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_groups = len(windows)
+        self._windows = windows
+        self._sliding = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._pool = BlockPool(num_blocks)
+
+    @property
+    def slides(self) -> bool:
+        """Whether some group has a window."""
+        return bool(self._sliding)
 
     @property
     def capacity(self) -> int:
@@ -95,14 +120,16 @@ class KVCache:
         lowest = self._pool.capacity
         holders: dict[int, list[TableEntry]] = {}
         for seq in sequences:
-            for index, block in enumerate(seq.block_table):
-                if block >= lowest:
-                    holders.setdefault(block, []).append(TableEntry(seq, index))
+            for group, table in enumerate(seq.block_tables):
+                for at, block in enumerate(table):
+                    if block >= lowest:  # a HOLE never is
+                        holders.setdefault(block, []).append(TableEntry(seq, group, at))
         movable = (one for one in self._pool.surplus() if self._pool.num_refs(one) == len(holders.get(one, ())))
         moved = self._pool.move(islice(movable, max_moves))
         entries = [entry for block in moved for entry in holders.get(block, ())]
-        for seq, at in entries:
-            seq.block_table[at] = moved[seq.block_table[at]]
+        for seq, group, at in entries:
+            table = seq.block_tables[group]
+            table[at] = moved[table[at]]
         self._pool.trim()
         return moved, entries
 
@@ -112,18 +139,25 @@ class KVCache:
         self._pool.trim()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold ``num_tokens`` tokens."""
-        return -(-num_tokens // self.block_size)
+        """How many blocks hold ``num_tokens`` tokens, all groups together."""
+        return -(-num_tokens // self.block_size) * self.num_groups
 
     def match_prefix(self, seq: Sequence) -> PrefixMatch:
         """Look a waiting sequence up. Its last token is never matched: it must be computed, to get logits."""
         num_tokens = len(seq.token_ids)
-        blocks: list[int] = []
+        tables: list[list[int]] = [[] for _ in self._windows]
         if self.enable_prefix_caching:
             self._hash_blocks(seq, num_tokens // self.block_size)
-            blocks = self._pool.find(seq.block_hashes[: (num_tokens - 1) // self.block_size])
-        num_needed = self.num_blocks_for(num_tokens) - self._pool.num_used_of(blocks)
-        return PrefixMatch(blocks, len(blocks) * self.block_size, num_needed)
+            tables = self._find(seq.block_hashes[: (num_tokens - 1) // self.block_size])
+        num_matched = len(tables[0])
+        num_used = sum(
+            self._pool.num_used_of(table[self._first_needed(window, num_matched * self.block_size) :])
+            for window, table in zip(self._windows, tables, strict=True)
+        )
+        num_holes = sum(self._first_needed(window, num_matched * self.block_size) for window in self._windows)
+        return PrefixMatch(
+            num_matched * self.block_size, tables, self.num_blocks_for(num_tokens) - num_holes - num_used
+        )
 
     def can_admit(self, match: PrefixMatch) -> bool:
         return match.num_blocks_needed <= self._pool.num_admissible
@@ -134,7 +168,9 @@ class KVCache:
         Args:
             match: of an earlier look-up. The cache holds more of the sequence now only if it holds the next block.
         """
-        num_matched = len(match.blocks)
+        if self._sliding:
+            return False  # it may find less of a window, and more behind it
+        num_matched = match.num_tokens // self.block_size
         next_hash = seq.block_hashes[num_matched : num_matched + 1]
         if self.enable_prefix_caching and self._pool.find(next_hash):
             return False
@@ -142,16 +178,21 @@ class KVCache:
 
     def admit(self, seq: Sequence, match: PrefixMatch) -> None:
         """Give a waiting sequence blocks for all its tokens. ``match`` is fresh and ``can_admit`` said yes."""
-        for block in match.blocks:  # before anything is taken, which might evict them
-            self._pool.share(block)
-        num_new = self.num_blocks_for(len(seq.token_ids)) - len(match.blocks)
-        seq.block_table = match.blocks + self._pool.take(num_new)
+        freed = [self._first_needed(window, match.num_tokens) for window in self._windows]
+        for table, num_holes in zip(match.tables, freed, strict=True):
+            for block in table[num_holes:]:  # before anything is taken, which might evict them
+                self._pool.share(block)
+        num_new = -(-len(seq.token_ids) // self.block_size) - len(match.tables[0])
+        seq.block_tables = [table + self._pool.take(num_new) for table in match.tables]
+        seq.num_freed_blocks = freed
         seq.num_computed_tokens = match.num_tokens
 
     def grow(self, sequences: list[Sequence]) -> None:
-        """Append one block to each running sequence. The caller has checked ``num_growable_blocks``."""
-        for seq, block in zip(sequences, self._pool.take(len(sequences)), strict=True):
-            seq.block_table.append(block)
+        """Append one block per group to each running sequence. The caller has checked ``num_growable_blocks``."""
+        blocks = iter(self._pool.take(len(sequences) * self.num_groups))
+        for seq in sequences:
+            for table in seq.block_tables:
+                table.append(next(blocks))
 
     def register(self, seq: Sequence, start: int, end: int) -> None:
         """Make the blocks findable that tokens ``[start, end)``, just computed, have filled."""
@@ -159,15 +200,29 @@ class KVCache:
         if first == last or not self.enable_prefix_caching:
             return
         self._hash_blocks(seq, last)
-        self._pool.register(seq.block_table[first:last], seq.block_hashes[first:last])
+        for group, table in enumerate(seq.block_tables):
+            begin = max(first, seq.num_freed_blocks[group])
+            if begin < last:
+                self._pool.register(table[begin:last], _names(seq.block_hashes[begin:last], group))
+
+    def slide(self, seq: Sequence, num_tokens: int) -> None:
+        """Give back what lies behind the windows of a sequence whose first ``num_tokens`` tokens are computed and committed."""
+        for group, window in self._sliding:
+            freed, needed = seq.num_freed_blocks[group], self._first_needed(window, num_tokens)
+            if needed > freed:
+                table = seq.block_tables[group]
+                self._pool.release(table[freed:needed])
+                table[freed:needed] = [HOLE] * (needed - freed)
+                seq.num_freed_blocks[group] = needed
 
     def forget(self, seq: Sequence) -> None:
         """Make the sequence's blocks unfindable; its content is no longer shared, and is free once released."""
-        self._pool.forget(seq.block_table)
+        self._pool.forget(self._blocks_of(seq))
 
     def detach(self, seq: Sequence) -> list[int]:
         """Take a sequence's blocks away and return them, still in use: ``release`` ends that."""
-        blocks, seq.block_table = seq.block_table, []
+        blocks = self._blocks_of(seq)
+        seq.block_tables, seq.num_freed_blocks = [], []
         seq.num_computed_tokens = 0
         return blocks
 
@@ -176,5 +231,42 @@ class KVCache:
         sequences share, last."""
         self._pool.release(reversed(blocks))
 
+    def _blocks_of(self, seq: Sequence) -> list[int]:
+        tables = zip(seq.block_tables, seq.num_freed_blocks, strict=True)
+        return [block for table, num_freed in tables for block in table[num_freed:]]
+
+    def _first_needed(self, window: int | None, num_tokens: int) -> int:
+        """Return the first block that a token reads which has ``num_tokens`` before it."""
+        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
+
+    def _find(self, hashes: list[bytes]) -> list[list[int]]:
+        """Return by group the blocks of the longest prefix that every group has, as far as its window reaches."""
+        num = len(hashes)
+        for group, window in enumerate(self._windows):
+            if window is None:
+                num = len(self._pool.find(_names(hashes[:num], group)))
+        while (shorter := min((self._num_reached(hashes, num, *one) for one in self._sliding), default=num)) < num:
+            num = shorter
+        tables = []
+        for group, window in enumerate(self._windows):
+            needed = self._first_needed(window, num * self.block_size)
+            found = self._pool.find(_names(hashes[needed:num], group))
+            tables.append([HOLE] * needed + found)
+        return tables
+
+    def _num_reached(self, hashes: list[bytes], num: int, group: int, window: int) -> int:
+        """Return how many blocks, ``num`` at most, a token may have before it whose window in this group is all there."""
+        end, at = num, num - 1
+        while at >= self._first_needed(window, end * self.block_size):
+            if not self._pool.find(_names(hashes[at : at + 1], group)):
+                end = at
+            at -= 1
+        return end
+
     def _hash_blocks(self, seq: Sequence, num_blocks: int) -> None:
         extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, num_blocks, seq.cache_salt)
+
+
+def _names(hashes: list[bytes], group: int) -> list[bytes]:
+    """Names of blocks with the same tokens differ by group: their layers do."""
+    return hashes if group == 0 else [name + group.to_bytes(2, "big") for name in hashes]

@@ -14,13 +14,14 @@ from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_kernels.swiglu import swiglu
+from flyball_runtime.core.kv_layout import KVLayout
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.inputs import StepInputs
 from flyball_runtime.model.linear import FusedLinear, Place
 from flyball_runtime.model.rope import cos_sin_cache
 
 KVTensors = list[tuple[Tensor, Tensor]]
-"""Per layer (k_cache, v_cache), each ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous."""
+"""Pairs of K and V cache, each ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous. ``KVLayout`` says whose."""
 
 Destinations = Iterator[tuple[str, Tensor]]
 """Tensor names of a checkpoint, and where their values go."""
@@ -29,7 +30,7 @@ Destinations = Iterator[tuple[str, Tensor]]
 class Attention:
     """Causal self-attention with grouped KV heads; queries and keys optionally normed per head (Qwen3)."""
 
-    def __init__(self, config: ModelConfig, layer: int, place: Place) -> None:
+    def __init__(self, config: ModelConfig, layout: KVLayout, layer: int, place: Place) -> None:
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -41,6 +42,7 @@ class Attention:
         self.scale = config.head_dim**-0.5
         self.backend = place.backend
         self.sliding_window = config.sliding_windows[layer]
+        self.group, _ = layout.places[layer]
 
     def destinations(self, prefix: str) -> Destinations:
         yield from self.qkv_proj.destinations(prefix)
@@ -60,7 +62,7 @@ class Attention:
             cos_sin,
             k_cache,
             v_cache,
-            inputs.slot_mapping,
+            inputs.slot_mappings[self.group],
             backend=self.backend,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
@@ -70,7 +72,7 @@ class Attention:
             query,
             k_cache,
             v_cache,
-            inputs.block_tables,
+            inputs.block_tables[self.group],
             inputs.cu_query_lens,
             inputs.context_lens,
             scale=self.scale,
@@ -106,8 +108,8 @@ class MLP:
 class DecoderLayer:
     """Attention and MLP, each behind a norm. ``residual`` is the running sum; ``x`` is what is still to be added."""
 
-    def __init__(self, config: ModelConfig, layer: int, place: Place) -> None:
-        self.attention = Attention(config, layer, place)
+    def __init__(self, config: ModelConfig, layout: KVLayout, layer: int, place: Place) -> None:
+        self.attention = Attention(config, layout, layer, place)
         self.mlp = MLP(config, place)
         self.input_norm = place.empty(config.hidden_size)
         self.post_attention_norm = place.empty(config.hidden_size)
@@ -152,7 +154,8 @@ class CausalLM:
         self.config = config
         self.backend = place.backend
         self.embedding = place.empty(config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, layer, place) for layer in range(config.num_hidden_layers)]
+        self.layout = KVLayout.of(config.sliding_windows, max_len)
+        self.layers = [DecoderLayer(config, self.layout, layer, place) for layer in range(config.num_hidden_layers)]
         self.norm = place.empty(config.hidden_size)
         self.head_weight = self.embedding if config.tie_word_embeddings else place.empty(*self.embedding.shape)
         self.cos_sin = cos_sin_cache(config.rope, config.head_dim, max_len, place.device)
@@ -187,8 +190,8 @@ class CausalLM:
             Logits ``[num_sampled, vocab_size]`` fp32 of the tokens at ``inputs.logits_indices``.
         """
         x, residual = F.embedding(inputs.token_ids, self.embedding), None
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x, residual = layer(x, residual, inputs, self.cos_sin, layer_kv)
+        for layer, (_, tensor) in zip(self.layers, self.layout.places, strict=True):
+            x, residual = layer(x, residual, inputs, self.cos_sin, kv[tensor])
             after_layer()
         # most tokens of a prefill are not sampled from: drop them before the largest matmul of all
         wanted = inputs.logits_indices

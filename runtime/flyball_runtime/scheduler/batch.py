@@ -26,11 +26,15 @@ class RowStart(Struct, frozen=True, array_like=True):
 
 
 class TableWrite(Struct, frozen=True, array_like=True):
-    """From entry ``at`` on, a row's block table holds ``blocks``. No entry is written twice in one plan."""
+    """From entry ``at`` on, a row's block table of a group of layers holds ``blocks``. A plan writes no entry twice.
+
+    What an entry holds that is behind the group's window says nothing, and is not read.
+    """
 
     row: int
     at: int
     blocks: list[int]
+    group: int = 0
 
 
 class BlockCopy(Struct, frozen=True, array_like=True):

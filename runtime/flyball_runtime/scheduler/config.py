@@ -51,8 +51,8 @@ class SchedulerConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
 
-    def envelope(self, num_kv_blocks: int, block_size: int) -> Envelope:
-        """What live limits may be with this many KV blocks.
+    def envelope(self, num_kv_blocks: int, block_size: int, num_groups: int = 1) -> Envelope:
+        """What live limits may be with this many KV blocks, of which each group of layers needs its own for a token.
 
         The smallest KV fraction and token budget are the least with which any one sequence can always be computed to
         its end, so no limits inside the envelope can stop progress.
@@ -60,10 +60,11 @@ class SchedulerConfig:
         Raises:
             ConfigError: one sequence of ``max_model_len`` tokens does not fit into the KV cache.
         """
-        num_needed = -(-self.max_model_len // block_size)
+        num_needed = -(-self.max_model_len // block_size) * num_groups
         if num_needed > num_kv_blocks:
+            num_tokens = num_kv_blocks // num_groups * block_size
             raise ConfigError(
-                f"the KV cache has {num_kv_blocks} blocks of {block_size} tokens, {num_kv_blocks * block_size} tokens; "
+                f"the KV cache has {num_kv_blocks} blocks of {block_size} tokens, {num_tokens} tokens; "
                 f"one sequence of --max-model-len {self.max_model_len} needs {num_needed} blocks. "
                 "Lower --max-model-len, or raise --kv-cache-memory-bytes or --gpu-memory-utilization."
             )

@@ -64,7 +64,7 @@ class Scheduler:
             ConfigError: the KV cache cannot hold one sequence of ``max_model_len`` tokens.
         """
         self.config = config
-        self.envelope: Envelope = config.envelope(kv_cache.num_blocks, kv_cache.block_size)
+        self.envelope: Envelope = config.envelope(kv_cache.num_blocks, kv_cache.block_size, kv_cache.num_groups)
         self._kv = kv_cache
         self._policy = policy or POLICIES[config.policy]
         self._pace = pace
@@ -246,7 +246,7 @@ class Scheduler:
         return results
 
     def _take_tokens(self, step: Step, tokens: Iterator[int | None]) -> list[tuple[Sequence, Ending | None]]:
-        block_size = self._kv.block_size
+        block_size, slides = self._kv.block_size, self._kv.slides
         results: list[tuple[Sequence, Ending | None]] = []
         # the hot loop: some 256 turns a step, so the checks of the common case are spelled out here
         for seq, start, num, samples in zip(step.sequences, step.starts, step.num_scheduled, step.samples, strict=True):
@@ -259,6 +259,8 @@ class Scheduler:
                 continue
             if start % block_size + num >= block_size:
                 self._kv.register(seq, start, start + num)
+            if slides:
+                self._kv.slide(seq, start + num)
             if token is None:
                 continue
             token_ids = seq.token_ids
@@ -279,14 +281,18 @@ class Scheduler:
         """
         preempted: list[Sequence] = []
         step, growing, prefills = self._sort_running()
-        while len(growing) > self._kv.num_growable_blocks or (self._hurry and self.kv_drains):
+        while len(growing) * self._kv.num_groups > self._kv.num_growable_blocks or (self._hurry and self.kv_drains):
             if self._in_flight:
                 return None
             preempted.append(self._preempt())
             step, growing, prefills = self._sort_running()
         self._hurry = False
         self._kv.grow(growing)
-        step.table_writes += [TableWrite(_row(seq), len(seq.block_table) - 1, seq.block_table[-1:]) for seq in growing]
+        step.table_writes += [
+            TableWrite(_row(seq), len(table) - 1, table[-1:], group)
+            for seq in growing
+            for group, table in enumerate(seq.block_tables)
+        ]
         step.preempted = preempted
         return step, prefills
 
@@ -307,7 +313,7 @@ class Scheduler:
                 continue  # its last token is pending
             decodes.append(seq)
             starts.append(start)
-            if start % block_size == 0 and start == len(seq.block_table) * block_size:
+            if start % block_size == 0 and start == len(seq.block_tables[0]) * block_size:
                 growing.append(seq)
         return Step.of_decodes(decodes, starts), growing, prefills
 
@@ -319,7 +325,9 @@ class Scheduler:
             return
         moved, entries = self._kv.compact(self._running.values(), MAX_BLOCK_COPIES)
         step.block_copies += [BlockCopy(source, target) for source, target in moved.items()]
-        step.table_writes += [TableWrite(_row(seq), at, [seq.block_table[at]]) for seq, at in entries]
+        step.table_writes += [
+            TableWrite(_row(seq), at, [seq.block_tables[group][at]], group) for seq, group, at in entries
+        ]
 
     def _launch(self, step: Step) -> None:
         """Count a whole step as computed."""
@@ -400,7 +408,7 @@ class Scheduler:
         self._running[seq.request_id] = seq
         self._num_row_starts += 1
         step.row_starts.append(RowStart(row, self._num_row_starts, seq.token_ids[-1], seq.sampling))
-        step.table_writes.append(TableWrite(row, 0, seq.block_table.copy()))
+        step.table_writes += [TableWrite(row, 0, table.copy(), group) for group, table in enumerate(seq.block_tables)]
 
     def _stop_running(self, seq: Sequence) -> None:
         heapq.heappush(self._free_rows, _row(seq))

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from checkpoints import make_checkpoint
+from engines import kv_block_bytes
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.api.errors import HttpError
 from flyball_runtime.api.health import check_live
@@ -31,7 +32,6 @@ from flyball_runtime.core.errors import (
     TokenOutOfVocabulary,
     TooManyPromptTokens,
 )
-from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.stats import StepStats
@@ -475,7 +475,7 @@ def test_free_seats_do_not_count_while_the_engine_cannot_fill_them(path: Path) -
         with pytest.raises(QueueFull):
             client.submit(request("refused"))
 
-    kv_bytes = 512 * ModelConfig.from_dir(path).kv_bytes_per_token("float32")
+    kv_bytes = 32 * kv_block_bytes(path)
     run(path, scenario, max_queued_requests=2, max_num_seqs=8, kv_cache_memory_bytes=kv_bytes)
 
 

@@ -8,12 +8,11 @@ import msgspec
 import pytest
 
 from checkpoints import make_checkpoint, poison
-from engines import GREEDY, generate, make_engine, random_prompts
+from engines import GREEDY, generate, kv_block_bytes, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence
@@ -70,7 +69,7 @@ def test_a_seed_gives_the_same_output_after_a_preemption(path: Path) -> None:
     sampling = SamplingParams(temperature=1.0, seed=7, max_tokens=30, ignore_eos=True)
     prompts = random_prompts([28, 28, 28, 28])
     expected = generate(make_engine(path), prompts, sampling)
-    kv_bytes = 12 * 16 * ModelConfig.from_dir(path).kv_bytes_per_token("float32")
+    kv_bytes = 12 * kv_block_bytes(path)
     engine = make_engine(path, max_model_len=64, kv_cache_memory_bytes=kv_bytes, enable_prefix_caching=False)
     preemptions = []
     step = engine.step
@@ -185,6 +184,19 @@ def test_planned_ahead_nothing_that_has_ended_is_left_behind(path: Path) -> None
     assert tokens == free[: free.index(free[2]) + 1]
     assert {ending.request_id: ending.reason for ending in endings} == {"stops": "stop", "goes": "abort"}  # type: ignore[union-attr]
     assert engine.kv_cache.counts().used == 0
+
+
+@pytest.mark.parametrize(("architecture", "most"), [("mistral", 4), ("qwen3 windows", 10 + 2 * 4)])
+def test_what_lies_behind_a_window_takes_no_blocks(tmp_path: Path, architecture: str, most: int) -> None:
+    """Windows of 24 and 20 tokens, and in the second model one layer of three that keeps all 160."""
+    engine = make_engine(make_checkpoint(tmp_path, architecture), enable_prefix_caching=False)
+    engine.submit(request("a", prompt=list(range(4, 64)), max_tokens=100))
+    used = []
+    while engine.has_work():
+        engine.step()
+        used.append(engine.kv_cache.counts().used)
+    assert max(used) <= most
+    assert used[-1] == 0
 
 
 class StandIn:

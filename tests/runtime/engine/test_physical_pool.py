@@ -24,13 +24,13 @@ def test_more_addresses_than_there_are_is_a_config_error(tmp_path: Path) -> None
     with pytest.raises(
         ConfigError, match=r"one of 4 parts of a KV cache of \d+ blocks: .*Lower --kv-cache-memory-bytes"
     ):
-        MmapPool(config, 2**40, 16, torch.float32)
+        MmapPool(config, 2, 2**40, 16, torch.float32)
 
 
 def test_what_is_below_the_size_stays_and_what_is_above_is_gone(tmp_path: Path) -> None:
     """Blocks of 3 KiB: pages lie across their edges."""
     config = ModelConfig.from_dir(make_checkpoint(tmp_path, "qwen3"))
-    pool = MmapPool(config, 64, 16, torch.float32)
+    pool = MmapPool(config, 2, 64, 16, torch.float32)
     tensors = [tensor for pair in pool.tensors for tensor in pair]
     for tensor in tensors:
         tensor.fill_(7.0)

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from checkpoints import make_checkpoint
-from engines import GREEDY, generate, make_engine, random_prompts
+from engines import GREEDY, generate, kv_block_bytes, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.engine.engine import Engine
@@ -20,10 +19,6 @@ MAX_MODEL_LEN = 128
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-def block_bytes(path: Path) -> int:
-    return 16 * ModelConfig.from_dir(path).kv_bytes_per_token("float32")
 
 
 def set_fraction(engine: Engine, revision: int, fraction: float) -> LimitsStatus:
@@ -39,7 +34,7 @@ def test_a_hundred_resizes_under_load_change_no_token_and_lose_nothing(path: Pat
     prompts = random_prompts([rng.randrange(1, 90) for _ in range(40)])
     prompts += [[*prompt[:48], 7] for prompt in prompts[:10]]  # found in the cache, or not any more
     expected = generate(make_engine(path, max_model_len=MAX_MODEL_LEN), prompts)
-    settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 6, "kv_cache_memory_bytes": 24 * block_bytes(path)}
+    settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 6, "kv_cache_memory_bytes": 24 * kv_block_bytes(path)}
     engine = make_engine(path, async_scheduling=ahead, kv_drain_timeout_s=0.02, max_num_batched_tokens=64, **settings)
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     waiting = [Request(request_id=name, prompt_token_ids=prompts[int(name)], sampling=GREEDY) for name in outputs]
@@ -87,7 +82,7 @@ def fill(engine: Engine, number: int) -> None:
 
 def test_memory_falls_and_rises_as_the_pool_says(wide: Path) -> None:
     """Between 64 and 1024 blocks of 128 KiB; the cache starts with 512."""
-    a_block = block_bytes(wide)
+    a_block = kv_block_bytes(wide)
     engine = make_engine(
         wide, kv_cache_memory_bytes=512 * a_block, kv_cache_memory_max_bytes=1024 * a_block, max_num_seqs=64
     )
@@ -105,6 +100,6 @@ def test_memory_falls_and_rises_as_the_pool_says(wide: Path) -> None:
 
 
 def test_more_memory_than_at_the_start_has_to_be_more(path: Path) -> None:
-    a_block = block_bytes(path)
+    a_block = kv_block_bytes(path)
     with pytest.raises(ConfigError, match=r"--kv-cache-memory-max is \d+ bytes, and the KV cache starts with"):
         make_engine(path, kv_cache_memory_bytes=32 * a_block, kv_cache_memory_max_bytes=31 * a_block)

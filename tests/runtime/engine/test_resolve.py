@@ -6,11 +6,13 @@ import torch
 from checkpoints import make_checkpoint
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.kv_layout import KVLayout
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.engine.resolve import KVCacheSize, resolve_kv_cache
 
 BLOCK_BYTES = 2 * 2 * 2 * 24 * 4 * 16  # K and V, layers, KV heads, head_dim, fp32, tokens
 CUDA = torch.device("cuda")
+LAYOUT = KVLayout.of((None, None), 512)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 def size(model: ModelConfig, *, step_bytes: int = 0, max_model_len: int = 64, **settings: float) -> KVCacheSize:
     config = EngineConfig(model="", served_model_name="", **settings)  # type: ignore[arg-type]
     return resolve_kv_cache(
-        config, model, dtype="float32", device=CUDA, max_model_len=max_model_len, step_bytes=step_bytes
+        config, model, LAYOUT, dtype="float32", device=CUDA, max_model_len=max_model_len, step_bytes=step_bytes
     )
 
 
@@ -58,7 +60,7 @@ def test_it_may_grow_past_its_start_where_memory_comes_on_use(model: ModelConfig
     sizes = {"kv_cache_memory_bytes": 5 * BLOCK_BYTES, "kv_cache_memory_max_bytes": 9 * BLOCK_BYTES}
     config = EngineConfig(model="", served_model_name="", max_num_seqs=2, **sizes)
     on_cpu = {"dtype": "float32", "device": torch.device("cpu"), "step_bytes": 0}
-    assert resolve_kv_cache(config, model, max_model_len=80, **on_cpu) == (5, 9)  # type: ignore[arg-type]
-    assert resolve_kv_cache(config, model, max_model_len=64, **on_cpu) == (5, 8), "two sequences need no more"  # type: ignore[arg-type]
+    assert resolve_kv_cache(config, model, LAYOUT, max_model_len=80, **on_cpu) == (5, 9)  # type: ignore[arg-type]
+    assert resolve_kv_cache(config, model, LAYOUT, max_model_len=64, **on_cpu) == (5, 8), "two sequences need no more"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--kv-cache-memory-max needs a KV cache that can grow"):
         size(model, **sizes)

@@ -26,7 +26,7 @@ def check(inputs: StepInputs, step: Step) -> None:
             last.append(len(token_ids) - 1)
     assert inputs.token_ids.tolist() == token_ids
     assert inputs.positions.tolist() == positions
-    assert inputs.slot_mapping.tolist() == slots
+    assert inputs.slot_mappings[0].tolist() == slots
     assert inputs.logits_indices.tolist() == last
     for index, seq in enumerate(step.sequences):
         query = slice(inputs.cu_query_lens[index], inputs.cu_query_lens[index + 1])
@@ -34,12 +34,12 @@ def check(inputs: StepInputs, step: Step) -> None:
         context_len = step.starts[index] + step.num_scheduled[index]
         assert inputs.context_lens[index] == context_len
         num_blocks = -(-context_len // BLOCK_SIZE)
-        assert inputs.block_tables[index, :num_blocks].tolist() == seq.block_table[:num_blocks]
+        assert inputs.block_tables[0][index, :num_blocks].tolist() == seq.block_table[:num_blocks]
     assert inputs.max_query_len == max(step.num_scheduled)
     assert inputs.max_context_len == int(inputs.context_lens.max())
-    assert [t.dtype for t in (inputs.token_ids, inputs.positions, inputs.slot_mapping)] == [torch.int64] * 3
-    assert [t.dtype for t in (inputs.block_tables, inputs.cu_query_lens, inputs.context_lens)] == [torch.int32] * 3
-    assert inputs.block_tables.is_contiguous()
+    assert [t.dtype for t in (inputs.token_ids, inputs.positions, inputs.slot_mappings[0])] == [torch.int64] * 3
+    assert [t.dtype for t in (inputs.block_tables[0], inputs.cu_query_lens, inputs.context_lens)] == [torch.int32] * 3
+    assert inputs.block_tables[0].is_contiguous()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

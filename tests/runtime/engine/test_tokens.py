@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from checkpoints import ARCHITECTURES, make_checkpoint
-from engines import GREEDY, Reference, generate, make_engine, random_prompts
-from flyball_runtime.core.model_config import ModelConfig
+from engines import GREEDY, Reference, generate, kv_block_bytes, make_engine, random_prompts
 from flyball_runtime.core.request import Request
 from flyball_runtime.engine.engine import Engine
 
@@ -104,4 +103,4 @@ def test_planned_ahead_and_preempted(case: Case) -> None:
 
 
 def _bytes_of_blocks(case: Case, num_blocks: int) -> int:
-    return num_blocks * 16 * ModelConfig.from_dir(case.path).kv_bytes_per_token("float32")
+    return num_blocks * kv_block_bytes(case.path)

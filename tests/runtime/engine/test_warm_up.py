@@ -30,6 +30,7 @@ class Recorder:
     def __init__(self, model: CausalLM) -> None:
         self.config = model.config
         self.backend = model.backend
+        self.layout = model.layout
         self.steps: list[StepInputs] = []
         self._model = model
 
@@ -66,7 +67,7 @@ def test_the_largest_step_fills_the_budget(model: CausalLM, settings: dict[str, 
     assert inputs.cu_query_lens.diff().tolist() == query_lens
     assert inputs.context_lens.tolist() == query_lens
     assert inputs.logits_indices.tolist() == (inputs.cu_query_lens[1:] - 1).tolist()
-    assert inputs.token_ids.shape == inputs.positions.shape == inputs.slot_mapping.shape == (sum(query_lens),)
+    assert inputs.token_ids.shape == inputs.positions.shape == inputs.slot_mappings[0].shape == (sum(query_lens),)
 
 
 def test_small_steps_cover_every_query_length(model: CausalLM) -> None:
@@ -96,6 +97,7 @@ class SlowModel:
         self.steps: list[tuple[int, StepInputs]] = []
         self.parts = SimpleNamespace(
             backend=choose_backend("cpu"),
+            layout=model.layout,
             config=replace(model.config, **config),
             embedding=model.embedding,
             cos_sin=model.cos_sin,
@@ -134,7 +136,7 @@ def test_the_longest_pause_is_a_layer_or_the_head_of_the_largest_step(
     assert slow.longest_pause_s(max_num_seqs=64, max_num_batched_tokens=256) == pytest.approx(pause_s)
     _, inputs = slow.steps[-1]
     assert inputs.positions.tolist() == list(range(96, 128)), "the end of the longest context"
-    assert (inputs.context_lens.tolist(), inputs.block_tables.shape) == ([128], (1, 8))
+    assert (inputs.context_lens.tolist(), inputs.block_tables[0].shape) == ([128], (1, 8))
 
 
 def test_a_pause_of_a_step_with_few_tokens_is_not_scaled(model: CausalLM) -> None:

@@ -2,6 +2,7 @@ import pytest
 
 from flyball_runtime.core.sequence import Sequence
 from flyball_runtime.kv_cache import KVCache
+from flyball_runtime.kv_cache.kv_cache import HOLE
 from sequences import make_sequence
 
 BLOCK_SIZE = 4
@@ -90,7 +91,7 @@ def test_output_tokens_fill_blocks_that_others_find():
     admit(kv, seq)
     seq.token_ids += [3, 4]
     kv.register(seq, 3, 4)
-    assert kv.match_prefix(make_sequence([0, 1, 2, 3, 4])).blocks == seq.block_table
+    assert kv.match_prefix(make_sequence([0, 1, 2, 3, 4])).tables == [seq.block_table]
 
 
 def test_equal_blocks_computed_side_by_side_have_one_owner_each():
@@ -101,7 +102,7 @@ def test_equal_blocks_computed_side_by_side_have_one_owner_each():
     for seq in (first, second):
         kv.register(seq, 0, 9)
     assert not set(first.block_table) & set(second.block_table)
-    assert kv.match_prefix(make_sequence(range(9))).blocks == first.block_table[:2]
+    assert kv.match_prefix(make_sequence(range(9))).tables == [first.block_table[:2]]
     kv.release(kv.detach(second))
     assert (kv.counts().used, kv.counts().cached) == (3, 0)
 
@@ -144,7 +145,7 @@ def test_admission_does_not_evict_the_prefix_it_found():
         kv.release(kv.detach(seq))
     match = kv.match_prefix(longer := make_sequence([*range(100, 108), *range(8)]))
     kv.admit(longer, match)
-    assert longer.block_table[:2] == match.blocks
+    assert longer.block_table[:2] == match.tables[0]
     assert len(set(longer.block_table)) == 4
 
 
@@ -196,7 +197,7 @@ def test_cached_blocks_move_down_too_a_bounded_number_at_a_time():
     assert kv.compact([], 3) == ({4: 3}, [])
     assert (kv.size, kv.has_surplus) == (4, False)
     again = make_sequence([*seq.token_ids, 1])
-    assert kv.match_prefix(again).blocks == [3, 2, 1, 0]
+    assert kv.match_prefix(again).tables == [[3, 2, 1, 0]]
     assert kv._pool.take(2) == [0, 1], "its end is still the first to go"
 
 
@@ -208,7 +209,62 @@ def test_a_block_that_an_ended_sequence_still_holds_stays_where_it_is():
     blocks = kv.detach(gone)
     kv.release(blocks[:3])
     kv.set_capacity(4)
-    assert kv.compact([stays], 8) == ({6: 0, 5: 1}, [(stays, 1), (stays, 0)])
+    assert kv.compact([stays], 8) == ({6: 0, 5: 1}, [(stays, 0, 1), (stays, 0, 0)])
     assert (stays.block_table, kv.size) == ([1, 0], 5), "block 4 is in use by a step in flight"
     kv.release(blocks[3:])
     assert kv.size == 4
+
+
+# groups of layers
+
+
+def test_each_group_has_blocks_of_its_own():
+    kv = KVCache(16, BLOCK_SIZE, windows=(None, 8))
+    seq = make_sequence(range(10))
+    assert admit(kv, seq) == 0
+    assert seq.block_tables == [[0, 1, 2], [3, 4, 5]]
+    kv.grow([seq])
+    assert seq.block_tables == [[0, 1, 2, 6], [3, 4, 5, 7]]
+    assert (kv.num_blocks_for(10), kv.counts().used) == (6, 8)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_freed"), [(10, 0), (11, 1), (14, 1), (15, 2), (22, 3), (23, 4)], ids=lambda value: str(value)
+)
+def test_what_lies_behind_a_window_is_given_back(num_tokens: int, num_freed: int):
+    """The token after ``num_tokens`` attends to 8, its own included: from ``num_tokens - 7`` on."""
+    kv = KVCache(16, BLOCK_SIZE, windows=(None, 8))
+    seq = make_sequence(24)
+    kv.admit(seq, kv.match_prefix(seq))
+    kv.slide(seq, num_tokens)
+    assert (seq.num_freed_blocks, kv.counts().used) == ([0, num_freed], 12 - num_freed)
+    assert len(kv.detach(seq)) == 12 - num_freed
+
+
+def test_a_window_that_is_still_cached_is_enough():
+    """The first sequence leaves all of its prompt in the group that sees all, and the last blocks of the other."""
+    kv = KVCache(16, BLOCK_SIZE, windows=(None, 8))
+    first = make_sequence(range(17))
+    admit(kv, first)
+    kv.slide(first, 17)
+    behind = kv.match_prefix(make_sequence([*range(16), 99]))
+    assert (behind.num_tokens, behind.tables[1][:2]) == (16, [HOLE, HOLE])
+    kv.release(kv.detach(first))
+    fillers = [make_sequence(4 * BLOCK_SIZE) for _ in range(1)]
+    for filler in fillers:
+        kv.admit(filler, kv.match_prefix(filler))
+    again = make_sequence([*range(16), 99])
+    assert admit(kv, again) == 16
+    assert again.block_tables[1][:2] == [HOLE, HOLE]
+    assert again.num_freed_blocks == [0, 2]
+
+
+def test_a_window_that_is_gone_costs_what_lies_before_it():
+    kv = KVCache(12, BLOCK_SIZE, windows=(None, 8))
+    first = make_sequence(range(17))
+    admit(kv, first)
+    lost = first.block_tables[1][3]
+    kv._pool.forget([lost])
+    match = kv.match_prefix(make_sequence([*range(16), 99]))
+    assert (match.num_tokens, match.tables[1][0]) == (12, HOLE)
+    assert match.tables[1][1:] == first.block_tables[1][1:3]

@@ -71,10 +71,10 @@ def test_parameters_with_every_bias(tmp_path: Path) -> None:
     assert config.weight_bytes("bfloat16") == 2 * config.num_parameters
 
 
-def test_kv_bytes_per_token(write_config) -> None:
+def test_kv_bytes_per_layer(write_config) -> None:
     config = ModelConfig.from_dir(write_config(num_key_value_heads=2))
-    assert config.kv_bytes_per_token("float32") == 2 * 2 * 2 * 16 * 4  # k and v, layers, heads, head_dim, bytes
-    assert config.kv_bytes_per_token("bfloat16") == 2 * 2 * 2 * 16 * 2
+    assert config.kv_bytes_per_layer("float32") == 2 * 2 * 16 * 4  # k and v, heads, head_dim, bytes
+    assert config.kv_bytes_per_layer("bfloat16") == 2 * 2 * 16 * 2
 
 
 def test_a_minimal_config_gets_the_defaults_of_transformers(write_config) -> None:

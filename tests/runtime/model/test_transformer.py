@@ -42,7 +42,7 @@ class Sequence:
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
         self.num_computed_tokens = 0
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = []
 
 
 class PagedDriver:
@@ -53,7 +53,7 @@ class PagedDriver:
         shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
         empty = torch.full(shape, torch.nan, dtype=dtype, device=device)
         self.model = model
-        self.kv = [(empty.clone(), empty.clone()) for _ in range(config.num_hidden_layers)]
+        self.kv = [(empty.clone(), empty.clone()) for _ in range(model.layout.num_tensors)]
         self.free_blocks = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(7)).tolist()
 
     def step(self, batch: list[tuple[Sequence, int]], *, all_logits: bool = False) -> list[Tensor]:
@@ -67,8 +67,10 @@ class PagedDriver:
         return list(logits.split([n for _, n in batch] if all_logits else [1] * len(batch)))
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> None:
-        while len(sequence.block_table) * BLOCK_SIZE < num_tokens:
-            sequence.block_table.append(self.free_blocks.pop())
+        sequence.block_tables = sequence.block_tables or [[] for _ in self.model.layout.groups]
+        for table in sequence.block_tables:
+            while len(table) * BLOCK_SIZE < num_tokens:
+                table.append(self.free_blocks.pop())
 
 
 def _inputs(batch: list[tuple[Sequence, int]], all_logits: bool) -> StepInputs:
@@ -76,20 +78,26 @@ def _inputs(batch: list[tuple[Sequence, int]], all_logits: bool) -> StepInputs:
     query_lens = torch.tensor([n for _, n in batch])
     context_lens = torch.tensor([span.stop for span in spans], dtype=torch.int32)
     cu_query_lens = torch.cat((torch.zeros(1), query_lens.cumsum(0))).int()
-    tables = [torch.tensor(seq.block_table) for seq, _ in batch]
+    by_group = list(zip(*(seq.block_tables for seq, _ in batch), strict=True))
     num_tokens = int(query_lens.sum())
     return StepInputs(
         token_ids=torch.tensor([seq.token_ids[i] for (seq, _), span in zip(batch, spans, strict=True) for i in span]),
         positions=torch.cat([torch.arange(span.start, span.stop) for span in spans]),
-        slot_mapping=torch.tensor(
-            [
-                seq.block_table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE
-                for (seq, _), span in zip(batch, spans, strict=True)
-                for i in span
-            ]
+        slot_mappings=tuple(
+            torch.tensor(
+                [
+                    table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE
+                    for table, span in zip(tables, spans, strict=True)
+                    for i in span
+                ]
+            )
+            for tables in by_group
         ),
         # past its last block a table holds an id that does not exist: reading it would show
-        block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=10**6).int(),
+        block_tables=tuple(
+            torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, tables)], batch_first=True, padding_value=10**6).int()
+            for tables in by_group
+        ),
         cu_query_lens=cu_query_lens,
         context_lens=context_lens,
         max_query_len=int(query_lens.max()),
@@ -99,8 +107,12 @@ def _inputs(batch: list[tuple[Sequence, int]], all_logits: bool) -> StepInputs:
 
 
 def _to(inputs: StepInputs, device: torch.device) -> StepInputs:
-    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.type is Tensor}
-    return replace(inputs, **{name: tensor.to(device) for name, tensor in tensors.items()})
+    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+    moved |= {
+        name: tuple(one.to(device) for one in value) for name, value in values.items() if isinstance(value, tuple)
+    }
+    return replace(inputs, **moved)
 
 
 def _load(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> CausalLM:
@@ -180,11 +192,12 @@ def test_a_step_writes_its_slots_and_nothing_else(models) -> None:
     model, _ = models
     driver, sequence = PagedDriver(model), Sequence(_tokens(20, seed=4))
     driver.step([(sequence, 20)])
-    first, second = sequence.block_table
-    expected = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
-    expected[first] = expected[second, :4] = True
-    for layer in driver.kv:
-        for cache in layer:
+    for index, caches in enumerate(driver.kv):
+        expected = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
+        for group, (first, second) in zip(model.layout.groups, sequence.block_tables, strict=True):
+            if index < len(group.layers):
+                expected[first] = expected[second, :4] = True
+        for cache in caches:
             written = ~cache.isnan().flatten(2)
             assert torch.equal(written.all(-1), expected)
             assert torch.equal(written.any(-1), expected)

@@ -35,6 +35,7 @@ PROMPTS = st.builds(
     st.integers(0, 22),
     st.lists(st.integers(0, 2), min_size=1, max_size=6),
 )
+WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (3,), (None, 5), (6, None, 6), (2, 9))
 SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 
 
@@ -50,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_budget=st.integers(0, 12),
         chunked=st.booleans(),
         caching=st.booleans(),
+        windows=st.sampled_from(WINDOWS),
         policy=st.sampled_from(["fcfs", "priority"]),
         fair_share=st.booleans(),
         prompts=st.lists(PROMPTS, min_size=4, max_size=MAX_WAITING),
@@ -62,12 +64,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_budget: int,
         chunked: bool,
         caching: bool,
+        windows: tuple[int | None, ...],
         policy: str,
         fair_share: bool,
         prompts: list[list[int]],
     ) -> None:
-        num_blocks = -(-MAX_MODEL_LEN // block_size) + spare_tokens // block_size
-        self.kv = KVCache(num_blocks, block_size, enable_prefix_caching=caching)
+        num_blocks = (-(-MAX_MODEL_LEN // block_size) + spare_tokens // block_size) * len(windows)
+        self.kv = KVCache(num_blocks, block_size, caching, windows)
         config = SchedulerConfig(
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
@@ -77,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             fair_share=fair_share,
         )
         self.scheduler = Scheduler(config, self.kv)
-        self.model = FakeModel(num_blocks, block_size)
+        self.model = FakeModel(num_blocks, block_size, windows)
         self.num_blocks_there = num_blocks
         self.in_flight: deque[tuple[Step, list[int | None]]] = deque()
         self.ceiling = num_blocks
@@ -155,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         step, sampled = self.in_flight[0]
         failed = step.sampled[pick % len(step.sampled)]
         sampled[step.sampled.index(failed)] = None
-        is_alive, blocks = failed.request_id in self.live, set(failed.block_table)
+        is_alive, blocks = failed.request_id in self.live, set(self.blocks_of(failed))
         self.collect()
         assert failed.status is SequenceStatus.FINISHED
         if is_alive:
@@ -359,7 +362,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def blocks_are_accounted_for(self) -> None:
         counts = self.kv.counts()
-        owners = Counter(block for seq in self.live.values() for block in seq.block_table)
+        owners = Counter(block for seq in self.live.values() for block in self.blocks_of(seq))
         leaving = self.scheduler._leaving
         owners.update(block for _, blocks in leaving for block in blocks)
         assert all(last_step >= self.in_flight[0][0].plan.number for last_step, _ in leaving), "nobody touches them"
@@ -368,7 +371,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for block in range(self.kv.num_blocks):
             assert self.kv.num_refs(block) == owners[block]
         for seq in self.live.values():
-            assert len(set(seq.block_table)) == len(seq.block_table)
+            assert len(set(self.blocks_of(seq))) == len(self.blocks_of(seq))
+
+    def blocks_of(self, seq: Sequence) -> list[int]:
+        tables = zip(seq.block_tables, seq.num_freed_blocks, strict=True)
+        return [block for table, num_freed in tables for block in table[num_freed:]]
 
     def backlogged_clients_get_the_same_service(self) -> None:
         """From when two clients both wait until one of them does not, neither gets more than a constant ahead."""
@@ -410,7 +417,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert seq.row is None
             else:
                 self.model.check(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
-                assert len(seq.block_table) * self.kv.block_size >= len(seq.token_ids) - 1
+                assert all(len(table) * self.kv.block_size >= len(seq.token_ids) - 1 for table in seq.block_tables)
+                self.windows_are_kept(seq)
+
+    def windows_are_kept(self, seq: Sequence) -> None:
+        """What lies behind a window is given back when the step that went past it is committed."""
+        in_flight = (step for step, _ in self.in_flight if seq in step.sequences)
+        oldest = next(in_flight, None)
+        start = seq.num_computed_tokens if oldest is None else oldest.starts[oldest.sequences.index(seq)]
+        for window, num_freed in zip(self.kv._windows, seq.num_freed_blocks, strict=True):
+            assert num_freed == (0 if window is None else max(0, start - window + 1) // self.kv.block_size)
 
 
 def test_long_histories_under_load() -> None:
@@ -425,6 +441,7 @@ def test_long_histories_under_load() -> None:
             spare_budget=rng.randint(0, 12),
             chunked=rng.random() < 0.7,
             caching=rng.random() < 0.8,
+            windows=rng.choice(WINDOWS),
             policy=rng.choice(["fcfs", "priority"]),
             fair_share=rng.random() < 0.7,
             prompts=[[1, 2, 1]],

@@ -1,0 +1,64 @@
+"""Which layers share a block table: those that attend to equally many tokens. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+SIMILAR = 1.25
+"""Kinds of layers whose numbers differ by less are not split further; some tensors of the smaller ones stay unused."""
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers with one block table.
+
+    Attributes:
+        window: how many of the latest tokens they attend to, the query's own included; None is all.
+        layers: their indices.
+    """
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """How layers are laid over KV blocks.
+
+    A block holds ``block_size`` tokens of one group, so it costs the same memory whoever takes it, and all groups take from
+    one pool. The i-th layer of each group uses the i-th pair of tensors (after vLLM's hybrid KV cache manager).
+
+    Attributes:
+        num_tensors: pairs of K and V tensors, as many as the largest group has layers.
+    """
+
+    groups: tuple[KVGroup, ...]
+    num_tensors: int
+
+    @classmethod
+    def of(cls, windows: Sequence[int | None], max_model_len: int) -> "KVLayout":
+        """Group layers by their windows; one that no sequence outgrows is none."""
+        kinds: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(windows):
+            reach = None if window is None or window >= max_model_len else window
+            kinds.setdefault(reach, []).append(layer)
+        fewest, most = (pick(map(len, kinds.values())) for pick in (min, max))
+        size = most if most < SIMILAR * fewest else fewest
+        groups = [
+            KVGroup(window, tuple(layers[start : start + size]))
+            for window, layers in kinds.items()
+            for start in range(0, len(layers), size)
+        ]
+        return cls(tuple(groups), size)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(group.window for group in self.groups)
+
+    @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """By layer, its group and which of the tensors it uses."""
+        places = {
+            layer: (index, at) for index, group in enumerate(self.groups) for at, layer in enumerate(group.layers)
+        }
+        return [places[layer] for layer in range(len(places))]
