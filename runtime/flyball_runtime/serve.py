@@ -25,6 +25,7 @@ from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError, EngineError
 from flyball_runtime.core.garbage import freeze_startup_objects
+from flyball_runtime.core.memory import return_large_buffers
 from flyball_runtime.engine.client import EngineClient
 from flyball_runtime.engine.heartbeat import pause_limit
 from flyball_runtime.listener.takeover import taken_listener
@@ -135,6 +136,7 @@ class Replica:
     async def run(self) -> int:
         self._take_signals()
         freeze_startup_objects()  # while the engine loads
+        return_large_buffers()
         servers = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in self._servers]
         try:
             exit_code = await self._live()

@@ -1,5 +1,7 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and what it gives back."""
 
+import contextlib
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -89,3 +91,16 @@ def _bytes_left(folder: Path, controller: _Controller) -> int | None:
 def _read(file: Path) -> str:
     """Return the content, stripped; empty if there is no such file (the root cgroup has no limit, for one)."""
     return file.read_text().strip() if file.is_file() else ""
+
+
+def return_large_buffers() -> None:
+    """Have glibc give buffers of 1 MiB and more back to the system as soon as they are freed.
+
+    Left to itself it raises that bound to the largest buffer freed so far, up to 32 MiB: what bodies of requests took, or most
+    of it, would then stay with the process. Other C libraries are left as they are.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # no glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
+
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
