@@ -181,7 +181,7 @@ class Replica:
         info = await loading
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in info.startup_s.items())
         logger.info(
-            "ready: %s, %.1fM parameters, %s on %s, attention %s, %d KV blocks of %d tokens; seconds: %s",
+            "ready: %s, %.1fM parameters, %s on %s, kernels %s, %d KV blocks of %d tokens; seconds: %s",
             *(info.model, info.num_parameters / 1e6, info.dtype, info.device, info.kernel_backend),
             *(info.num_kv_blocks, info.block_size, stages),
         )

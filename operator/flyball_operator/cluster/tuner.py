@@ -120,11 +120,11 @@ class ClusterTuner:
         return [one for one in self._store.resources.values() if self._is_tunable(one) and self._take_turn(one, now_s)]
 
     def _is_tunable(self, resource: Resource) -> bool:
-        tuning = _tuning(resource)
-        if tuning is None or resource.deleting or resource.spec.get("suspend", False):
+        if resource.deleting or resource.spec.get("suspend", False):
             return False
         tuned = self._current(resource)
-        return tuning.mode != "Disabled" or (tuned is not None and tuned.has_trial)
+        has_work = _mode(resource) != "Disabled" or (tuned is not None and tuned.has_trial)
+        return has_work and _is_valid(resource)  # last: this is asked of every resource in every tick
 
     def _take_turn(self, resource: Resource, now_s: float) -> bool:
         tuned = self._current(resource)
@@ -256,12 +256,13 @@ def _mode(resource: Resource) -> str:
     return str(resource.spec.get("tuning", {}).get("mode", "Disabled"))
 
 
-def _tuning(resource: Resource) -> Tuning | None:
-    """Return spec.tuning; None where it is not valid, which the status reports as InvalidSpec."""
+def _is_valid(resource: Resource) -> bool:
+    """Return whether spec.tuning is valid; where it is not, the status reports InvalidSpec."""
     try:
-        return msgspec.convert(resource.spec.get("tuning"), Tuning)
+        msgspec.convert(resource.spec.get("tuning"), Tuning)
     except msgspec.ValidationError:
-        return None
+        return False
+    return True
 
 
 def _left_prior(store: Store, resource: Resource) -> BootPrior | None:

@@ -14,7 +14,7 @@ from flyball_runtime.core.errors import InvalidLogits, RequestError
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Request
 from flyball_runtime.core.sampling import with_seed
 from flyball_runtime.core.sequence import Sequence
-from flyball_runtime.core.stats import EngineInfo, StepStats
+from flyball_runtime.core.stats import StepStats
 from flyball_runtime.engine.executor import Executor, Handle
 from flyball_runtime.engine.messages import StepOutput
 from flyball_runtime.kv_cache import KVCache
@@ -44,16 +44,15 @@ class Engine:
         """Raises ConfigError when the KV cache cannot hold one sequence of the model's length."""
         self._executor = executor
         self._clock = clock or MonotonicClock()
-        self.info: EngineInfo = executor.info
-        info = self.info
+        info = self.info = executor.info
         self.kv_cache = KVCache(info.num_kv_blocks, info.block_size, config.enable_prefix_caching, info.kv_windows)
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_model_len=self.info.max_model_len,
+                max_model_len=info.max_model_len,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 enable_chunked_prefill=config.enable_chunked_prefill,
-                num_start_blocks=self.info.num_start_kv_blocks,
+                num_start_blocks=info.num_start_kv_blocks,
                 policy=config.scheduling_policy,
                 fair_share=config.fair_share,
             ),
@@ -65,7 +64,7 @@ class Engine:
         self._max_in_flight = 2 if config.async_scheduling else 1
         self._in_flight: deque[_InFlight] = deque()
         self._last_end_s = self._clock.now()
-        self._num_blocks_there = self.info.num_start_kv_blocks  # as the executor was told last
+        self._num_blocks_there = info.num_start_kv_blocks  # as the executor was told last
         self._kv_drain_timeout_s = config.kv_drain_timeout_s
         self._kv_drains_since_s: float | None = None
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.model.transformer import KVTensors
 from flyball_runtime.scheduler import BlockCopy
-
-KVTensors = list[tuple[Tensor, Tensor]]
 
 
 class PhysicalPool(Protocol):

@@ -16,11 +16,13 @@ class PrefixMatch(NamedTuple):
     Attributes:
         num_tokens: how many of its first tokens need not be computed.
         tables: for each group, the blocks that hold them, with HOLE for those behind the group's window.
+        num_holes: how many those are, by group.
         num_blocks_needed: blocks that admission would turn from free or cached into used.
     """
 
     num_tokens: int
     tables: list[list[int]]
+    num_holes: list[int]
     num_blocks_needed: int
 
 
@@ -149,15 +151,11 @@ class KVCache:
         if self.enable_prefix_caching:
             self._hash_blocks(seq, num_tokens // self.block_size)
             tables = self._find(seq.block_hashes[: (num_tokens - 1) // self.block_size])
-        num_matched = len(tables[0])
-        num_used = sum(
-            self._pool.num_used_of(table[self._first_needed(window, num_matched * self.block_size) :])
-            for window, table in zip(self._windows, tables, strict=True)
-        )
-        num_holes = sum(self._first_needed(window, num_matched * self.block_size) for window in self._windows)
-        return PrefixMatch(
-            num_matched * self.block_size, tables, self.num_blocks_for(num_tokens) - num_holes - num_used
-        )
+        num_matched = len(tables[0]) * self.block_size
+        num_holes = [self._first_needed(window, num_matched) for window in self._windows]
+        num_used = sum(self._pool.num_used_of(table[num:]) for table, num in zip(tables, num_holes, strict=True))
+        num_needed = self.num_blocks_for(num_tokens) - sum(num_holes) - num_used
+        return PrefixMatch(num_matched, tables, num_holes, num_needed)
 
     def can_admit(self, match: PrefixMatch) -> bool:
         return match.num_blocks_needed <= self._pool.num_admissible
@@ -178,13 +176,12 @@ class KVCache:
 
     def admit(self, seq: Sequence, match: PrefixMatch) -> None:
         """Give a waiting sequence blocks for all its tokens. ``match`` is fresh and ``can_admit`` said yes."""
-        freed = [self._first_needed(window, match.num_tokens) for window in self._windows]
-        for table, num_holes in zip(match.tables, freed, strict=True):
+        for table, num_holes in zip(match.tables, match.num_holes, strict=True):
             for block in table[num_holes:]:  # before anything is taken, which might evict them
                 self._pool.share(block)
         num_new = -(-len(seq.token_ids) // self.block_size) - len(match.tables[0])
         seq.block_tables = [table + self._pool.take(num_new) for table in match.tables]
-        seq.num_freed_blocks = freed
+        seq.num_freed_blocks = match.num_holes.copy()
         seq.num_computed_tokens = match.num_tokens
 
     def grow(self, sequences: list[Sequence]) -> None:

@@ -216,7 +216,7 @@ class Scheduler:
         self._blocked_by = step.blocked_by
         if not step.sequences:
             return None
-        self._launch(step)
+        self._advance(step)
         return step
 
     def commit(self, step: Step, sampled_token_ids: Collection[int | None]) -> list[tuple[Sequence, Ending | None]]:
@@ -329,7 +329,7 @@ class Scheduler:
             TableWrite(_row(seq), at, [seq.block_tables[group][at]], group) for seq, group, at in entries
         ]
 
-    def _launch(self, step: Step) -> None:
+    def _advance(self, step: Step) -> None:
         """Count a whole step as computed."""
         step.seal(self._num_planned)
         self._num_planned += 1
