@@ -12,12 +12,9 @@ from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLo
 from flyball_runtime.core.request import FinishReason
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
-from flyball_runtime.scheduler.batch import BlockCopy, RowStart, Step, TableWrite
-from flyball_runtime.scheduler.blocked_by import BlockedBy
-from flyball_runtime.scheduler.config import SchedulerConfig
-from flyball_runtime.scheduler.limits import inside, violations
-from flyball_runtime.scheduler.policies import POLICIES, Policy, choose_victim
-from flyball_runtime.scheduler.waiting_queue import WaitingQueue
+from flyball_runtime.scheduler.limits import SchedulerConfig, inside, violations
+from flyball_runtime.scheduler.plan import BlockCopy, BlockedBy, RowStart, Step, TableWrite
+from flyball_runtime.scheduler.queue import POLICIES, Policy, WaitingQueue, choose_victim
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import pytest
 
 from flyball_runtime.core.config import SCHEDULING_POLICIES, EngineConfig, parse_bytes
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.scheduler.policies import POLICIES
+from flyball_runtime.scheduler.queue import POLICIES
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flyball_protocol import Limits
 from flyball_runtime.core.sequence import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Ending, Scheduler, SchedulerConfig, Step
-from flyball_runtime.scheduler.waiting_queue import OUTPUT_TOKEN_WEIGHT
+from flyball_runtime.scheduler.queue import OUTPUT_TOKEN_WEIGHT
 from sequences import make_sequence
 
 MAX_MODEL_LEN = 24

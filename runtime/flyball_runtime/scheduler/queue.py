@@ -1,8 +1,15 @@
-"""Sequences that wait for admission: clients take turns by the service they had, each client's own keep policy order.
+"""In which order sequences run, and who waits for it.
 
-After the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Service is tokens,
-weighted: a prompt's when it is admitted, output as it comes. The waiting client with the least service is next. A client
-that starts to wait is lifted to the least service among those that wait already, so that idling saves up nothing.
+A policy is a pure function from a sequence to a sort key, whose last part is the arrival: of each client the queue admits
+the smallest key first, and preemption takes the largest key among the running, whoever's it is. Keys must be unique and
+must not change. Some running sequence has the smallest key; it is never preempted, so it finishes, and preemption cannot
+go in circles. A preempted sequence keeps its key, and with it the place before its client's later ones.
+
+Between clients the queue decides, within what precedes the arrival in the key: a fair share never outweighs a priority.
+Clients take turns by the service they had. After the Virtual Token Counter (Sheng et al., "Fairness in Serving Large
+Language Models", OSDI 2024): service is tokens, weighted: a prompt's when it is admitted, output as it comes. The waiting
+client with the least service is next. A client that starts to wait is lifted to the least service among those that wait
+already, so that idling saves up nothing.
 
 The paper's clients are fixed; ours choose their names. Under the lift alone, ever new names would all start before an old
 client that owes something, and keep it waiting. So a virtual time advances with each admission, and lifts too.
@@ -10,9 +17,35 @@ client that owes something, and keep it waiting. So a virtual time advances with
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 from flyball_runtime.core.sequence import Sequence
-from flyball_runtime.scheduler.policies import Key, Policy
+
+Key = tuple[float, ...]
+Policy = Callable[[Sequence], Key]
+
+
+def fcfs(seq: Sequence) -> Key:
+    """First come, first served."""
+    return (seq.arrival_index,)
+
+
+def priority(seq: Sequence) -> Key:
+    """Lower ``Request.priority`` first; first come, first served among equals. Low priorities can starve: they asked to."""
+    return (seq.priority, seq.arrival_index)
+
+
+POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority}
+
+
+def choose_victim(running: Iterable[Sequence], policy: Policy) -> Sequence:
+    """Return the sequence to preempt: the one that the policy would run last.
+
+    Under both policies here that is the latest arrival (of the lowest priority), which has computed least and so loses
+    least in most mixes.
+    """
+    return max(running, key=policy)
+
 
 INPUT_TOKEN_WEIGHT = 1
 OUTPUT_TOKEN_WEIGHT = 2

@@ -1,12 +1,12 @@
 """What one step computes: a plan for whoever runs it, and what the scheduler remembers until the tokens are there."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from msgspec import Struct
 
 from flyball_runtime.core.sampling import SamplingParams
 from flyball_runtime.core.sequence import Sequence
-from flyball_runtime.scheduler.blocked_by import BlockedBy
 
 
 class RowStart(Struct, frozen=True, array_like=True):
@@ -78,6 +78,25 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_decodes
+
+
+class BlockedBy(StrEnum):
+    """What kept the head of the queue out of a step: the limit to raise if it should wait less.
+
+    When several do, the first in this order that applies: seats and blocks stay short for many steps, while a spent
+    budget is back in the next one, and raising it would not help a request that has no seat or no blocks.
+    """
+
+    NONE = "none"
+    """Nobody waits."""
+    SEQS = "seqs"
+    """max_num_seqs sequences are running."""
+    KV = "kv"
+    """Too few KV blocks for the prompt, or running sequences had to be preempted for blocks in this step."""
+    BUDGET = "budget"
+    """The step's tokens are spent; without chunked prefill: too few are left for the whole prompt."""
+    STEP_TIME = "step_time"
+    """The step would be predicted to take longer than the target. Said by a step-time governor."""
 
 
 @dataclass(slots=True)

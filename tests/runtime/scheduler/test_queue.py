@@ -1,6 +1,5 @@
 from flyball_runtime.core.sequence import Sequence
-from flyball_runtime.scheduler.policies import choose_victim, fcfs, priority
-from flyball_runtime.scheduler.waiting_queue import WaitingQueue
+from flyball_runtime.scheduler.queue import WaitingQueue, choose_victim, fcfs, priority
 from sequences import make_sequence
 
 
