@@ -10,8 +10,9 @@ from msgspec import structs
 
 from flyball_operator.tuning import Action, PodEvidence, Reason
 from flyball_operator.tuning.admin import AdminClient, Posted, Target
+from flyball_operator.tuning.core import LEASE_ROUNDS, MIN_LEASE_S
 from flyball_operator.tuning.knobs import as_change
-from flyball_operator.tuning.loop import LEASE_ROUNDS, MIN_LEASE_S, SlowLoop
+from flyball_operator.tuning.loop import SlowLoop
 from flyball_operator.tuning.record import DecisionRecord
 from flyball_operator.tuning.recovery import Memory
 from flyball_protocol import Evidence, LimitsAck, LimitsStatus, LimitsUpdate

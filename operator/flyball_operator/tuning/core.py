@@ -1,0 +1,124 @@
+"""The slow loop of one deployment without I/O: evidence in, the updates to post out. It keeps the state between rounds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from flyball_operator.spec import Tuning
+from flyball_operator.tuning.canary import advance
+from flyball_operator.tuning.decide import decide
+from flyball_operator.tuning.decision import Action, Decision, Reason
+from flyball_operator.tuning.evidence import PodEvidence
+from flyball_operator.tuning.knobs import as_change
+from flyball_operator.tuning.record import DecisionRecord
+from flyball_operator.tuning.recovery import Memory, recover
+from flyball_operator.tuning.state import TunerState
+from flyball_protocol import LimitsUpdate
+
+LEASE_ROUNDS = 6
+"""Limits are a lease of this many intervals, so that replicas fall back by themselves when the operator is gone."""
+
+MIN_LEASE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What follows from one round's evidence.
+
+    Attributes:
+        updates: what to post, by replica name.
+        told: whether the decision differs from the one before.
+    """
+
+    decision: Decision
+    updates: Mapping[str, LimitsUpdate]
+    told: bool
+
+
+class LoopCore:
+    """Decides, round by round, and says what to post where.
+
+    Args:
+        canary_first: try each change on one replica before the others get it.
+        memory: what an earlier slow loop left; nothing is posted until enough replicas answer to go on from there.
+            None starts afresh.
+    """
+
+    def __init__(
+        self,
+        deployment: str,
+        *,
+        on_record: Callable[[DecisionRecord], None],
+        canary_first: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
+        self._deployment = deployment
+        self._on_record = on_record
+        self._canary_first = canary_first
+        self._memory = memory
+        self._state = TunerState()
+        self._told: tuple[Action, Reason, object] | None = None
+
+    @property
+    def state(self) -> TunerState:
+        return self._state
+
+    def turn(self, tuning: Tuning, evidence: Sequence[PodEvidence], *, now_s: float) -> Turn:
+        """Decide once; in mode Auto the updates bring every replica to the limits that follow, or renew their lease."""
+        evidence = tuple(evidence)
+        if self._memory is not None:
+            self._recover(self._memory, evidence, now_s)
+        function, state = advance if self._canary_first else decide, self._state
+        decision = function(tuning, state, evidence, now_s=now_s)
+        updates: dict[str, LimitsUpdate] = {}
+        if self._memory is not None or (tuning.mode != "Auto" and decision.action is not Action.ROLL_BACK):
+            self._state = TunerState()  # what was recommended was not done
+        else:
+            # Even a change that no replica took counts as made: it is not tried again before its cool-down.
+            self._state = decision.state
+            updates = _updates(tuning, decision, evidence)
+        told = self._is_news(decision)
+        if told or decision.action is not Action.HOLD:
+            self._on_record(_record(self._deployment, tuning, state, evidence, now_s, decision, self._canary_first))
+        return Turn(decision, updates, told)
+
+    def _recover(self, memory: Memory, evidence: tuple[PodEvidence, ...], now_s: float) -> None:
+        state = recover(memory, evidence, now_s=now_s)
+        if state is not None:
+            self._state, self._memory = state, None
+
+    def _is_news(self, decision: Decision) -> bool:
+        told = (decision.action, decision.reason, decision.limits)
+        news, self._told = told != self._told, told
+        return news
+
+
+def _updates(tuning: Tuning, decision: Decision, evidence: tuple[PodEvidence, ...]) -> dict[str, LimitsUpdate]:
+    lease_s = max(MIN_LEASE_S, LEASE_ROUNDS * float(tuning.interval_seconds))
+    wanted = {pod.pod: decision.wanted_at(pod.pod) for pod in evidence}
+    return {
+        pod: LimitsUpdate(revision=one[0], limits=as_change(one[1]), ttl_s=lease_s)
+        for pod, one in wanted.items()
+        if one is not None
+    }
+
+
+def _record(
+    deployment: str,
+    tuning: Tuning,
+    state: TunerState,
+    evidence: tuple[PodEvidence, ...],
+    now_s: float,
+    decision: Decision,
+    canary_first: bool,
+) -> DecisionRecord:
+    return DecisionRecord(
+        time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        deployment=deployment,
+        tuning=tuning,
+        state=state,
+        evidence=evidence,
+        now_s=now_s,
+        decision=decision,
+        canary_first=canary_first,
+    )
