@@ -25,8 +25,9 @@ import aiohttp
 import msgspec
 
 from common import save
-from flyball_operator.cluster.store import Key, Pod, Resource, Store
+from flyball_operator.cluster.store import Store
 from flyball_operator.cluster.tuner import ClusterTuner, target
+from flyball_operator.observed import Key, Pod, Resource
 from flyball_operator.spec import Objectives, Tuning
 from flyball_operator.tuning.admin import AdminClient
 from flyball_operator.tuning.signals import signals

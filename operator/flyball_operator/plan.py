@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from flyball_operator import names
-from flyball_operator.cluster.store import Child, Object, Resource
 from flyball_operator.differences import differences
+from flyball_operator.observed import Child, Object, Resource
 
 HASH_ANNOTATION = f"{names.GROUP}/spec-hash"
 """Hash of what was applied. It tells what drift alone does not: that a field is no longer wanted."""

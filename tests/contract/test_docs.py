@@ -21,9 +21,11 @@ import flyball_cli
 from checkpoints import make_tokenizer
 from flyball_cli.commands import COMMANDS
 from flyball_operator import cli as operator_cli
-from flyball_operator import diagnosis, manifest, names, reference, rules, schema, status, tuning_status
+from flyball_operator import manifest, names, reference, rules, schema, status
 from flyball_operator.cluster import reconciler
 from flyball_operator.cluster.metrics import Metrics as OperatorMetrics
+from flyball_operator.status import diagnosis
+from flyball_operator.status import tuning as tuning_status
 from flyball_operator.tuning import Reason
 from flyball_protocol import Limits, LimitsUpdate, endpoints
 from flyball_protocol.limits import LIMITS_HTTP_STATUS

@@ -14,7 +14,7 @@ from flyball_operator.cluster.events import Recorder, event_of
 from flyball_operator.cluster.health import Health
 from flyball_operator.cluster.kinds import LLM_DEPLOYMENT, POD
 from flyball_operator.cluster.reconciler import problem_of
-from flyball_operator.cluster.store import Key, Object, Resource
+from flyball_operator.observed import Key, Object, Resource
 from flyball_operator.plan import Create
 
 CALL = Call("patch", "services", "team/chat")

@@ -14,8 +14,9 @@ import pytest
 from msgspec import structs
 
 from flyball_operator import names
-from flyball_operator.cluster.store import Child, Key, Resource, Store
+from flyball_operator.cluster.store import Store
 from flyball_operator.cluster.tuner import ClusterTuner
+from flyball_operator.observed import Child, Key, Resource
 from flyball_operator.tuning.record import from_line
 from flyball_protocol import BootPrior, Limits
 from operator_kit.evidence import LIMITS

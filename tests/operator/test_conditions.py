@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from flyball_operator.autoscaling_status import autoscaling_status
-from flyball_operator.cluster.store import Child, Key, Pod, Resource
+from flyball_operator.observed import Child, Key, Pod, Resource
 from flyball_operator.status import Condition, Observation, Problem, status_of
+from flyball_operator.status.autoscaling import autoscaling_status
 
 NOW, LATER = "2026-11-21T10:00:00Z", "2026-11-21T11:00:00Z"
 LEAVING = {

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from flyball_operator.cluster.store import Pod
-from flyball_operator.diagnosis import Diagnosis, diagnose, draining, last_words
+from flyball_operator.observed import Pod
+from flyball_operator.status.diagnosis import Diagnosis, diagnose, draining, last_words
 
 GPU = "nvidia.com/gpu"
 RUNNING = {"running": {"startedAt": "2026-11-21T10:00:00Z"}}

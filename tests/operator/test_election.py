@@ -9,7 +9,7 @@ import pytest
 from flyball_operator.cluster.election import Election, LeaseLost, Terms
 from flyball_operator.cluster.errors import Call, Conflict, NotFound, Unavailable, Unreachable, from_answer
 from flyball_operator.cluster.kinds import Kind
-from flyball_operator.cluster.store import Object
+from flyball_operator.observed import Object
 
 TERMS = Terms(15.0)
 CALL = Call("update", "leases.coordination.k8s.io", "ns/lease")

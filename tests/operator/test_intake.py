@@ -7,7 +7,8 @@ import pytest
 from flyball_operator.cluster.intake import Intake
 from flyball_operator.cluster.kinds import LLM_DEPLOYMENT, POD, SERVICE, Kind
 from flyball_operator.cluster.metrics import Target, target_of
-from flyball_operator.cluster.store import Key, Store
+from flyball_operator.cluster.store import Store
+from flyball_operator.observed import Key
 
 KEY = Key("team", "chat")
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from flyball_operator import names
-from flyball_operator.cluster.store import Child, Key, Resource
 from flyball_operator.differences import differences
+from flyball_operator.observed import Child, Key, Resource
 from flyball_operator.plan import HASH_ANNOTATION, Apply, Create, Delete, Leave, Step, digest, owned, plan
 
 RESOURCE = Resource(

@@ -4,7 +4,8 @@ from typing import Any
 
 from msgspec import structs
 
-from flyball_operator.cluster.store import MAX_ENDED, Child, Container, Key, Pod, Resource, Store, Terminated, Waiting
+from flyball_operator.cluster.store import MAX_ENDED, Store
+from flyball_operator.observed import Child, Container, Key, Pod, Resource, Terminated, Waiting
 
 KEY = Key("team", "chat")
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from flyball_operator.cluster.store import Pod
+from flyball_operator.observed import Pod
 from flyball_protocol import Limits, LimitsAck, LimitsStatus, LimitsUpdate, signing
 from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_LIMITS_PATH, ADMIN_PORT
 from flyball_protocol.limits import LIMITS_HTTP_STATUS

@@ -9,7 +9,7 @@ from flyball_operator import names
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.errors import ClusterError, Conflict
 from flyball_operator.cluster.kinds import SECRET
-from flyball_operator.cluster.store import Object, Resource
+from flyball_operator.observed import Object, Resource
 
 KEY_SECRET = "flyball-operator-key"
 _ENTRY = "key"

@@ -15,7 +15,7 @@ import aiohttp
 from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.errors import Call, NoObject, NotFound, Unreachable, from_answer
 from flyball_operator.cluster.kinds import POD, Kind
-from flyball_operator.cluster.store import Object
+from flyball_operator.observed import Object
 
 FIELD_MANAGER = "flyball-operator"
 TIMEOUT_S = 15.0

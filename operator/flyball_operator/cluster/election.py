@@ -12,8 +12,8 @@ from flyball_operator import names
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.errors import ClusterError, Conflict
 from flyball_operator.cluster.kinds import LEASE
-from flyball_operator.cluster.store import Object
 from flyball_operator.errors import OperatorError
+from flyball_operator.observed import Object
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from flyball_operator import names
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.errors import ClusterError, Conflict, Forbidden
 from flyball_operator.cluster.kinds import EVENT
-from flyball_operator.cluster.store import Object, Resource
+from flyball_operator.observed import Object, Resource
 
 log = logging.getLogger(__name__)
 

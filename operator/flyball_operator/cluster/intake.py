@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection
 from flyball_operator import names
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.kinds import LLM_DEPLOYMENT, POD, Kind
-from flyball_operator.cluster.store import Child, Key, Object, Pod, Resource, Store
+from flyball_operator.cluster.store import Store
+from flyball_operator.observed import Child, Key, Object, Pod, Resource
 
 CHILD_LABELS = f"{names.MANAGED_BY_LABEL}={names.MANAGER}"
 

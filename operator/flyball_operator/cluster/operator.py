@@ -36,10 +36,11 @@ from flyball_operator.cluster.kinds import (
 from flyball_operator.cluster.metrics import Metrics
 from flyball_operator.cluster.queue import Backoff, WorkQueue
 from flyball_operator.cluster.reconciler import Build, Outcome, Reconciler
-from flyball_operator.cluster.store import Key, Store
+from flyball_operator.cluster.store import Store
 from flyball_operator.cluster.tasks import first_of
 from flyball_operator.cluster.tuner import ClusterTuner
 from flyball_operator.cluster.watches import WatchFailed, watch
+from flyball_operator.observed import Key
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 from flyball_operator import manifest, names, schema
-from flyball_operator.autoscaling_status import autoscaling_status
 from flyball_operator.children import Manifest, Platform, lacking
 from flyball_operator.children.admin_token import admin_token_secret
 from flyball_operator.cluster.admin_token import AdminTokens
@@ -15,12 +14,14 @@ from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, WebhookFailed
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.kinds import CHILD_KINDS, LLM_DEPLOYMENT, SECRET
-from flyball_operator.cluster.store import Child, Key, Object, Resource, Store
+from flyball_operator.cluster.store import Store
 from flyball_operator.differences import differences
 from flyball_operator.errors import SpecError
+from flyball_operator.observed import Child, Key, Object, Resource
 from flyball_operator.plan import Apply, Create, Delete, Leave, Step, compare, owned, plan
 from flyball_operator.spec import LLMDeployment
 from flyball_operator.status import Condition, Observation, Problem, status_of
+from flyball_operator.status.autoscaling import autoscaling_status
 
 log = logging.getLogger(__name__)
 

@@ -12,15 +12,16 @@ import msgspec
 
 from flyball_operator import names
 from flyball_operator.cluster.events import REPEAT_AFTER_S
-from flyball_operator.cluster.store import Key, Pod, Resource, Store
+from flyball_operator.cluster.store import Store
+from flyball_operator.observed import Key, Pod, Resource
 from flyball_operator.spec import Tuning
 from flyball_operator.status import Condition
+from flyball_operator.status.tuning import DISABLED, Report, TuningStatus, report
 from flyball_operator.tuning import Action, Reason
 from flyball_operator.tuning.admin import AdminClient, Target
 from flyball_operator.tuning.loop import Round, SlowLoop
 from flyball_operator.tuning.record import DecisionRecord, to_line
 from flyball_operator.tuning.recovery import Memory
-from flyball_operator.tuning_status import DISABLED, Report, TuningStatus, report
 from flyball_protocol import BootPrior
 from flyball_protocol.endpoints import ADMIN_PORT
 

@@ -13,8 +13,8 @@ from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.errors import ApiError
 from flyball_operator.cluster.kinds import LLM_DEPLOYMENT, POD
 from flyball_operator.cluster.metrics import Metrics
-from flyball_operator.cluster.store import Object
 from flyball_operator.errors import OperatorError
+from flyball_operator.observed import Object
 from flyball_protocol.quoting import one_line
 
 DEFAULT_NAMESPACE = "default"

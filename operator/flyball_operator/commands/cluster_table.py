@@ -7,10 +7,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flyball_operator import diagnosis, schema
-from flyball_operator.cluster.store import Pod
+from flyball_operator import schema
 from flyball_operator.commands.cluster import Found
-from flyball_operator.tuning_status import ShownLimits, TuningStatus
+from flyball_operator.observed import Pod
+from flyball_operator.status import diagnosis
+from flyball_operator.status.tuning import ShownLimits, TuningStatus
 from flyball_protocol.quoting import one_line
 
 _STYLES = {"Ready": "green", "Terminating": "yellow"}

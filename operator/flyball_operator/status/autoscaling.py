@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flyball_operator.cluster.store import Child, Object
+from flyball_operator.observed import Child, Object
 from flyball_operator.status import Condition
 
 READY = "AutoscalingReady"

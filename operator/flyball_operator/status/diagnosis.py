@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from flyball_operator import names
-from flyball_operator.cluster.store import Container, Pod, Terminated
+from flyball_operator.observed import Container, Pod, Terminated
 from flyball_protocol import endpoints
 
 MAX_MESSAGE = 700

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flyball_operator import diagnosis, names
-from flyball_operator.cluster.store import Object, Pod, Resource
-from flyball_operator.diagnosis import Diagnosis
+from flyball_operator import names
+from flyball_operator.observed import Object, Pod, Resource
+from flyball_operator.status import diagnosis
+from flyball_operator.status.diagnosis import Diagnosis
 
 MAX_MESSAGE = 2000
 """The API allows 32768 characters; a condition is read by people."""
