@@ -21,6 +21,9 @@ ADMIN_TOKEN_ENV = "FLYBALL_ADMIN_TOKEN"
 LISTENER_ENV = "FLYBALL_LISTENER"
 """Path of the Unix socket at which ``flyball listener`` gives out the API port; without it ``flyball serve`` opens the port."""
 
+TEMPLATE_ENV = "FLYBALL_TEMPLATE"
+"""Name of the pod template that a replica was started from; its evidence says it again."""
+
 EXIT_OK = 0
 """Stopped by request; every accepted request was finished."""
 EXIT_CONFIG_ERROR = 2

@@ -1,8 +1,13 @@
 """Evidence: what a runtime observed over its last window, read by the operator's slow loop."""
 
+import msgspec
 from msgspec import Struct
 
-from flyball_protocol.limits import Envelope, Limits
+from flyball_protocol.limits import Envelope, Limits, Objectives
+from flyball_protocol.step_model import StepModel
+
+EVIDENCE_VERSION = 2
+"""Grows when a field changes its meaning or goes. Fields that are added leave it as it is."""
 
 
 class LatencyWindow(Struct, frozen=True, kw_only=True):
@@ -33,19 +38,111 @@ class KVBlocks(Struct, frozen=True, kw_only=True):
     cached: int
 
 
+class Lengths(Struct, frozen=True, kw_only=True):
+    """Lengths in tokens of the requests that finished lately; older ones count less and less.
+
+    Attributes:
+        num_requests: how many the means rest on, in effect.
+        prompt_tokens, output_tokens: means per request.
+        computed_prompt_tokens: mean of what was left to compute after the prefix cache.
+        computed_prompt_tokens_squared: mean of its square.
+        output_tokens_p95: 95th percentile.
+        context_tokens: mean context of a decoding sequence at a moment, ``E[o * (i + o / 2)] / E[o]``: long ones weigh more.
+    """
+
+    num_requests: float
+    prompt_tokens: float
+    computed_prompt_tokens: float
+    computed_prompt_tokens_squared: float
+    output_tokens: float
+    output_tokens_p95: float
+    context_tokens: float
+
+
+class Share(Struct, frozen=True, kw_only=True):
+    """``num_over`` of ``num`` samples were over their objective."""
+
+    num: int
+    num_over: int
+
+
+class ObjectiveCounts(Struct, frozen=True, kw_only=True):
+    """Exact counts against the objectives posted last: over the window, or the time since they were posted if that is shorter.
+
+    What has no objective has no samples.
+
+    Attributes:
+        since_s: seconds since these objectives were posted.
+        ttft: requests that got their first token.
+        itl: requests that ended with two tokens or more, by the 95th percentile of their own gaps.
+        gaps: gaps between two tokens of a request.
+        steps: steps that brought running requests their next tokens, by the longest of those gaps: the gaps of one step are
+            long together, so they are one sample.
+    """
+
+    objectives: Objectives
+    since_s: float
+    ttft: Share
+    itl: Share
+    gaps: Share
+    steps: Share
+
+
+class MemoryState(Struct, frozen=True, kw_only=True):
+    """Memory of a replica.
+
+    Attributes:
+        pool_bytes: of the KV blocks that there is memory for now.
+        pool_max_bytes: of the most KV blocks that live limits may ask for.
+        process_bytes: resident memory of the engine process, and of the API process.
+        limit_bytes: the lowest limit of a cgroup around them; None without one.
+        available_bytes: what these processes may still take from the machine or their cgroups.
+        pressure: share of the last 10 s in which some task stalled for memory (PSI), 0 to 1; None if the kernel does not say.
+        device_free_bytes: free memory of the GPU; None on a CPU.
+    """
+
+    pool_bytes: int
+    pool_max_bytes: int
+    process_bytes: int
+    limit_bytes: int | None = None
+    available_bytes: int | None = None
+    pressure: float | None = None
+    device_free_bytes: int | None = None
+
+
+class HitPoint(Struct, frozen=True, kw_only=True):
+    """A pool of ``num_blocks`` KV blocks would have found this share (0 to 1) of the prompt tokens looked up."""
+
+    num_blocks: int
+    share: float
+
+
 class Evidence(Struct, frozen=True, kw_only=True):
     """Body of ``GET /admin/evidence``. Counts and shares cover the last ``window_s`` seconds.
 
+    Read it with ``decode_evidence``. None and an empty tuple mean "not known yet".
+
     Attributes:
         model: served model name.
+        boot_id: differs between any two starts of a runtime.
+        template: which template of the deployment this replica was started from (FLYBALL_TEMPLATE); "" if it was not told.
+        key: what step times depend on, ``model/dtype/device/version``. Models of runtimes with another key do not fit.
         uptime_s: seconds since the runtime became ready.
+        num_arrived: requests accepted, and those refused because the queue was full.
         ttft, itl, e2e: arrival to first token, gap between two tokens, arrival to last token.
         blocked_by: share of steps (0 to 1) by why the head of the queue was not admitted: none, seqs, kv, budget, step_time.
         num_preemptions, num_recomputed_tokens: preemptions, and computed tokens thrown away by them.
         step_time_p50_s, step_time_p95_s: duration of one engine step, None without steps.
+        step_model: what the runtime has learned of its step time.
+        objective_counts: None until objectives are posted.
+        prefix_hits: what larger and smaller pools would find in the prefix cache, by size.
     """
 
+    version: int = EVIDENCE_VERSION
     model: str
+    boot_id: str
+    template: str
+    key: str
     uptime_s: float
     window_s: float
     ready: bool
@@ -56,6 +153,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     envelope: Envelope
     num_running: int
     num_waiting: int
+    num_arrived: int
     num_finished: int
     num_failed: int
     ttft: LatencyWindow
@@ -72,3 +170,27 @@ class Evidence(Struct, frozen=True, kw_only=True):
     num_steps: int
     step_time_p50_s: float | None
     step_time_p95_s: float | None
+    step_model: StepModel | None = None
+    lengths: Lengths | None = None
+    objective_counts: ObjectiveCounts | None = None
+    memory: MemoryState | None = None
+    prefix_hits: tuple[HitPoint, ...] = ()
+
+
+class _Version(Struct, frozen=True):
+    version: int = 1  # the first one did not say
+
+
+def decode_evidence(body: bytes) -> Evidence:
+    """Decode the body of an answer.
+
+    Raises:
+        msgspec.DecodeError: it is no evidence, or of a version that this side does not read.
+    """
+    version = msgspec.json.decode(body, type=_Version).version
+    if version != EVIDENCE_VERSION:
+        raise msgspec.ValidationError(
+            f"evidence of version {version}; version {EVIDENCE_VERSION} can be read here. "
+            "Update the runtime and the operator to the same release."
+        )
+    return msgspec.json.decode(body, type=Evidence)

@@ -50,6 +50,18 @@ class LimitsChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return msgspec.structs.replace(limits, **changes)
 
 
+class Objectives(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Latencies to stay within, in seconds; None: no objective.
+
+    Attributes:
+        ttft_s: arrival to first token.
+        itl_s: gap between two tokens.
+    """
+
+    ttft_s: Annotated[float, Meta(gt=0)] | None = None
+    itl_s: Annotated[float, Meta(gt=0)] | None = None
+
+
 class LimitsUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /admin/limits``.
 
@@ -58,11 +70,13 @@ class LimitsUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         limits: what to change.
         ttl_s: the change is a lease. When it runs out unrenewed, the runtime falls back to the last limits that were
             posted without a lease (or the start-up limits), never above the ones in force. None: no lease.
+        objectives: what latencies are counted against from now on. They stay until others are posted. None leaves them.
     """
 
     revision: Revision
     limits: LimitsChange
     ttl_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+    objectives: Objectives | None = None
 
 
 class LimitsStatus(StrEnum):
@@ -100,7 +114,10 @@ class Envelope(Struct, frozen=True, kw_only=True):
 
 
 class LimitsReport(Struct, frozen=True, kw_only=True):
-    """Body of ``GET /admin/limits``: target is what was asked, effective what holds this moment."""
+    """Body of ``GET /admin/limits``: target is what was asked, effective what holds this moment.
+
+    ``objectives`` are those posted last, None before.
+    """
 
     revision: int
     target: Limits
@@ -108,6 +125,7 @@ class LimitsReport(Struct, frozen=True, kw_only=True):
     envelope: Envelope
     last_known_good: Limits
     lease_expires_in_s: float | None = None
+    objectives: Objectives | None = None
 
 
 class LimitsAck(Struct, frozen=True, kw_only=True):

@@ -165,7 +165,7 @@ def test_of_an_answer_that_is_refused_the_head_is_shown_on_one_line(body: bytes,
 def test_an_answer_without_a_signature_is_not_believed() -> None:
     problem = problem_of(answering(200, msgspec.json.encode(EVIDENCE)), signs=False)
     assert problem.startswith(
-        'GET /admin/evidence answered 200, not signed with this deployment\'s token: {"model":"demo",'
+        'GET /admin/evidence answered 200, not signed with this deployment\'s token: {"version":2,"model":"demo",'
     )
 
 

@@ -48,6 +48,9 @@ def make_evidence(
 ) -> Evidence:
     fields: dict[str, Any] = {
         "model": "demo",
+        "boot_id": "b1",
+        "template": "t1",
+        "key": "demo/bfloat16/cpu/1",
         "uptime_s": 600.0,
         "window_s": 60.0,
         "ready": True,
@@ -58,6 +61,7 @@ def make_evidence(
         "envelope": ENVELOPE,
         "num_running": 10,
         "num_waiting": 2,
+        "num_arrived": 1000,
         "num_finished": 1000,
         "num_failed": 0,
         "ttft": window(1.0, over=ttft_over, within=ttft_count - ttft_over),

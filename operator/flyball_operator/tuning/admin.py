@@ -11,7 +11,7 @@ import msgspec
 from yarl import URL
 
 from flyball_operator.tuning.evidence import PodEvidence
-from flyball_protocol import Evidence, LimitsAck, LimitsUpdate, signing
+from flyball_protocol import LimitsAck, LimitsUpdate, decode_evidence, signing
 from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_LIMITS_PATH
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from flyball_protocol.quoting import one_line
@@ -82,7 +82,7 @@ class AdminClient:
                 return PodEvidence(
                     pod=target.name, problem=f"GET {ADMIN_EVIDENCE_PATH} answered {status}: {_head(body)}"
                 )
-            return PodEvidence(pod=target.name, evidence=msgspec.json.decode(body, type=Evidence))
+            return PodEvidence(pod=target.name, evidence=decode_evidence(body))
 
         return await _or_problem(read, lambda problem: PodEvidence(pod=target.name, problem=problem))
 

@@ -59,7 +59,7 @@ class AdminRoutes:
         if front.dead_reason is not None:
             raise EngineDead(front.dead_reason)
         evidence = metrics.measured.evidence(
-            metrics.model_name, front.limits(), ready=front.ready, draining=front.draining
+            metrics.model_name, front.limits(), key=front.info.key, ready=front.ready, draining=front.draining
         )
         return json_response(evidence)
 

@@ -167,6 +167,7 @@ class Generation:
                 self._measured.rejected(error.code)
             self.abort()
             raise
+        self._measured.arrived(len(self.choices))
         self._tasks = [asyncio.create_task(self._run(choice)) for choice in self.choices]
 
     async def _run(self, choice: Choice) -> None:

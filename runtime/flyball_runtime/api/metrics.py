@@ -29,6 +29,7 @@ COUNTERS = {
     measurements.PREFIX_HITS: "Prompt tokens found in the prefix cache at admission.",
     measurements.PREEMPTIONS: "Running sequences whose KV blocks were taken away.",
     measurements.RECOMPUTED: "Computed tokens thrown away by preemptions.",
+    measurements.ARRIVED: "Requests accepted, and HTTP requests refused because the queue was full.",
     measurements.PROMPT_TOKENS: "Prompt tokens of requests that got their first token.",
     measurements.GENERATION_TOKENS: "Output tokens that reached the API process.",
 }

@@ -7,11 +7,14 @@ Latencies count from a request's arrival (the API process's: its complete body) 
 A "request" is one engine request: one choice of one prompt.
 """
 
+import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flyball_protocol import Evidence, LimitsReport
+from flyball_protocol.endpoints import TEMPLATE_ENV
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.errors import NotReady
 from flyball_runtime.core.stats import StepStats
@@ -36,9 +39,13 @@ PREFIX_QUERIED = "prefix_cache_queried_tokens"
 PREFIX_HITS = "prefix_cache_hit_tokens"
 PREEMPTIONS = "preemptions"
 RECOMPUTED = "recomputed_tokens"
+ARRIVED = "requests_arrived"
 REQUESTS = "requests"
 REJECTED = "requests_rejected"
 BLOCKED_STEPS = "blocked_steps"
+
+QUEUE_FULL = "queue_full"
+"""Code of the refusals that count as demand all the same."""
 
 
 @dataclass(slots=True)
@@ -58,6 +65,7 @@ class Measurements:
         window_s: length of the sliding window.
 
     Attributes:
+        boot_id, template: see Evidence.
         latest: stats of the last step, None before the first.
         ttft, itl, tpot, e2e, step_time: seconds.
         step_tokens, request_prompt_tokens, request_generation_tokens: tokens.
@@ -66,6 +74,8 @@ class Measurements:
     def __init__(self, clock: Clock, *, window_s: float = 60.0) -> None:
         self.clock = clock
         self.window_s = window_s
+        self.boot_id = uuid.uuid4().hex
+        self.template = os.environ.get(TEMPLATE_ENV, "")
         self.latest: StepStats | None = None
         self._first_step_s = 0.0
         self.counts = Counts(window_s)
@@ -73,6 +83,10 @@ class Measurements:
         self.step_tokens, self.request_prompt_tokens, self.request_generation_tokens = (
             Series(TOKEN_EDGES, window_s) for _ in range(3)
         )
+
+    def arrived(self, count: int = 1) -> None:
+        """Take in requests that the engine accepted."""
+        self.counts.add(self.clock.now(), ARRIVED, count)
 
     def step(self, stats: StepStats) -> None:
         """Take in one engine step, or the sign of life of an idle engine (0 tokens, blocked by nothing)."""
@@ -122,7 +136,10 @@ class Measurements:
 
     def rejected(self, code: str) -> None:
         """Take in a request that the engine refused, by error code."""
-        self.counts.add(self.clock.now(), (REJECTED, code))
+        now = self.clock.now()
+        self.counts.add(now, (REJECTED, code))
+        if code == QUEUE_FULL:
+            self.counts.add(now, ARRIVED)
 
     def blocked_by_shares(self) -> dict[str, float]:
         """Return the share of the window's steps by BLOCKED_REASONS; empty without steps."""
@@ -131,9 +148,11 @@ class Measurements:
         num_steps = sum(steps.values())
         return {reason: count / num_steps for reason, count in steps.items()} if num_steps else {}
 
-    def evidence(self, model: str, limits: LimitsReport, *, ready: bool, draining: bool) -> Evidence:
+    def evidence(self, model: str, limits: LimitsReport, *, key: str, ready: bool, draining: bool) -> Evidence:
         """Return the evidence of this moment. ``num_finished`` counts stop and length, ``num_failed`` error.
 
+        Args:
+            key: of the engine, ``EngineInfo.key``.
         Raises:
             NotReady: no step was taken in yet.
         """
@@ -143,6 +162,9 @@ class Measurements:
         recent, steps = self.counts.recent(now), self.step_time.window(now)
         return Evidence(
             model=model,
+            boot_id=self.boot_id,
+            template=self.template,
+            key=key,
             uptime_s=now - self._first_step_s,
             window_s=self.window_s,
             ready=ready,
@@ -153,6 +175,7 @@ class Measurements:
             envelope=limits.envelope,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
+            num_arrived=recent[ARRIVED],
             num_finished=recent[REQUESTS, "stop"] + recent[REQUESTS, "length"],
             num_failed=recent[REQUESTS, "error"],
             ttft=self.ttft.window(now),

@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from flyball_protocol import KVBlocks, Limits
+from flyball_runtime import __version__
 
 
 class StepStats(Struct, frozen=True, kw_only=True):
@@ -56,3 +57,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     num_parameters: int
     startup_s: dict[str, float]
     longest_pause_s: float
+
+    @property
+    def key(self) -> str:
+        """What step times depend on; see ``Evidence.key``."""
+        return f"{self.model}/{self.dtype}/{self.device}/{__version__}"

@@ -14,6 +14,7 @@ from flyball_protocol import (
     LimitsReport,
     LimitsStatus,
     LimitsUpdate,
+    Objectives,
 )
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.errors import ConfigError
@@ -135,6 +136,7 @@ class LimitsLedger:
         self._clock = clock
         self._revision = 0
         self._lease_end_s: float | None = None
+        self._objectives: Objectives | None = None
         if boot_prior is not None:
             self._start_with(boot_prior)
         self._last_known_good = enforcer.limits
@@ -144,6 +146,11 @@ class LimitsLedger:
     def revision(self) -> int:
         """Of the last accepted update; before the first, of the boot prior, or 0."""
         return self._revision
+
+    @property
+    def objectives(self) -> Objectives | None:
+        """Those that an accepted update named last. Leases do not end them."""
+        return self._objectives
 
     @property
     def target(self) -> Limits:
@@ -188,6 +195,7 @@ class LimitsLedger:
             envelope=self._enforcer.envelope,
             last_known_good=self._last_known_good,
             lease_expires_in_s=None if self._lease_end_s is None else self._lease_end_s - self._clock.now(),
+            objectives=self._objectives,
         )
 
     def _start_with(self, prior: BootPrior) -> None:
@@ -205,6 +213,7 @@ class LimitsLedger:
         if update.revision > self._revision:
             self._resolved = update.limits.applied_to(self.target)
         self._revision = update.revision
+        self._objectives = update.objectives or self._objectives
         if update.ttl_s is None:
             self._last_known_good, self._lease_end_s = self._resolved, None
         else:

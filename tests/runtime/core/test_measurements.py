@@ -83,9 +83,9 @@ def test_equals_its_definition(events: list[tuple[float, list[int], int, bool]],
             measured.ended(requests[indices[0]], "stop", 9)
             plain.samples.append(("e2e", now, now - requests[indices[0]].arrival_s))
         if read:
-            measured.evidence("m", REPORT, ready=True, draining=False)
+            measured.evidence("m", REPORT, key="m/f32/cpu/1", ready=True, draining=False)
     now = clock.now()
-    evidence = measured.evidence("m", REPORT, ready=True, draining=False)
+    evidence = measured.evidence("m", REPORT, key="m/f32/cpu/1", ready=True, draining=False)
     for name in ("ttft", "itl", "e2e"):
         assert getattr(evidence, name) == plain.window(name, now)
         counts, total = getattr(measured, name).totals()
@@ -111,3 +111,19 @@ def test_needs_neither_a_server_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "set()\n"
+
+
+def test_demand_counts_what_was_accepted_and_what_found_the_queue_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYBALL_TEMPLATE", "t7")
+    clock = FakeClock(1000.0)
+    measured = Measurements(clock)
+    measured.step(step_stats())
+    measured.arrived(3)
+    measured.rejected("queue_full")
+    measured.rejected("prompt_too_long")
+    evidence = measured.evidence("m", REPORT, key="k", ready=True, draining=False)
+    assert (evidence.num_arrived, evidence.template, evidence.key) == (4, "t7", "k")
+    assert evidence.boot_id == measured.boot_id != Measurements(clock).boot_id
+    assert (evidence.step_model, evidence.lengths, evidence.objective_counts, evidence.memory) == (None,) * 4
+    clock.advance(61)
+    assert measured.evidence("m", REPORT, key="k", ready=True, draining=False).num_arrived == 0

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from flyball_protocol import BootPrior, Envelope, Limits, LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_protocol import BootPrior, Envelope, Limits, LimitsChange, LimitsStatus, LimitsUpdate, Objectives
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.scheduler import LimitsLedger
 from flyball_runtime.scheduler.limits import inside, lower_of, violations
@@ -252,6 +252,20 @@ def test_a_refused_update_leaves_the_lease_alone(ledger: LimitsLedger, clock: Fa
     ledger.post(update(2, ttl_s=30, max_num_seqs=8))
     ledger.post(update(4, ttl_s=30, max_num_seqs=800))
     assert ledger.report().lease_expires_in_s == 20.0
+
+
+def test_objectives_stay_until_an_accepted_update_names_others(ledger: LimitsLedger, clock: FakeClock):
+    asked = Objectives(ttft_s=1.0, itl_s=0.05)
+    assert ledger.report().objectives is None
+    ledger.post(LimitsUpdate(revision=2, limits=LimitsChange(), ttl_s=30, objectives=asked))
+    ledger.post(LimitsUpdate(revision=1, limits=LimitsChange(), objectives=Objectives(ttft_s=9.0)))
+    ledger.post(LimitsUpdate(revision=3, limits=LimitsChange(max_num_seqs=800), objectives=Objectives(ttft_s=9.0)))
+    ledger.post(update(2, ttl_s=30))
+    clock.advance(31)
+    ledger.tick()
+    assert ledger.objectives == ledger.report().objectives == asked
+    ledger.post(LimitsUpdate(revision=2, limits=LimitsChange(), objectives=Objectives()))
+    assert ledger.objectives == Objectives()
 
 
 PRIOR = BootPrior(revision=7, limits=limits(max_num_seqs=16, max_num_batched_tokens=512))
