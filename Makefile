@@ -49,7 +49,7 @@ format: $(STAMP) ## format the code and apply the linter's safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-chart: $(STAMP) ## copy the CRD into the chart and render the chart's golden files anew
+chart: $(STAMP) ## copy the CRD into the chart, write its dashboard and golden files anew
 	PYTHONPATH=tests $(BIN)/python -m chart_kit.goldens
 
 clean: ## remove .venv and caches

@@ -25,6 +25,9 @@ REFUSED = [
     ("imagePullSecrets={registry}", "at '/imagePullSecrets/0': got string, want object"),
     ("serviceMonitor.enabled=yes", "at '/serviceMonitor/enabled': got string, want boolean"),
     ("serviceMonitor.interval=30", "at '/serviceMonitor/interval': got number, want string"),
+    ("prometheusRules.enabled=yes", "at '/prometheusRules/enabled': got string, want boolean"),
+    ("dashboards.label.a=b", "at '/dashboards': additional properties 'label' not allowed"),
+    ("dashboards.namespace=a/b", "at '/dashboards/namespace': 'a/b' does not match pattern"),
     (
         "networkPolicy.metricsFrom[0].cidr=x",
         "at '/networkPolicy/metricsFrom/0': additional properties 'cidr' not allowed",

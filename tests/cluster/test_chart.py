@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 CRD = "crd/llmdeployments.flyball.dev"
 ACCOUNT = "flyball-operator"
-SERVICE_MONITORS = "example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml"
+MONITORING = ("servicemonitors", "prometheusrules")
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 CHAT = {
     "apiVersion": "flyball.dev/v1alpha1",
@@ -133,13 +133,17 @@ def test_a_crd_that_somebody_applied_goes_under_helm_when_told_to(bare: ControlP
 
 
 @pytest.fixture(scope="module")
-def service_monitors(bare: ControlPlane) -> None:
-    """The kind ServiceMonitor, as the Prometheus operator defines it."""
-    bare.kubectl("apply", "--server-side", f"--filename={PROMETHEUS_OPERATOR.file(SERVICE_MONITORS)}")
-    bare.wait_established("crd/servicemonitors.monitoring.coreos.com")
+def monitoring(bare: ControlPlane) -> None:
+    """The kinds ServiceMonitor and PrometheusRule, as the Prometheus operator defines them, and where the values put them."""
+    for kind in MONITORING:
+        crd = PROMETHEUS_OPERATOR.file(f"example/prometheus-operator-crd/monitoring.coreos.com_{kind}.yaml")
+        bare.kubectl("apply", "--server-side", f"--filename={crd}")
+        bare.wait_established(f"crd/{kind}.monitoring.coreos.com")
+    for name in ("monitoring", "grafana"):
+        bare.create_namespace(name)
 
 
-@pytest.mark.usefixtures("service_monitors")
+@pytest.mark.usefixtures("monitoring")
 @pytest.mark.parametrize("values", goldens.VALUES, ids=lambda path: path.stem)
 def test_the_api_server_accepts_every_object(bare: ControlPlane, values: Path) -> None:
     """As new objects, and without a field that it does not know."""

@@ -1,8 +1,6 @@
 """Metrics: what is counted, what the scrape shows, and that Prometheus' own tools accept it."""
 
-import os
 import re
-import shutil
 import subprocess
 
 import httpx
@@ -10,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+import prometheus_kit
 from flyball_protocol import KVBlocks, Limits
 from flyball_runtime.api import Metrics
 from flyball_runtime.api.metrics import VLLM_NAMES
@@ -179,13 +178,7 @@ async def test_scrape_over_http(client: httpx.AsyncClient, accept: str) -> None:
 
 
 def test_promtool_finds_nothing(metrics: Metrics, engine: FakeEngine, clock: FakeClock) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        if os.environ.get("FLYBALL_REQUIRE_PROMTOOL") == "1":
-            pytest.fail("promtool is not on PATH and FLYBALL_REQUIRE_PROMTOOL=1; Debian's package prometheus has it.")
-        pytest.skip(
-            "promtool is not on PATH; Debian's package prometheus has it. FLYBALL_REQUIRE_PROMTOOL=1 forbids this."
-        )
+    promtool = prometheus_kit.find("promtool")
     metrics.attach(engine)
     metrics.measured.step(step_stats(num_tokens=1))
     metrics.measured.rejected("queue_full")
