@@ -236,8 +236,8 @@ def measure(
 
 
 def bench(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict[str, float]:
-    from flyball_runtime.bench.benchmark import run_benchmark
-    from flyball_runtime.bench.settings import BenchSettings
+    from flyball_clients.bench.benchmark import run_benchmark
+    from flyball_clients.bench.settings import BenchSettings
 
     settings = BenchSettings(
         base_url=server.url,

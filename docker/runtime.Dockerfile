@@ -39,7 +39,7 @@ COPY . .
 RUN $PIP install --no-cache-dir --no-compile --no-deps . \
     && rm -r /opt/flyball/lib/python3*/site-packages/flyball_operator \
     && python3 -m compileall -q -x torch/testing/_internal /opt/flyball/lib \
-    && /opt/flyball/bin/flyball serve --help >/dev/null && /opt/flyball/bin/flyball listener --help >/dev/null
+    && for command in serve listener bench; do /opt/flyball/bin/flyball $command --help >/dev/null || exit 1; done
 
 FROM base
 ARG DEVICE

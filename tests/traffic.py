@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from flyball_runtime.client.sse import SSEParser
+from flyball_clients.stream import SSEParser
 
 TIMEOUT_S = 120.0
 SHARED_PREFIX = [10 + index % 300 for index in range(96)]

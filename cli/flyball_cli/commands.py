@@ -17,8 +17,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("runtime", "serve a model with an OpenAI-compatible API"),
-    "chat": Command("runtime", "talk to a served model in the terminal"),
-    "bench": Command("runtime", "measure a served model: latency, throughput, goodput"),
+    "chat": Command("clients", "talk to a served model in the terminal"),
+    "bench": Command("clients", "measure a served model: latency, throughput, goodput"),
     "listener": Command("runtime", None),
     "local": Command("operator", "run an LLMDeployment as processes on this machine"),
     "status": Command("operator", "print the state of a deployment, on this machine or on a cluster"),

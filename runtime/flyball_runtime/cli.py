@@ -1,4 +1,4 @@
-"""The command line: ``flyball serve | chat | bench | listener``."""
+"""The command line: ``flyball serve | listener``."""
 
 import argparse
 import logging
@@ -17,20 +17,14 @@ from flyball_runtime.core.errors import ConfigError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from flyball_runtime import bench, chat, listener  # here, so that `import flyball_runtime.cli` stays light
+    from flyball_runtime import listener  # here, so that `import flyball_runtime.cli` stays light
 
-    parser = argparse.ArgumentParser(prog="flyball", description="Serve a language model; talk to it; measure it.")
+    parser = argparse.ArgumentParser(prog="flyball", description="Serve a language model.")
     parser.add_argument("--version", action="version", version=f"flyball {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model with an OpenAI-compatible API")
     add_serve_arguments(serve)
     serve.set_defaults(run=run_serve)
-    chat_command = commands.add_parser("chat", help="talk to a served model in the terminal")
-    chat.add_arguments(chat_command)
-    chat_command.set_defaults(run=chat.run)
-    bench_command = commands.add_parser("bench", help="measure a served model: latency, throughput, goodput")
-    bench.add_arguments(bench_command)
-    bench_command.set_defaults(run=bench.run)
     listener_command = commands.add_parser("listener")  # no help: the operator runs it, users do not
     listener.add_arguments(listener_command)
     listener_command.set_defaults(run=listener.run)

@@ -11,6 +11,7 @@ import pytest
 
 from flyball_cli import build_parser, completion, main
 from flyball_cli.commands import COMMANDS
+from flyball_clients import cli as clients_cli
 from flyball_operator import cli as operator_cli
 from flyball_protocol import endpoints
 from flyball_runtime import cli as runtime_cli
@@ -20,9 +21,10 @@ EXAMPLE = str(ROOT / "examples" / "llmdeployment.yaml")
 HEAVY = ("torch", "transformers", "fastapi", "aiohttp", "kopf", "kubernetes", "rich", "numpy", "flyball_runtime")
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=variables, input=stdin, capture_output=True, text=True, timeout=120)
 
 
 def loaded_by(*words: str, packages: tuple[str, ...] = HEAVY) -> list[str]:
@@ -30,15 +32,24 @@ def loaded_by(*words: str, packages: tuple[str, ...] = HEAVY) -> list[str]:
     done = python(
         "import sys\nfrom flyball_cli import main\n"
         f"try:\n    main({list(words)!r})\nexcept SystemExit:\n    pass\n"
-        f"print(*[one for one in {packages!r} if one in sys.modules], file=sys.stderr)"
+        f"print(*[one for one in {packages!r} if one in sys.modules], file=sys.stderr)",
+        stdin="hi",
     )
     assert done.returncode == 0, done.stderr
-    return done.stderr.split()
+    return done.stderr.splitlines()[-1].split()
 
 
 @pytest.mark.parametrize("words", [("render", "-f", EXAMPLE), ("validate", "-f", EXAMPLE), ("crd",)])
 def test_commands_on_manifests_load_no_server_and_no_torch(words: tuple[str, ...]) -> None:
     assert not loaded_by(*words)
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+def test_clients_load_neither_the_runtime_nor_the_operator(command: str) -> None:
+    loaded = loaded_by(
+        command, "--base-url=http://127.0.0.1:1", packages=("aiohttp", "flyball_runtime", "flyball_operator", "torch")
+    )
+    assert loaded == ["aiohttp"]
 
 
 @pytest.mark.parametrize("words", [("--help",), ("--version",)])
@@ -57,10 +68,11 @@ def test_help_lists_the_commands_that_users_run(capsys: pytest.CaptureFixture[st
 
 
 def test_each_package_has_the_commands_that_flyball_hands_to_it_with_the_same_words() -> None:
-    theirs = {"runtime": summaries(runtime_cli.build_parser()), "operator": summaries(operator_cli.build_parser())}
+    packages = {"runtime": runtime_cli, "operator": operator_cli, "clients": clients_cli}
+    theirs = {extra: summaries(package.build_parser()) for extra, package in packages.items()}
     ours = summaries(build_parser())
     del ours["completion"]
-    assert ours.items() <= {**theirs["operator"], **theirs["runtime"]}.items()
+    assert ours.items() <= {name: text for listed in theirs.values() for name, text in listed.items()}.items()
     for name, command in COMMANDS.items():
         assert theirs[command.extra].get(name) == command.summary
     assert theirs["operator"].keys() - COMMANDS.keys() == {"run"}
@@ -86,8 +98,11 @@ sys.meta_path.insert(0, NotInstalled())
 @pytest.mark.parametrize(
     ("missing", "words", "extra"),
     [
-        ("flyball_runtime", ["chat", "hi"], "runtime"),  # as in the operator's image
-        ("aiohttp", ["chat", "hi"], "runtime"),
+        ("flyball_runtime", ["serve", "m"], "runtime"),  # as in the operator's image
+        ("torch", ["serve", "m"], "runtime"),
+        ("flyball_clients", ["chat", "hi"], "clients"),
+        ("aiohttp", ["chat", "hi"], "clients"),
+        ("numpy", ["bench"], "clients"),
         ("flyball_operator", ["crd"], "operator"),  # as in the runtime's image
         ("yaml", ["render", "-f", EXAMPLE], "operator"),
     ],

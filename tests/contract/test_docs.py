@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import flyball_cli
 from checkpoints import make_tokenizer
 from flyball_cli.commands import COMMANDS
+from flyball_clients import cli as clients_cli
 from flyball_operator import cli as operator_cli
 from flyball_operator import manifest, names, reference, rules, schema, status
 from flyball_operator.cluster import reconciler
@@ -35,7 +36,6 @@ from flyball_runtime.api import errors as api_errors
 from flyball_runtime.api.metrics import VLLM_NAMES
 from flyball_runtime.api.schemas import ChatRequest, CompletionRequest
 from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS
-from flyball_runtime.bench.arguments import settings_from
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.errors import RequestError
 from runtime.fake_engine import FakeEngine, step_stats
@@ -48,9 +48,14 @@ PACKAGES = (
     "operator/flyball_operator",
     "kernels/flyball_kernels",
     "protocol/flyball_protocol",
+    "clients/flyball_clients",
 )
 PARSERS = {
-    "flyball": {"runtime": runtime_cli.build_parser(), "operator": operator_cli.build_parser("flyball")},
+    "flyball": {
+        "runtime": runtime_cli.build_parser(),
+        "operator": operator_cli.build_parser("flyball"),
+        "clients": clients_cli.build_parser(),
+    },
     "flyball-operator": {"operator": operator_cli.build_parser()},
 }
 
@@ -319,7 +324,7 @@ def test_every_command_is_understood(page: str, words: list[str]) -> None:
     if words[:2] == ["flyball", "serve"]:
         runtime_cli.engine_config_from(arguments, Path(arguments.model))
     if words[:2] == ["flyball", "bench"]:
-        settings_from(arguments)
+        clients_cli.settings_from(arguments)
 
 
 def test_every_manifest_that_is_shown_is_accepted() -> None:

@@ -1,0 +1,264 @@
+"""The command line: ``flyball chat | bench``. Imports nothing heavy, so that help and completion answer at once."""
+
+import argparse
+import sys
+from typing import Any, get_args
+
+import msgspec
+
+from flyball_clients.bench.settings import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, Arrival, BenchSettings, parse_slo
+from flyball_clients.endpoint import Api
+from flyball_clients.errors import ConfigError, EndpointError
+from flyball_protocol import endpoints
+from flyball_protocol.version import installed_version
+
+_DEFAULTS = BenchSettings()
+_EXIT_NO_ANSWER = 1
+"""No server was there, or an answer did not come to its end."""
+_EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flyball", description="Talk to a served model; measure it.")
+    parser.add_argument("--version", action="version", version=f"flyball {installed_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chat = commands.add_parser("chat", help="talk to a served model in the terminal")
+    add_chat_arguments(chat)
+    chat.set_defaults(run=run_chat)
+    bench = commands.add_parser("bench", help="measure a served model: latency, throughput, goodput")
+    add_bench_arguments(bench)
+    bench.set_defaults(run=run_bench)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code. Errors go to stderr."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        return _complain(args.command, error, endpoints.EXIT_CONFIG_ERROR)
+    except EndpointError as error:
+        return _complain(args.command, error, _EXIT_NO_ANSWER)
+    except KeyboardInterrupt:
+        return _complain(args.command, "interrupted", _EXIT_INTERRUPTED)
+
+
+def _complain(command: str, reason: object, exit_code: int) -> int:
+    print(f"flyball {command}: {reason}", file=sys.stderr)
+    return exit_code
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    from flyball_clients.chat import run_command  # here: it loads aiohttp and rich
+
+    run_command(args)
+    return endpoints.EXIT_OK
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    settings = settings_from(args)
+    from flyball_clients.bench.benchmark import run_command  # here: it loads aiohttp, numpy and rich
+
+    return endpoints.EXIT_OK if run_command(settings, args).requests.succeeded else _EXIT_NO_ANSWER
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of ``flyball chat``."""
+    parser.description = (
+        "Chat with any OpenAI-compatible server. With a prompt, or with text on stdin, answer once and leave."
+    )
+    parser.add_argument(
+        "prompt", nargs="?", help="ask this once; without it, talk (or read stdin when it is not a terminal)"
+    )
+    parser.add_argument(
+        "--base-url",
+        default=endpoints.DEFAULT_BASE_URL,
+        metavar="URL",
+        help="address of the server, with or without /v1 (default: %(default)s)",
+    )
+    parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    parser.add_argument("--system", metavar="TEXT", help="system message (default: none is sent)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (default: the server's)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the server's)")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable that holds the API key (default: no key is sent)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that an answer may take (default: %(default)g)",
+    )
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of ``flyball bench``."""
+    parser.description = (
+        "Load an OpenAI-compatible server and report TTFT, ITL, TPOT, E2E, throughput and goodput. Closed loop with "
+        "--concurrency; open loop with --request-rate or --trace, where arrivals do not wait for answers."
+    )
+    _add_server(parser.add_argument_group("server"))
+    _add_load(parser.add_argument_group("load"))
+    _add_requests(parser.add_argument_group("requests"))
+    _add_output(parser.add_argument_group("output"))
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--base-url",
+        default=_DEFAULTS.base_url,
+        metavar="URL",
+        help="address of the server, with or without /v1 (default: %(default)s)",
+    )
+    group.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    group.add_argument(
+        "--endpoint", choices=get_args(Api), default=_DEFAULTS.endpoint, help="API to measure (default: %(default)s)"
+    )
+    group.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable that holds the API key (default: no key is sent)"
+    )
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=_DEFAULTS.timeout_s,
+        metavar="S",
+        help="seconds that a request may take (default: %(default)g)",
+    )
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--concurrency", type=int, metavar="N", help=f"closed loop: requests in flight (default: {DEFAULT_CONCURRENCY})"
+    )
+    group.add_argument(
+        "--request-rate", type=float, metavar="R", help="open loop: mean arrivals a second; inf: all at once"
+    )
+    group.add_argument(
+        "--arrival",
+        choices=get_args(Arrival),
+        default=_DEFAULTS.arrival,
+        help="gaps between arrivals (default: %(default)s)",
+    )
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        default=_DEFAULTS.burstiness,
+        metavar="K",
+        help="shape of gamma gaps, whose coefficient of variation is 1/sqrt(K); less is burstier "
+        "(default: %(default)g, which is poisson)",
+    )
+    group.add_argument("--trace", metavar="FILE", help="open loop: Azure .csv[.gz] or Mooncake .jsonl[.gz]")
+    group.add_argument(
+        "--trace-speed", type=float, default=1.0, metavar="X", help="2 replays in half the time (default: %(default)g)"
+    )
+    group.add_argument("--trace-limit", type=int, metavar="N", help="only the first N requests (default: all)")
+    group.add_argument(
+        "--trace-max-tokens",
+        type=int,
+        metavar="N",
+        help="leave out requests with more input + output (default: leave out none)",
+    )
+    group.add_argument(
+        "--num-requests",
+        type=int,
+        metavar="N",
+        help=f"requests to measure (default: {DEFAULT_NUM_REQUESTS}, or as many as the dataset has)",
+    )
+    group.add_argument(
+        "--warmup",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests sent before, and not counted (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-duration", type=float, metavar="S", help="start no request after S seconds (default: no limit)"
+    )
+
+
+def _add_requests(group: argparse._ArgumentGroup) -> None:
+    forms = "N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MAX] or zipf:ALPHA:LOW:HIGH (default: %(default)s)"
+    group.add_argument("--input-len", default=_DEFAULTS.input_len, metavar="DIST", help=f"prompt tokens: {forms}")
+    group.add_argument(
+        "--output-len",
+        default=_DEFAULTS.output_len,
+        metavar="DIST",
+        help="output tokens: the same forms (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dataset", metavar="FILE", help='JSONL of {"prompt" or "messages", "max_tokens"} in place of random prompts'
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer.json or its folder: prompts of token ids, exactly as long as asked",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="ask for full-length answers; not every server takes it"
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=_DEFAULTS.temperature,
+        help="sampling temperature; 0 is greedy (default: %(default)g)",
+    )
+    group.add_argument("--extra-body", metavar="JSON", help='further fields of every request, like {"top_p": 0.9}')
+    group.add_argument(
+        "--seed", type=int, default=_DEFAULTS.seed, help="seeds lengths, arrivals and text (default: %(default)s)"
+    )
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--slo", metavar="BOUNDS", help="for goodput: ttft=500ms,tpot=50ms; itl (p99 of a request's gaps) and e2e too"
+    )
+    group.add_argument("--output", metavar="FILE", help="write the result as JSON")
+    group.add_argument("--save-requests", action="store_true", help="with every request's record in the JSON")
+    group.add_argument("--chart", metavar="FILE", help=".png or .svg; needs pip install 'flyball[bench]'")
+    group.add_argument("--json", action="store_true", help="JSON on stdout in place of the table")
+
+
+def settings_from(args: argparse.Namespace) -> BenchSettings:
+    """Raises ConfigError naming the first flag that is wrong."""
+    return BenchSettings(
+        base_url=args.base_url,
+        model=args.model,
+        endpoint=args.endpoint,
+        api_key_env=args.api_key_env,
+        num_requests=args.num_requests,
+        concurrency=args.concurrency,
+        request_rate=args.request_rate,
+        arrival=args.arrival,
+        burstiness=args.burstiness,
+        trace=args.trace,
+        trace_speed=args.trace_speed,
+        trace_limit=args.trace_limit,
+        trace_max_tokens=args.trace_max_tokens,
+        dataset=args.dataset,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        tokenizer=args.tokenizer,
+        ignore_eos=args.ignore_eos,
+        temperature=args.temperature,
+        extra_body=_parse_extra_body(args.extra_body),
+        seed=args.seed,
+        num_warmup=args.warmup,
+        slo=None if args.slo is None else parse_slo(args.slo),
+        timeout_s=args.timeout,
+        max_duration_s=args.max_duration,
+    )
+
+
+def _parse_extra_body(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"--extra-body is {text!r}, not a JSON object: {exc}.") from exc
+
+
+if __name__ == "__main__":
+    sys.exit(main())

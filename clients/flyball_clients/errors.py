@@ -1,0 +1,63 @@
+"""How a run of a client can fail."""
+
+
+class ConfigError(Exception):
+    """A flag, a file or the environment makes the run impossible; nothing was sent."""
+
+
+class EndpointError(Exception):
+    """A request did not get its whole answer.
+
+    Attributes:
+        kind: a short stable word that results count by.
+    """
+
+    kind = "endpoint"
+
+
+class Unreachable(EndpointError):
+    kind = "unreachable"
+
+    def __init__(self, base_url: str, reason: str) -> None:
+        super().__init__(
+            f"nothing answers at {base_url} ({reason}). Start a server with `flyball serve MODEL`, "
+            "or name a running one with --base-url."
+        )
+
+
+class RequestTimeout(EndpointError):
+    kind = "timeout"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"no complete answer within {timeout_s:g} s. Raise --timeout or lower the load.")
+
+
+class Disconnected(EndpointError):
+    """The connection broke, or the stream stopped before its end."""
+
+    kind = "disconnected"
+
+
+class BadAnswer(EndpointError):
+    """The server sent something that is not an OpenAI answer."""
+
+    kind = "bad_answer"
+
+
+class ServerError(EndpointError):
+    """An error object inside a stream that had begun well."""
+
+    kind = "server_error"
+
+
+class HttpError(EndpointError):
+    """A status other than 200.
+
+    Attributes:
+        status: HTTP status.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"HTTP {status}: {message}")
+        self.status = status
+        self.kind = f"http_{status}"
