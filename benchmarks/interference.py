@@ -15,10 +15,9 @@ from typing import Any
 
 from common import make_checkpoint, save
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.request import Request
-from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.core.request import Request, SamplingParams
 from flyball_runtime.engine.engine import Engine
-from flyball_runtime.engine.start import start_engine
+from flyball_runtime.engine.runner import start_engine
 from machine import median_of
 
 NUM_STREAMS, PROMPT_LEN, MAX_MODEL_LEN = 50, 10_000, 10_240

@@ -22,9 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common import save
-from flyball_runtime.core.request import Request
-from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.core.sequence import Sequence, SequenceStatus
+from flyball_runtime.core.request import Request, SamplingParams, Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import Scheduler, SchedulerConfig
 

@@ -18,9 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common import save
-from flyball_runtime.core.request import Request
-from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.core.request import Request, SamplingParams, Sequence
 from flyball_runtime.kv_cache import KVCache, hash_prompt
 from flyball_runtime.scheduler import Scheduler, SchedulerConfig, Step
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.core.request import Sequence
 from flyball_runtime.scheduler import BatchPlan
 
 VOCAB_SIZE = 12

@@ -3,9 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
-from flyball_runtime.core.request import Request
-from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.core.request import Request, SamplingParams, Sequence
 from flyball_runtime.kv_cache import hash_prompt
 
 _ids = itertools.count()

@@ -11,8 +11,7 @@ from flyball_protocol import endpoints
 from flyball_runtime import __version__
 from flyball_runtime.core import config as settings
 from flyball_runtime.core import generation_config
-from flyball_runtime.core.boot_prior import read_boot_prior
-from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.config import EngineConfig, read_boot_prior
 from flyball_runtime.core.errors import ConfigError
 
 

@@ -8,13 +8,13 @@ from typing import Any
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidRequest, RequestError
 from flyball_runtime.core.generation_config import AUTO, default_sampling
-from flyball_runtime.core.request import Failed, Request
-from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.engine.start import start_engine
-from flyball_runtime.engine.validate import validate_request
+from flyball_runtime.core.request import Failed, Request, SamplingParams, validate_request
+from flyball_runtime.engine.runner import start_engine
 from flyball_runtime.model.hub import find_checkpoint
 from flyball_runtime.text.output import OutputText
 from flyball_runtime.text.tokenizer import load_tokenizer
+
+__all__ = ["LLM", "Generation", "SamplingParams"]
 
 Prompt = str | list[int]
 

@@ -24,8 +24,7 @@ from flyball_runtime.api.text import ChatTokenizer
 from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError, EngineError
-from flyball_runtime.core.garbage import freeze_startup_objects
-from flyball_runtime.core.memory import return_large_buffers
+from flyball_runtime.core.memory import freeze_startup_objects, return_large_buffers
 from flyball_runtime.engine.client import EngineClient
 from flyball_runtime.engine.heartbeat import pause_limit
 from flyball_runtime.listener.takeover import taken_listener

@@ -50,7 +50,7 @@ def loads_torch(code: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "module", ["flyball_runtime.engine.start", pytest.param("flyball_runtime.llm", marks=pytest.mark.slow)]
+    "module", ["flyball_runtime.engine.runner", pytest.param("flyball_runtime.llm", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
     ("own", "in_force"), [({}, "10000"), pytest.param({"GOMP_SPINCOUNT": "77"}, "77", marks=pytest.mark.slow)]

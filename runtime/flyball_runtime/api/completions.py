@@ -24,9 +24,7 @@ from flyball_runtime.api.sse import EventStream, StreamPlan
 from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS, without_noops
 from flyball_runtime.api.wire import ChatFormat, CompletionFormat, Envelope, Format
 from flyball_runtime.core.errors import InvalidRequest, RequestError, UnfitPrompt
-from flyball_runtime.core.request import Prompt
-from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.engine.validate import validate_cache_salt
+from flyball_runtime.core.request import Prompt, SamplingParams, validate_cache_salt
 
 T = TypeVar("T")
 

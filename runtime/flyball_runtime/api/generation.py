@@ -20,8 +20,7 @@ from flyball_runtime.api.schemas import choice_sampling
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import RequestError
 from flyball_runtime.core.measurements import Measurements
-from flyball_runtime.core.request import Prompt, Request
-from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.core.request import Prompt, Request, SamplingParams
 from flyball_runtime.engine.front import EngineFront
 
 logger = logging.getLogger(__name__)

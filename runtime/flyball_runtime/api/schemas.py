@@ -10,7 +10,7 @@ from msgspec import Meta, Struct, structs
 
 from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import InvalidRequest
-from flyball_runtime.core.sampling import MAX_SEED, SamplingParams
+from flyball_runtime.core.request import MAX_SEED, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions when the field is absent, OpenAI's default; null asks for all the context allows."""

@@ -1,10 +1,16 @@
 """What the user sets at start-up: parsed once, checked once, never changed."""
 
+import logging
 import re
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from flyball_protocol import BootPrior
 from flyball_runtime.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
@@ -115,3 +121,23 @@ def parse_bytes(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size; write bytes with an optional unit, such as 2GiB or 500M.")
     number, unit = match.groups()
     return int(float(number) * _UNITS[(unit or "").lower()])
+
+
+def read_boot_prior(path: Path) -> BootPrior | None:
+    """Return what the file holds; None, and a line in the log, when there is nothing to start with.
+
+    A replica without a prior serves all the same, so nothing that is wrong with the file stops it.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=BootPrior)
+    except FileNotFoundError:
+        logger.info("--boot-prior %s does not exist (yet): starting with the whole envelope", path)
+    except OSError as error:
+        logger.error("cannot read --boot-prior %s (%s): starting with the whole envelope", path, error.strerror)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        logger.error(
+            '--boot-prior %s is not {"revision": N, "limits": {...}}: %s. Starting with the whole envelope; '
+            "correct the file or delete it.",
+            *(path, error),
+        )
+    return None

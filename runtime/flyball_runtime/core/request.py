@@ -1,10 +1,101 @@
-"""What crosses between the API process and the engine: a request in, tokens and exactly one ending out."""
+"""One request: its sampling settings, what is checked before it may run, its state in the engine, and its events."""
 
+import math
+import random
+from enum import Enum
 from typing import Literal, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from flyball_runtime.core.sampling import SamplingParams
+from flyball_protocol.quoting import quoted
+from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong, TokenOutOfVocabulary
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_INT64 = 2**63 - 1
+MAX_SEED = MAX_INT64
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    """Sampling settings of one request; crosses from the API process to the engine process.
+
+    Attributes:
+        max_tokens: most output tokens; None means as many as the context length leaves.
+        temperature: at most 2; 0, and anything below 1e-5, is greedy.
+        top_p: nucleus in (0, 1]; 1 is off (Holtzman et al. 2020).
+        top_k: keep the k likeliest tokens; 0 is off.
+        min_p: drop tokens below min_p times the top probability, in [0, 1]; 0 is off (Nguyen et al. 2024).
+        seed: same seed, same output, whatever else is in the batch; None draws one.
+        stop: strings that end the output; they are not part of it.
+        stop_token_ids: token ids that end the output, beside the model's end-of-sequence ids.
+        ignore_eos: go on after an end-of-sequence id (benchmarks).
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequest naming the first field that is out of range."""
+        _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
+        _check_float("temperature", self.temperature, 0.0, 2.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_int("top_k", self.top_k, 0, MAX_INT64)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED, optional=True)
+        _check_count("stop", len(self.stop), MAX_STOP_STRINGS)
+        for text in self.stop:
+            if not text:
+                raise InvalidRequest(
+                    "stop has an empty string; every stop string needs 1 character or more.", param="stop"
+                )
+            _check_count("a stop string", len(text), MAX_STOP_STRING_CHARS, unit="characters", param="stop")
+        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, vocab_size - 1)
+
+
+DEFAULT_SAMPLING = SamplingParams()
+"""OpenAI's defaults."""
+
+
+def with_seed(sampling: SamplingParams, rng: random.Random) -> SamplingParams:
+    """The same settings with a seed, drawn from ``rng`` if the request named none.
+
+    Called once per request, so that a preempted sequence goes on with the seed that it began with.
+    """
+    if sampling.seed is not None:
+        return sampling
+    return structs.replace(sampling, seed=rng.randint(0, MAX_SEED))
+
+
+def _check_float(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if math.isfinite(value) and low <= value <= high and not (open_low and value == low):
+        return
+    bracket = "(" if open_low else "["
+    raise InvalidRequest(f"{name} is {value}; it must be a number in {bracket}{low:g}, {high:g}].", param=name)
+
+
+def _check_int(name: str, value: int | None, low: int, high: int | None, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if value is not None and low <= value and (high is None or value <= high):
+        return
+    limit = f"at least {low}" if high is None else f"from {low} to {high}"
+    raise InvalidRequest(f"{name} is {quoted(value)}; it must be {limit}.", param=name)
+
+
+def _check_count(name: str, count: int, high: int, *, unit: str = "entries", param: str | None = None) -> None:
+    if count > high:
+        raise InvalidRequest(f"{name} has {count} {unit}; at most {high} are allowed.", param=param or name)
+
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -21,7 +112,7 @@ class Request(Struct, frozen=True, kw_only=True):
 
     Attributes:
         priority: lower runs first; used by the ``priority`` policy only.
-        block_hashes: names of the prompt's first full KV blocks (``kv_cache/block_hash.py``), as many as somebody had the
+        block_hashes: names of the prompt's first full KV blocks (``kv_cache/kv_cache.py``), as many as somebody had the
             time for; the KV cache adds those that it needs. The API process does, so that no step waits for it. They come
             with a Prompt, so the ids of a request that has them were checked.
         client: opaque name of the sender, among whose requests and other senders' the scheduler shares.
@@ -65,3 +156,139 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 RequestEvent = Tokens | Finished | Failed
+
+
+MAX_CACHE_SALT_CHARS = 1024
+
+
+def validate_request(request: Request, *, max_model_len: int, vocab_size: int) -> None:
+    """Check prompt ids, lengths, sampling values and salt. Raises a RequestError that names the first fault."""
+    validate_prompt(request.prompt_token_ids, max_model_len=max_model_len, vocab_size=vocab_size)
+    validate_settings(request, max_model_len=max_model_len, vocab_size=vocab_size)
+
+
+def validate_prompt(token_ids: list[int], *, max_model_len: int, vocab_size: int) -> None:
+    """Check length and ids, in about 25 ns a token. Raises a RequestError that names the first fault."""
+    if not token_ids:
+        raise EmptyPrompt
+    if len(token_ids) >= max_model_len:
+        raise PromptTooLong(len(token_ids), None, max_model_len)
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise TokenOutOfVocabulary(next(i for i in token_ids if not 0 <= i < vocab_size), vocab_size)
+
+
+def validate_settings(request: Request, *, max_model_len: int, vocab_size: int) -> None:
+    """Check everything but the prompt's ids. Raises a RequestError that names the first fault."""
+    request.sampling.validate(vocab_size)
+    validate_cache_salt(request.cache_salt)
+    num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
+        raise PromptTooLong(num_prompt_tokens, max_tokens, max_model_len)
+
+
+def validate_cache_salt(salt: str | None) -> None:
+    """Raise InvalidRequest unless ``salt`` is None or a text of allowed length. The message does not repeat it."""
+    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt has {len(salt)} characters; it may have 1 to {MAX_CACHE_SALT_CHARS}. "
+            "Send a random text that only its tenant knows, or leave it out.",
+            param="cache_salt",
+        )
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One request's tokens and progress; changed by the scheduler and the KV cache only.
+
+    A sequence has no phase: it wants all its tokens computed, the pending ones included, and has ``num_computed_tokens``.
+    The gap is a prompt, a prompt's rest, a recompute after preemption, or the one token of a decode.
+
+    Attributes:
+        token_ids: prompt and output so far.
+        max_total_tokens: prompt and output may not grow past this.
+        stop_token_ids: ids that end the sequence (end-of-sequence ids included unless ignored).
+        num_computed_tokens: tokens whose K and V are in the cache, or will be once the planned steps have run.
+        num_pending_tokens: tokens that planned steps sample and that are not known yet; they come after ``token_ids``.
+        block_tables: for each group of layers (``core/kv_layout.py``), KV block ids in order of position. Entries
+            before ``num_freed_blocks`` of the group are behind its window, and no longer this sequence's.
+        block_hashes: chained hash of each full block that has been hashed so far.
+        cache_salt: what the first of those hashes starts from.
+        row: index into the engine's persistent batch tensors while running, else None.
+        num_cached_tokens: tokens found in the prefix cache at the first admission.
+        arrived_s: when it was submitted, by the engine's clock.
+        arrival_index: how many sequences were submitted before this one; unique within an engine.
+        num_charged_tokens: tokens that its client has been charged for; see WaitingQueue.
+        num_lost_tokens: computed tokens that the last preemption threw away; 0 while running.
+    """
+
+    __slots__ = (
+        "arrival_index",
+        "arrived_s",
+        "block_hashes",
+        "block_tables",
+        "cache_salt",
+        "client",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_charged_tokens",
+        "num_computed_tokens",
+        "num_freed_blocks",
+        "num_lost_tokens",
+        "num_pending_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "priority",
+        "request_id",
+        "row",
+        "sampling",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, *, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+        self.request_id = request.request_id
+        self.sampling = request.sampling
+        self.priority = request.priority
+        self.client = request.client
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        max_tokens = request.sampling.max_tokens
+        room = max_model_len - self.num_prompt_tokens
+        self.max_total_tokens = self.num_prompt_tokens + (room if max_tokens is None else min(max_tokens, room))
+        own_stops = frozenset(request.sampling.stop_token_ids)
+        self.stop_token_ids = own_stops if request.sampling.ignore_eos else own_stops | eos_token_ids
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        self.block_tables: list[list[int]] = []
+        self.num_freed_blocks: list[int] = []
+        self.block_hashes = list(request.block_hashes)
+        self.cache_salt = request.cache_salt
+        self.row: int | None = None
+        self.num_cached_tokens = 0
+        self.num_charged_tokens = 0
+        self.num_preemptions = 0
+        self.num_lost_tokens = 0
+        self.arrival_index = 0
+        self.arrived_s = 0.0
+
+    @property
+    def block_table(self) -> list[int]:
+        """That of the first group; empty while waiting."""
+        return self.block_tables[0] if self.block_tables else []
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id}, {self.status.value}, {self.num_computed_tokens}/{len(self.token_ids)} computed, "
+            f"{len(self.block_table)} blocks)"
+        )

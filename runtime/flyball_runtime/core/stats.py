@@ -4,6 +4,7 @@ from msgspec import Struct
 
 from flyball_protocol import KVBlocks, Limits
 from flyball_runtime import __version__
+from flyball_runtime.core.request import Failed, Finished
 
 
 class StepStats(Struct, frozen=True, kw_only=True):
@@ -32,12 +33,26 @@ class StepStats(Struct, frozen=True, kw_only=True):
     effective: Limits
 
 
+class StepOutput(Struct, frozen=True, tag=True):
+    """Everything one step produced: ``token_ids[i]`` is the new token of ``request_ids[i]``; endings come after tokens.
+
+    ``num_cached_tokens``: prompt tokens found in the prefix cache, of the requests first admitted in this step that had any.
+    Between two steps the engine sends one with endings alone, or with nothing but its state.
+    """
+
+    request_ids: list[str]
+    token_ids: list[int]
+    endings: list[Finished | Failed]
+    stats: StepStats
+    num_cached_tokens: dict[str, int] = {}
+
+
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """Facts fixed once the engine is up.
 
     Attributes:
         startup_s: seconds by stage: import, config, weights, warm_up, kv_cache.
-        longest_pause_s: estimate of the longest time for which a step shows no progress (see ``engine/warm_up.py``).
+        longest_pause_s: estimate of the longest time for which a step shows no progress (see ``engine/start_up.py``).
         kv_windows: how many of the latest tokens each group of layers attends to; None is all.
         num_kv_blocks: most that there may be.
         num_start_kv_blocks: how many of them there is memory for at the start.

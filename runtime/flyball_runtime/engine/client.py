@@ -30,16 +30,27 @@ from flyball_runtime.core.errors import (
     QueueFull,
     TooManyPromptTokens,
 )
-from flyball_runtime.core.request import Prompt, Request
-from flyball_runtime.core.stats import EngineInfo, StepStats
-from flyball_runtime.engine import messages
-from flyball_runtime.engine.front import EngineObserver
+from flyball_runtime.core.request import Prompt, Request, validate_prompt, validate_settings
+from flyball_runtime.core.stats import EngineInfo, StepOutput, StepStats
+from flyball_runtime.engine.front import EngineObserver, RequestStream, RetryAfter, Router
 from flyball_runtime.engine.heartbeat import Heartbeat
-from flyball_runtime.engine.process import Addresses, run_engine
-from flyball_runtime.engine.retry_after import RetryAfter
-from flyball_runtime.engine.router import RequestStream, Router
-from flyball_runtime.engine.socket_folder import make_socket_folder
-from flyball_runtime.engine.validate import validate_prompt, validate_settings
+from flyball_runtime.engine.process import (
+    Abort,
+    Addresses,
+    Died,
+    FromEngine,
+    LimitsAnswer,
+    LimitsMoved,
+    PostLimits,
+    Ready,
+    Stop,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    encode,
+    make_socket_folder,
+    run_engine,
+)
 from flyball_runtime.kv_cache import hash_prompt
 from flyball_runtime.scheduler import BlockedBy
 
@@ -107,7 +118,7 @@ class EngineClient:
         """Stop the engine process; requests still open fail with EngineDead."""
         self._stopping = True
         if self._process.is_alive():
-            self._post(messages.Stop())
+            self._post(Stop())
             await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         if self._process.is_alive():
             logger.warning("the engine process did not stop within %g s; killing it", STOP_TIMEOUT_S)
@@ -174,12 +185,12 @@ class EngineClient:
             raise InvalidRequest(f"request_id {request.request_id} is in use; wait for it to end or choose another.")
         if not self._router:
             self._retry_after.forget()
-        self._post(messages.Submit(request))
+        self._post(Submit(request))
         return self._router.open(request.request_id, self.abort, request.client, len(request.prompt_token_ids))
 
     def abort(self, request_id: str) -> None:
         if request_id in self._router:
-            self._post(messages.Abort(request_id))
+            self._post(Abort(request_id))
 
     async def post_limits(self, update: LimitsUpdate) -> LimitsAck:
         if self._dead is not None:
@@ -187,7 +198,7 @@ class EngineClient:
         if self._info is None:
             raise NotReady
         post_id = next(self._post_ids)
-        self._post(messages.PostLimits(post_id, update))
+        self._post(PostLimits(post_id, update))
         answer = self._acks[post_id] = asyncio.get_running_loop().create_future()
         try:
             return await answer
@@ -289,23 +300,23 @@ class EngineClient:
             return Prompt(token_ids, [])
         return Prompt(token_ids, hash_prompt(token_ids, self._config.block_size, cache_salt))
 
-    def _post(self, message: messages.ToEngine) -> None:
+    def _post(self, message: ToEngine) -> None:
         """Send a message. Nothing is sent, and the encoder's error raised, if it cannot be encoded."""
         # Not awaited: without a high-water mark it is done at once, unless the engine is gone, when it never is.
-        self._outbox.send(messages.encode(message))
+        self._outbox.send(encode(message))
 
     async def _read(self) -> None:
         try:
             while True:
-                message = messages.decode_from_engine(await self._inbox.recv())
+                message = decode_from_engine(await self._inbox.recv())
                 self._handle(message)
         except Exception as error:  # noqa: BLE001 - the loop's boundary: unread, every stream would hang
             logger.critical("cannot read the engine any more:\n%s", traceback.format_exc())
             self._fail_everything(EngineError(f"reading its messages failed: {type(error).__name__}: {error}"))
 
-    def _handle(self, message: messages.FromEngine) -> None:
+    def _handle(self, message: FromEngine) -> None:
         match message:
-            case messages.StepOutput():
+            case StepOutput():
                 self._router.note_cached(message.num_cached_tokens)
                 self._router.push_tokens(message.request_ids, message.token_ids)
                 for ending in message.endings:
@@ -313,17 +324,17 @@ class EngineClient:
                     self._retry_after.record_ending(self._clock.now())
                 self._note_stats(message.stats)
                 self._note_drained()
-            case messages.LimitsAnswer(post_id, ack, report):
+            case LimitsAnswer(post_id, ack, report):
                 self._note_limits(report)
                 if (answer := self._acks.get(post_id)) is not None and not answer.done():
                     answer.set_result(ack)
-            case messages.LimitsMoved(report):
+            case LimitsMoved(report):
                 self._note_limits(report)
-            case messages.Ready(info, report):
+            case Ready(info, report):
                 self._note_limits(report)
                 self._info = info
                 self._started.set()
-            case messages.Died(reason, is_config_error):
+            case Died(reason, is_config_error):
                 self._fail_everything(ConfigError(reason) if is_config_error else EngineError(reason))
 
     def _note_limits(self, report: LimitsReport) -> None:

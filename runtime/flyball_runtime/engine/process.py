@@ -1,9 +1,10 @@
-"""The engine process: one loop that drains its inbox, steps, and sends what came of it."""
+"""The engine process: the messages that it exchanges with the API process, their sockets, and its loop."""
 
 import logging
 import os
 import shutil
 import signal
+import tempfile
 import time
 import traceback
 from collections import OrderedDict
@@ -11,20 +12,129 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
-from msgspec import structs
+from msgspec import Struct, structs
 
+from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.garbage import freeze_startup_objects
-from flyball_runtime.core.request import Failed, Finished
-from flyball_runtime.engine import messages
+from flyball_runtime.core.memory import freeze_startup_objects
+from flyball_runtime.core.request import Failed, Finished, Request
+from flyball_runtime.core.stats import EngineInfo, StepOutput
 from flyball_runtime.engine.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from flyball_runtime.engine.engine import Engine
 
+
 logger = logging.getLogger(__name__)
+
+
+class Submit(Struct, frozen=True, tag=True):
+    request: Request
+
+
+class Abort(Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class PostLimits(Struct, frozen=True, tag=True):
+    """``post_id`` comes back in the LimitsAnswer to this post."""
+
+    post_id: int
+    update: LimitsUpdate
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """Leave the loop now; whatever still runs is dropped (the client has answered for it)."""
+
+
+ToEngine = Submit | Abort | PostLimits | Stop
+
+
+class _RequestId(Struct, frozen=True):
+    request_id: str
+
+
+class Arrival(Struct, frozen=True, tag="Submit"):
+    """A Submit of which only the id was decoded."""
+
+    request: _RequestId
+
+
+class Ready(Struct, frozen=True, tag=True):
+    info: EngineInfo
+    limits: LimitsReport
+
+
+class LimitsAnswer(Struct, frozen=True, tag=True):
+    post_id: int
+    ack: LimitsAck
+    limits: LimitsReport
+
+
+class LimitsMoved(Struct, frozen=True, tag=True):
+    """The limits changed without a post: a lease ran out."""
+
+    limits: LimitsReport
+
+
+class Died(Struct, frozen=True, tag=True):
+    """The engine's last words. ``is_config_error``: start-up was impossible as configured."""
+
+    reason: str
+    is_config_error: bool
+
+
+FromEngine = Ready | StepOutput | LimitsAnswer | LimitsMoved | Died
+
+_encoder = msgspec.msgpack.Encoder()
+_submit = msgspec.msgpack.Decoder(Submit)
+_head_to_engine = msgspec.msgpack.Decoder(Arrival | Abort | PostLimits | Stop)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_submit(frame: bytes) -> Submit:
+    return _submit.decode(frame)
+
+
+def decode_head_to_engine(frame: bytes) -> Arrival | Abort | PostLimits | Stop:
+    """Decode a message, of a Submit no more than its id: the rest takes time in proportion to the prompt."""
+    return _head_to_engine.decode(frame)
+
+
+def decode_from_engine(frame: bytes) -> FromEngine:
+    return _from_engine.decode(frame)
+
+
+SHORT_FOLDER = Path("/tmp")
+_FOLDER_PREFIX = "flyball-"
+_MAX_PARENT_BYTES = zmq.IPC_PATH_MAX_LEN - len(f"/{_FOLDER_PREFIX}12345678/from")
+
+
+def make_socket_folder() -> Path:
+    """Make a folder that only this user can open, in TMPDIR, or in /tmp when TMPDIR leaves no room for a socket's path.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
+        logger.warning("TMPDIR has more than %d bytes; sockets are in %s", _MAX_PARENT_BYTES, SHORT_FOLDER)
+        parent = SHORT_FOLDER
+    try:
+        return Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a folder for sockets in {parent} ({error.strerror}). Set TMPDIR to a folder that can be written "
+            f"and has a path of at most {_MAX_PARENT_BYTES} bytes."
+        ) from None
+
 
 IDLE_S = 0.5
 """How long an idle engine waits for a message before it looks after leases and its parent and sends its state."""
@@ -56,7 +166,7 @@ def run_engine(
         spawned_at_s: ``time.time()`` when the process was asked for; what passed since then went into imports.
     """
     # Here, because the API process imports this module too and has no use for torch.
-    from flyball_runtime.engine.start import start_engine
+    from flyball_runtime.engine.runner import start_engine
 
     import_s = time.time() - spawned_at_s
     # Terminals send Ctrl-C, and systemd and some inits SIGTERM, to the whole group; when to stop is the API process's
@@ -75,11 +185,11 @@ def run_engine(
         freeze_startup_objects()
         EngineProcess(engine, inbox, outbox, heartbeat, parent_pid).serve()
     except ConfigError as error:
-        outbox.send(messages.encode(messages.Died(str(error), is_config_error=True)))
+        outbox.send(encode(Died(str(error), is_config_error=True)))
         raise SystemExit(1) from None
     except Exception as error:  # noqa: BLE001 - the loop's boundary: say why, then die loudly
         logger.critical("the engine died:\n%s", traceback.format_exc())
-        outbox.send(messages.encode(messages.Died(f"{type(error).__name__}: {error}", is_config_error=False)))
+        outbox.send(encode(Died(f"{type(error).__name__}: {error}", is_config_error=False)))
         raise SystemExit(1) from None
     finally:
         context.destroy(linger=1000)
@@ -105,7 +215,7 @@ class EngineProcess:
 
     def serve(self) -> None:
         self._heartbeat.beat()  # before Ready, from which on the API process judges its age
-        self._send(messages.Ready(self._engine.info, self._engine.limits()))
+        self._send(Ready(self._engine.info, self._engine.limits()))
         while not self._stopped and os.getppid() == self._parent_pid:
             self._heartbeat.beat()
             self._read_inbox()
@@ -116,7 +226,7 @@ class EngineProcess:
         self._take_arrivals()
         self._send_endings()
         if (moved := self._engine.tick()) is not None:
-            self._send(messages.LimitsMoved(moved))
+            self._send(LimitsMoved(moved))
         if self._engine.has_work():
             self._send_output(self._engine.step())
         elif not self._arrivals:
@@ -129,19 +239,19 @@ class EngineProcess:
                 frame = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(messages.decode_head_to_engine(frame), frame)
+            self._handle(decode_head_to_engine(frame), frame)
 
-    def _handle(self, head: messages.Arrival | messages.ToEngine, frame: bytes) -> None:
+    def _handle(self, head: Arrival | ToEngine, frame: bytes) -> None:
         match head:
-            case messages.Arrival(request):
+            case Arrival(request):
                 self._arrivals[request.request_id] = frame
-            case messages.Abort(request_id):
+            case Abort(request_id):
                 self._abort(request_id)
-            case messages.PostLimits(post_id, update):
+            case PostLimits(post_id, update):
                 ack = self._engine.post_limits(update)
                 self._send_state()  # before the answer, so that metrics show the limits to whoever waited for it
-                self._send(messages.LimitsAnswer(post_id, ack, self._engine.limits()))
-            case messages.Stop():
+                self._send(LimitsAnswer(post_id, ack, self._engine.limits()))
+            case Stop():
                 self._stopped = True
 
     def _take_arrivals(self) -> None:
@@ -149,14 +259,14 @@ class EngineProcess:
         deadline_s = time.monotonic() + ARRIVALS_S
         while self._arrivals:
             _, frame = self._arrivals.popitem(last=False)
-            if (failed := self._engine.submit(messages.decode_submit(frame).request)) is not None:
+            if (failed := self._engine.submit(decode_submit(frame).request)) is not None:
                 self._endings.append(failed)
             if time.monotonic() >= deadline_s:
                 return
 
     def _abort(self, request_id: str) -> None:
         if (frame := self._arrivals.pop(request_id, None)) is not None:
-            num_prompt_tokens = len(messages.decode_submit(frame).request.prompt_token_ids)
+            num_prompt_tokens = len(decode_submit(frame).request.prompt_token_ids)
             self._endings.append(Finished(request_id, "abort", num_prompt_tokens, 0))
         elif (finished := self._engine.abort(request_id)) is not None:
             self._endings.append(finished)
@@ -164,7 +274,7 @@ class EngineProcess:
     def _send_endings(self) -> None:
         """Send what ended between two steps, with the state that it leaves."""
         if self._endings:
-            self._send_output(messages.StepOutput([], [], self._endings, self._engine.state()))
+            self._send_output(StepOutput([], [], self._endings, self._engine.state()))
             self._endings = []
 
     def _idle(self) -> None:
@@ -175,14 +285,14 @@ class EngineProcess:
         self._inbox.poll(IDLE_S * 1000)
 
     def _send_state(self) -> None:
-        self._send_output(messages.StepOutput([], [], [], self._engine.state()))
+        self._send_output(StepOutput([], [], [], self._engine.state()))
 
-    def _send_output(self, output: messages.StepOutput) -> None:
+    def _send_output(self, output: StepOutput) -> None:
         """Send an output; requests that the engine has not been handed yet wait as well."""
         if self._arrivals:
             stats = structs.replace(output.stats, num_waiting=output.stats.num_waiting + len(self._arrivals))
             output = structs.replace(output, stats=stats)
         self._send(output)
 
-    def _send(self, message: messages.FromEngine) -> None:
-        self._outbox.send(messages.encode(message))
+    def _send(self, message: FromEngine) -> None:
+        self._outbox.send(encode(message))

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,16 +11,101 @@ from torch import Tensor
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.stats import EngineInfo
-from flyball_runtime.engine.executor import Progress
+from flyball_runtime.engine.engine import Engine, Executor, InThread, Progress
 from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
-from flyball_runtime.engine.resolve import KVCacheSize, resolve_device, resolve_kv_cache, resolve_max_model_len
-from flyball_runtime.engine.rows import Rows
-from flyball_runtime.engine.warm_up import WarmUp, peak_bytes
+from flyball_runtime.engine.start_up import (
+    KVCacheSize,
+    WarmUp,
+    peak_bytes,
+    resolve_device,
+    resolve_kv_cache,
+    resolve_max_model_len,
+)
 from flyball_runtime.model.backend import kernel_backend
 from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
+from flyball_runtime.model.inputs import StepInputs
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
 from flyball_runtime.scheduler import BatchPlan
+
+
+class Rows:
+    """Block tables and last token of each row, on the device; a plan's row starts and table writes change them.
+
+    A step copies no block table and no token that the device has already. Decodes, the bulk of a busy batch, take their
+    tokens from here, so that the next step can be launched before anybody has seen them.
+
+    Attributes:
+        block_tables: ``[num_groups, max_num_seqs, max_blocks]`` int32; entries that no plan wrote for the row's sequence
+            are not read.
+        last_token_ids: ``[max_num_seqs]`` int64.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
+        self._block_size = block_size
+        self._device = device
+        max_blocks = -(-max_model_len // block_size)
+        self.block_tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        self.last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    def apply(self, plan: BatchPlan) -> None:
+        """Do what the plan says of rows."""
+        if plan.row_starts:
+            rows, tokens = np.array([(start.row, start.last_token_id) for start in plan.row_starts], np.int64).T
+            self.last_token_ids[self._tensor(rows)] = self._tensor(tokens)
+        writes = plan.table_writes
+        if writes:
+            lens = [len(write.blocks) for write in writes]
+            groups, rows = np.repeat(np.array([(write.group, write.row) for write in writes]).T, lens, axis=1)
+            ends = np.cumsum(lens)
+            at = np.arange(ends[-1]) - np.repeat(ends - lens - np.array([write.at for write in writes]), lens)
+            blocks = np.concatenate([np.array(write.blocks, np.int32) for write in writes])
+            self.block_tables[self._tensor(groups), self._tensor(rows), self._tensor(at)] = self._tensor(blocks)
+
+    def inputs(self, plan: BatchPlan) -> StepInputs:
+        """Lay out the plan's tokens one entry after the other, without padding. ``apply`` comes before."""
+        num_seqs, num_decodes = len(plan.rows), plan.num_decodes
+        starts = np.array(plan.starts, np.int64)
+        query_lens = np.array(plan.num_scheduled, np.int64)
+        cu_query_lens = np.zeros(num_seqs + 1, np.int32)
+        np.cumsum(query_lens, out=cu_query_lens[1:])
+        context_lens = starts + query_lens
+        max_context_len = int(context_lens.max())
+        num_blocks = -(-max_context_len // self._block_size)
+
+        entry_of_token = np.repeat(np.arange(num_seqs), query_lens)
+        positions = np.arange(plan.num_tokens) - cu_query_lens[entry_of_token] + starts[entry_of_token]
+        samples = np.array(plan.samples, bool)
+        table_entries = self._tensor(entry_of_token * num_blocks + positions // self._block_size)
+        offsets = self._tensor(positions % self._block_size)
+
+        rows = self._tensor(np.array(plan.rows, np.int64))
+        block_tables = tuple(table[:, :num_blocks].index_select(0, rows) for table in self.block_tables)
+        block_ids = (table.view(-1).index_select(0, table_entries) for table in block_tables)
+        token_ids = self.last_token_ids.index_select(0, rows[:num_decodes])
+        if plan.token_ids:
+            token_ids = torch.cat((token_ids, self._tensor(np.array(plan.token_ids, np.int64))))
+        return StepInputs(
+            token_ids=token_ids,
+            positions=self._tensor(positions),
+            slot_mappings=tuple(ids.long() * self._block_size + offsets for ids in block_ids),
+            block_tables=block_tables,
+            cu_query_lens=self._tensor(cu_query_lens),
+            context_lens=self._tensor(context_lens.astype(np.int32)),
+            max_query_len=int(query_lens.max()),
+            max_context_len=max_context_len,
+            logits_indices=self._tensor(cu_query_lens[1:][samples].astype(np.int64) - 1),
+        )
+
+    def remember(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Keep the tokens just sampled, the inputs of the next decodes; a row whose logits gave none goes on with token 0,
+        until its sequence has ended."""
+        self.last_token_ids.index_copy_(0, rows, token_ids.clamp(min=0))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +274,21 @@ class _Stages:
         now_s = time.monotonic()
         self.seconds[stage] = round(now_s - self._last_s, 4)
         self._last_s = now_s
+
+
+def start_engine(config: EngineConfig, *, on_progress: Progress = lambda: None, import_s: float = 0.0) -> Engine:
+    """Load the model, allocate the KV cache and return an engine over both.
+
+    Args:
+        on_progress: called several times within each step.
+        import_s: seconds that went into starting the process, reported as a stage of start-up.
+    Raises:
+        ConfigError: the model or the machine makes it impossible.
+    """
+    runner = ModelRunner.start(config, on_progress)
+    startup_s = {"import": round(import_s, 4)} | runner.info.startup_s
+    runner.info = msgspec.structs.replace(runner.info, startup_s=startup_s)
+    executor: Executor = runner
+    if config.async_scheduling and runner.info.device == "cpu":
+        executor = InThread(runner)
+    return Engine(config, executor)

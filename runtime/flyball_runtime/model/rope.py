@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from flyball_runtime.core.rope_config import RopeConfig
+from flyball_runtime.core.model_config import RopeConfig
 
 
 def cos_sin_cache(rope: RopeConfig, head_dim: int, max_len: int, device: torch.device) -> Tensor:

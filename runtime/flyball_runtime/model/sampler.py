@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flyball_kernels.backend import Backend
 from flyball_kernels.sampling import NO_TOKEN, sample
-from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.core.request import SamplingParams
 
 __all__ = ["NO_TOKEN", "SamplingTensors"]
 

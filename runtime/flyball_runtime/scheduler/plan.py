@@ -5,8 +5,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.core.request import SamplingParams, Sequence
 
 
 class RowStart(Struct, frozen=True, array_like=True):

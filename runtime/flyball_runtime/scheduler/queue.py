@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.core.request import Sequence
 
 Key = tuple[float, ...]
 Policy = Callable[[Sequence], Key]

@@ -9,8 +9,7 @@ from typing import Literal
 
 from flyball_protocol import Envelope, Limits
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
-from flyball_runtime.core.request import FinishReason
-from flyball_runtime.core.sequence import Sequence, SequenceStatus
+from flyball_runtime.core.request import FinishReason, Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
 from flyball_runtime.scheduler.limits import SchedulerConfig, inside, violations
 from flyball_runtime.scheduler.plan import BlockCopy, BlockedBy, RowStart, Step, TableWrite

@@ -2,7 +2,7 @@
 
 from tokenizers import Tokenizer
 
-from flyball_runtime.core.sampling import SamplingParams
+from flyball_runtime.core.request import SamplingParams
 from flyball_runtime.text.detokenizer import Detokenizer
 from flyball_runtime.text.stop_strings import StopStrings
 

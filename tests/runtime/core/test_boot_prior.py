@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from flyball_protocol import BootPrior, Limits
-from flyball_runtime.core.boot_prior import read_boot_prior
+from flyball_runtime.core.config import read_boot_prior
 
 PRIOR = BootPrior(revision=3, limits=Limits(max_num_seqs=8, kv_cache_fraction=0.5, max_num_batched_tokens=64))
 

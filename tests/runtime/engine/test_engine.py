@@ -13,12 +13,9 @@ from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.request import Failed, Finished, Request
-from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.core.sequence import Sequence
-from flyball_runtime.core.stats import EngineInfo
+from flyball_runtime.core.request import Failed, Finished, Request, SamplingParams, Sequence
+from flyball_runtime.core.stats import EngineInfo, StepOutput
 from flyball_runtime.engine.engine import Engine
-from flyball_runtime.engine.messages import StepOutput
 from flyball_runtime.scheduler import BatchPlan
 
 

@@ -12,13 +12,25 @@ import zmq
 from flyball_protocol import LimitsAck, LimitsChange, LimitsReport, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.request import Failed, Finished, Request
-from flyball_runtime.core.sampling import SamplingParams
-from flyball_runtime.core.stats import StepStats
-from flyball_runtime.engine import messages, process
-from flyball_runtime.engine import start as start_module
+from flyball_runtime.core.request import Failed, Finished, Request, SamplingParams
+from flyball_runtime.core.stats import StepOutput, StepStats
+from flyball_runtime.engine import process, runner
 from flyball_runtime.engine.heartbeat import Heartbeat
-from flyball_runtime.engine.process import Addresses, EngineProcess, run_engine
+from flyball_runtime.engine.process import (
+    Abort,
+    Addresses,
+    EngineProcess,
+    FromEngine,
+    LimitsAnswer,
+    PostLimits,
+    Ready,
+    Stop,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    encode,
+    run_engine,
+)
 from runtime.fake_engine import ENVELOPE, LIMITS, FakeEngine, step_stats
 
 REPORT = LimitsReport(revision=0, target=LIMITS, effective=LIMITS, envelope=ENVELOPE, last_known_good=LIMITS)
@@ -30,8 +42,8 @@ class Inbox:
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
 
-    def put(self, *arrived: messages.ToEngine) -> None:
-        self.frames += [messages.encode(message) for message in arrived]
+    def put(self, *arrived: ToEngine) -> None:
+        self.frames += [encode(message) for message in arrived]
 
     def recv(self, flags: int) -> bytes:
         if not self.frames:
@@ -39,21 +51,19 @@ class Inbox:
         return self.frames.popleft()
 
     def poll(self, timeout_ms: float) -> None:
-        self.put(messages.Stop())  # nothing else will come
+        self.put(Stop())  # nothing else will come
 
 
 class Outbox:
     def __init__(self) -> None:
-        self.sent: list[messages.FromEngine] = []
+        self.sent: list[FromEngine] = []
 
     def send(self, frame: bytes) -> None:
-        self.sent.append(messages.decode_from_engine(frame))
+        self.sent.append(decode_from_engine(frame))
 
     @property
     def endings(self) -> list[Finished | Failed]:
-        return [
-            ending for message in self.sent if isinstance(message, messages.StepOutput) for ending in message.endings
-        ]
+        return [ending for message in self.sent if isinstance(message, StepOutput) for ending in message.endings]
 
 
 class StubEngine:
@@ -80,11 +90,11 @@ class StubEngine:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def step(self) -> messages.StepOutput:
+    def step(self) -> StepOutput:
         self.events.append("step")
         endings: list[Finished | Failed] = [Finished(name, "length", 1, 1) for name in self.requests]
         self.requests.clear()
-        return messages.StepOutput([], [], endings, step_stats())
+        return StepOutput([], [], endings, step_stats())
 
     def post_limits(self, update: LimitsUpdate) -> LimitsAck:
         self.events.append(f"limits {update.revision}")
@@ -113,15 +123,15 @@ def test_the_heartbeat_is_fresh_when_the_engine_says_that_it_is_ready() -> None:
 
     outbox = Timed()
     EngineProcess(StubEngine(), Inbox(), outbox, heartbeat, os.getppid()).serve()  # type: ignore[arg-type]
-    assert isinstance(outbox.sent[0], messages.Ready)
+    assert isinstance(outbox.sent[0], Ready)
     assert ages[0] == 0
 
 
-def submit(name: str) -> messages.Submit:
-    return messages.Submit(Request(request_id=name, prompt_token_ids=[5, 6, 7], sampling=SamplingParams()))
+def submit(name: str) -> Submit:
+    return Submit(Request(request_id=name, prompt_token_ids=[5, 6, 7], sampling=SamplingParams()))
 
 
-def serve(*arrived: messages.ToEngine) -> tuple[StubEngine, Outbox]:
+def serve(*arrived: ToEngine) -> tuple[StubEngine, Outbox]:
     """Serve what has arrived until there is nothing left to do."""
     engine, inbox, outbox = StubEngine(), Inbox(), Outbox()
     inbox.put(*arrived)
@@ -140,7 +150,7 @@ def test_a_flood_of_requests_does_not_hold_up_steps() -> None:
     engine, outbox = serve(*[submit(name) for name in "abc"])
     assert engine.events == ["submit a", "step", "submit b", "step", "submit c", "step"]
     assert [ending.request_id for ending in outbox.endings] == ["a", "b", "c"]
-    steps = [message for message in outbox.sent if isinstance(message, messages.StepOutput) and message.endings]
+    steps = [message for message in outbox.sent if isinstance(message, StepOutput) and message.endings]
     assert [message.stats.num_waiting for message in steps] == [2, 1, 0], "those that are not taken yet"
 
 
@@ -154,21 +164,21 @@ def test_aborts_and_limits_overtake_requests_that_wait_to_be_taken() -> None:
     update = LimitsUpdate(revision=3, limits=LimitsChange())
     arrived = [
         *(submit(name) for name in "abc"),
-        messages.PostLimits(7, update),
-        messages.Abort("b"),
-        messages.Abort("x"),
+        PostLimits(7, update),
+        Abort("b"),
+        Abort("x"),
     ]
     engine, outbox = serve(*arrived)
     assert engine.events == ["limits 3", "abort x", "submit a", "step", "submit c", "step"]
     assert outbox.endings[0] == Finished("b", "abort", 3, 0)
     assert [ending.request_id for ending in outbox.endings] == ["b", "a", "c"]
-    (answer,) = [message for message in outbox.sent if isinstance(message, messages.LimitsAnswer)]
+    (answer,) = [message for message in outbox.sent if isinstance(message, LimitsAnswer)]
     assert (answer.post_id, answer.ack.revision) == (7, 3)
 
 
 @pytest.mark.usefixtures("no_time")
 def test_stop_overtakes_everything() -> None:
-    engine, outbox = serve(*[submit(name) for name in "abc"], messages.Stop())
+    engine, outbox = serve(*[submit(name) for name in "abc"], Stop())
     assert (engine.events, outbox.endings) == ([], [])
 
 
@@ -181,9 +191,9 @@ def test_a_refused_request_does_not_leave_the_next_one_waiting() -> None:
 
 
 def test_endings_between_two_steps_are_one_message_with_the_state_they_leave() -> None:
-    aborts = [messages.Abort(name) for name in "abc"]
+    aborts = [Abort(name) for name in "abc"]
     _, outbox = serve(*[submit(name) for name in "abc"], *aborts)
-    (message,) = [one for one in outbox.sent if isinstance(one, messages.StepOutput) and one.endings]
+    (message,) = [one for one in outbox.sent if isinstance(one, StepOutput) and one.endings]
     assert (len(message.endings), message.stats) == (3, step_stats())
 
 
@@ -196,7 +206,7 @@ def test_what_loading_made_is_left_out_of_garbage_collections(monkeypatch: pytes
         def serve(self) -> None:
             frozen.append(gc.get_freeze_count())
 
-    monkeypatch.setattr(start_module, "start_engine", lambda *_, **__: StubEngine())
+    monkeypatch.setattr(runner, "start_engine", lambda *_, **__: StubEngine())
     monkeypatch.setattr(process, "EngineProcess", Recorder)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     gc.unfreeze()

@@ -8,7 +8,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.kv_layout import KVLayout
 from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.engine.resolve import KVCacheSize, resolve_kv_cache
+from flyball_runtime.engine.start_up import KVCacheSize, resolve_kv_cache
 
 BLOCK_BYTES = 2 * 2 * 2 * 24 * 4 * 16  # K and V, layers, KV heads, head_dim, fp32, tokens
 CUDA = torch.device("cuda")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyball_runtime.engine.rows import Rows
+from flyball_runtime.engine.runner import Rows
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.model.inputs import StepInputs
 from flyball_runtime.scheduler import Scheduler, SchedulerConfig, Step

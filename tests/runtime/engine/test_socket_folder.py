@@ -13,11 +13,9 @@ import zmq
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.engine import process, socket_folder
-from flyball_runtime.engine import start as start_module
+from flyball_runtime.engine import process, runner
 from flyball_runtime.engine.heartbeat import Heartbeat
-from flyball_runtime.engine.process import Addresses, run_engine
-from flyball_runtime.engine.socket_folder import make_socket_folder
+from flyball_runtime.engine.process import Addresses, make_socket_folder, run_engine
 
 
 @pytest.mark.parametrize("num_chars", [10, 80, 120, 240])
@@ -41,7 +39,7 @@ def test_a_socket_can_be_bound_in_it_however_long_tmpdir_is(
 
 def test_a_folder_that_cannot_be_made_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "x" * 200)
-    monkeypatch.setattr(socket_folder, "SHORT_FOLDER", tmp_path / "missing")
+    monkeypatch.setattr(process, "SHORT_FOLDER", tmp_path / "missing")
     with pytest.raises(ConfigError, match="TMPDIR"):
         make_socket_folder()
 
@@ -55,7 +53,7 @@ def test_the_engine_removes_it_when_the_api_process_was_killed(
 
         def serve(self) -> None: ...
 
-    monkeypatch.setattr(start_module, "start_engine", lambda *_, **__: None)
+    monkeypatch.setattr(runner, "start_engine", lambda *_, **__: None)
     monkeypatch.setattr(process, "EngineProcess", Served)
     monkeypatch.setattr(process, "freeze_startup_objects", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)

@@ -3,7 +3,7 @@ import struct
 import hypothesis.strategies as st
 from hypothesis import assume, given, settings
 
-from flyball_runtime.kv_cache.block_hash import extend_block_hashes, hash_prompt
+from flyball_runtime.kv_cache.kv_cache import extend_block_hashes, hash_prompt
 
 SALTS = st.none() | st.text(min_size=1, max_size=40)
 PROMPTS = st.lists(st.integers(0, 2), min_size=4, max_size=12)

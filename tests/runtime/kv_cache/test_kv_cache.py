@@ -1,6 +1,6 @@
 import pytest
 
-from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.core.request import Sequence
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.kv_cache.kv_cache import HOLE
 from sequences import make_sequence

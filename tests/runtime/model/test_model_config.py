@@ -10,8 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from checkpoints import ARCHITECTURES, EOS_ID, TURN_END_ID, make_checkpoint
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, check_tokenizer_files
-from flyball_runtime.core.rope_config import RopeConfig
+from flyball_runtime.core.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeConfig, check_tokenizer_files
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

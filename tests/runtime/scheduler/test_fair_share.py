@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.core.request import Sequence
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BlockedBy, Scheduler, SchedulerConfig
 from flyball_runtime.scheduler.queue import MAX_IDLE_CLIENTS, OUTPUT_TOKEN_WEIGHT, POLICIES, Policy, WaitingQueue

@@ -1,4 +1,4 @@
-from flyball_runtime.core.sequence import Sequence
+from flyball_runtime.core.request import Sequence
 from flyball_runtime.scheduler.queue import WaitingQueue, choose_victim, fcfs, priority
 from sequences import make_sequence
 

@@ -4,7 +4,7 @@ import pytest
 
 from flyball_protocol import Limits
 from flyball_runtime.core.errors import ConfigError, EmptyPrompt, InvalidRequest, PromptTooLong
-from flyball_runtime.core.sequence import Sequence, SequenceStatus
+from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
 from flyball_runtime.scheduler import BlockCopy, BlockedBy, RowStart, Scheduler, SchedulerConfig, Step, TableWrite
 from sequences import make_sequence

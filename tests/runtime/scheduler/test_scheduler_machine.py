@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fake_model import FakeModel, expected_output
 from flyball_protocol import Limits
-from flyball_runtime.core.sequence import Sequence, SequenceStatus
+from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Ending, Scheduler, SchedulerConfig, Step
 from flyball_runtime.scheduler.queue import OUTPUT_TOKEN_WEIGHT
