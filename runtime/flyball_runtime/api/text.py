@@ -10,8 +10,8 @@ from flyball_protocol.quoting import one_line, quoted_list
 from flyball_runtime.api.schemas import Chat, Message
 from flyball_runtime.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from flyball_runtime.core.request import SamplingParams
-from flyball_runtime.text.length_bound import max_chars_per_token
 from flyball_runtime.text.output import OutputText
+from flyball_runtime.text.tokenizer import max_chars_per_token
 
 MAX_LOCKED_CHARS = 4096
 """Longer texts are tokenized without Python's lock. For short ones the threads behind that cost more than they give."""

@@ -21,11 +21,9 @@ from flyball_runtime.engine.start_up import (
     resolve_kv_cache,
     resolve_max_model_len,
 )
-from flyball_runtime.model.backend import kernel_backend
-from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
-from flyball_runtime.model.inputs import StepInputs
-from flyball_runtime.model.loader import load_model
+from flyball_runtime.model.loader import TORCH_DTYPES, kernel_backend, load_model, resolve_dtype
 from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
+from flyball_runtime.model.transformer import StepInputs
 from flyball_runtime.scheduler import BatchPlan
 
 

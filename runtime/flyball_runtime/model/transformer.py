@@ -3,22 +3,125 @@
 Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and a call costs no more than a call.
 """
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flyball_kernels.backend import Backend
 from flyball_kernels.linear import PackedLinear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_kernels.swiglu import swiglu
 from flyball_runtime.core.kv_layout import KVLayout
-from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.model.inputs import StepInputs
-from flyball_runtime.model.linear import FusedLinear, Place
-from flyball_runtime.model.rope import cos_sin_cache
+from flyball_runtime.core.model_config import ModelConfig, RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One ragged batch: the tokens of all sequences one after another, no padding.
+
+    Attributes:
+        token_ids, positions: ``[num_tokens]`` int64.
+        slot_mappings: for each group of layers ``[num_tokens]`` int64, where each token's K and V go:
+            ``block_id * block_size + offset``.
+        block_tables: for each group ``[num_seqs, max_blocks]`` int32; entries past a context's last block, and before a
+            window's first, are not read.
+        cu_query_lens: ``[num_seqs + 1]`` int32, cumulative numbers of this step's tokens, from 0.
+        context_lens: ``[num_seqs]`` int32, tokens in the cache once this step's are written.
+        max_query_len, max_context_len: the largest of each.
+        logits_indices: ``[num_sampled]`` int64, tokens whose logits are wanted.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mappings: tuple[Tensor, ...]
+    block_tables: tuple[Tensor, ...]
+    cu_query_lens: Tensor
+    context_lens: Tensor
+    max_query_len: int
+    max_context_len: int
+    logits_indices: Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the tensors of a model are, and what computes with them."""
+
+    dtype: torch.dtype
+    device: torch.device
+    backend: Backend
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+class FusedLinear:
+    """Several projections of the same input (q, k and v; gate and up) computed by one matmul.
+
+    The checkpoint's tensors are rows of one buffer, so loading fills it in place. ``pack`` must be called once the
+    weights are in; from then on the layer can be called.
+
+    Args:
+        parts: out_features of each projection by its name in the checkpoint, in the order of the output.
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, place: Place) -> None:
+        out_features = sum(parts.values())
+        self._parts = parts
+        self._backend = place.backend
+        self._weight: Tensor | None = place.empty(out_features, in_features)
+        self._bias = place.empty(out_features) if bias else None
+        self._packed: PackedLinear | None = None
+
+    def destinations(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Names in the checkpoint, and the rows that each tensor is to be copied into."""
+        for kind, buffer in (("weight", self._weight), ("bias", self._bias)):
+            if buffer is not None:
+                for name, rows in zip(self._parts, buffer.split(list(self._parts.values())), strict=True):
+                    yield f"{prefix}{name}.{kind}", rows
+
+    def pack(self) -> None:
+        """Give the weights the layout that is fastest on their device; the buffer that was filled is let go."""
+        assert self._weight is not None, "packed twice"
+        self._packed = PackedLinear(self._weight, self._bias, backend=self._backend)
+        self._weight = self._bias = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self._packed is not None, "called before pack"
+        return self._packed(x)
+
+
+def cos_sin_cache(rope: RopeConfig, head_dim: int, max_len: int, device: torch.device) -> Tensor:
+    """``[max_len, head_dim]`` fp32: a position's cosines in the first half of its row, its sines in the second."""
+    # on the CPU whatever the device: the angles then have the same bits everywhere
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(rope, head_dim))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """``[head_dim / 2]`` fp32, radians per position."""
+    inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    match rope.rope_type:
+        case "default":
+            return inv_freq
+        case "linear":
+            return inv_freq / rope.factor
+        case "llama3":
+            return _stretch_long_wavelengths(inv_freq, rope)
+
+
+def _stretch_long_wavelengths(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama 3.1's scaling: ``kept`` is 1 for waves that repeat often in the original context, 0 for the longest."""
+    repeats = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    kept = (repeats - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return kept * inv_freq + (1.0 - kept) * inv_freq / rope.factor
+
 
 KVTensors = list[tuple[Tensor, Tensor]]
 """Pairs of K and V cache, each ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous. ``KVLayout`` says whose."""

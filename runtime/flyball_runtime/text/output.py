@@ -1,10 +1,106 @@
-"""The text of one engine request: its tokens detokenized and cut at stop strings and stop tokens."""
+"""The text of one engine request: its tokens detokenized, never half a character, and cut at stop strings and stop tokens."""
+
+from collections.abc import Iterator
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from flyball_runtime.core.request import SamplingParams
-from flyball_runtime.text.detokenizer import Detokenizer
-from flyball_runtime.text.stop_strings import StopStrings
+
+MAX_HELD_TOKENS = 16
+"""Tokens that wait for the rest of a character. One takes at most four bytes, so after so many the output is not UTF-8;
+DecodeStream would keep them all and decode all of them anew for every token."""
+
+
+class Detokenizer:
+    """The text of one output as its tokens come.
+
+    Characters that span tokens are held until complete; special tokens have no text. The pieces, ``flush`` included, add
+    up to what decoding all tokens at once gives, except in runs of more than MAX_HELD_TOKENS tokens that are not UTF-8.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []
+        self._shown: list[int] = []
+
+    def add(self, token_id: int) -> str:
+        """The text that became complete with this token; often the token's own, or empty."""
+        self._held.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # noqa: BLE001  pyo3's bare Exception: earlier text changed (byte fallback, on bytes not UTF-8)
+            return self.flush()  # decodes the same tokens, so an error of another kind comes again
+        if text is None:
+            return self.flush() if len(self._held) > MAX_HELD_TOKENS else ""
+        self._shown, self._held = self._held, []
+        return text
+
+    def flush(self) -> str:
+        """The text of the tokens still held, incomplete characters as U+FFFD. Decoding starts anew after it."""
+        if not self._held:
+            return ""
+        # Decoders strip a leading space, so the held tokens are decoded behind the ones shown last.
+        before = self._decode(self._shown)
+        both = self._decode(self._shown + self._held)
+        text = both.removeprefix(before) if both.startswith(before) else self._decode(self._held)
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._shown, self._held = self._held, []
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class StopStrings:
+    """Cuts one output at the first stop string to be completed; of several completed at once, at the one that began first.
+
+    So the cut depends on the text only and not on how it was split into pieces. Text that may be the beginning of a
+    stop string is held back until that is decided, never more than the longest stop string less one character.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """The text that may be shown now. Sets ``found`` at a stop; everything from the stop on is dropped."""
+        text = self._held + text
+        cut = self._find_stop(text)
+        self.found = cut is not None
+        shown = self._num_safe_chars(text) if cut is None else cut
+        self._held = "" if self.found else text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """The text held back, when the output ends without a stop."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find_stop(self, text: str) -> int | None:
+        begins = ((text.find(stop), len(stop)) for stop in self._stops)
+        matches = [(begin + length, begin) for begin, length in begins if begin >= 0]
+        return min(matches)[1] if matches else None
+
+    def _num_safe_chars(self, text: str) -> int:
+        return min((self._open_prefix(text, stop) for stop in self._stops), default=len(text))
+
+    @staticmethod
+    def _open_prefix(text: str, stop: str) -> int:
+        """Where the longest ending of ``text`` that begins ``stop`` starts, or ``len(text)``."""
+        for begin in _positions(text, stop[0], max(0, len(text) - len(stop) + 1)):
+            if stop.startswith(text[begin:]):
+                return begin
+        return len(text)
+
+
+def _positions(text: str, char: str, start: int) -> Iterator[int]:
+    begin = text.find(char, start)
+    while begin >= 0:
+        yield begin
+        begin = text.find(char, begin + 1)
 
 
 class OutputText:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flyball_runtime.engine.runner import Rows
 from flyball_runtime.kv_cache import KVCache
-from flyball_runtime.model.inputs import StepInputs
+from flyball_runtime.model.transformer import StepInputs
 from flyball_runtime.scheduler import Scheduler, SchedulerConfig, Step
 from sequences import make_sequence
 

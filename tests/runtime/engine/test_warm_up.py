@@ -17,9 +17,8 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.engine.start_up import QUERY_LENS, WarmUp, peak_bytes
-from flyball_runtime.model.inputs import StepInputs
 from flyball_runtime.model.loader import load_model
-from flyball_runtime.model.transformer import CausalLM
+from flyball_runtime.model.transformer import CausalLM, StepInputs
 
 CPU = torch.device("cpu")
 

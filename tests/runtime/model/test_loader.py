@@ -19,11 +19,15 @@ from flyball_kernels import choose_backend
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model import loader
-from flyball_runtime.model.dtypes import TORCH_DTYPES, resolve_dtype
-from flyball_runtime.model.linear import Place
-from flyball_runtime.model.loader import load_model
-from flyball_runtime.model.transformer import CausalLM
-from flyball_runtime.model.weights import iter_headers, iter_weights, weight_files
+from flyball_runtime.model.loader import (
+    TORCH_DTYPES,
+    iter_headers,
+    iter_weights,
+    load_model,
+    resolve_dtype,
+    weight_files,
+)
+from flyball_runtime.model.transformer import CausalLM, Place
 
 NOBODY = 65534
 CPU = choose_backend("cpu")

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from checkpoints import ARCHITECTURES, VOCAB_SIZE
 from flyball_kernels import choose_backend
 from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.model.inputs import StepInputs
 from flyball_runtime.model.loader import load_model
-from flyball_runtime.model.transformer import CausalLM
+from flyball_runtime.model.transformer import CausalLM, StepInputs
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64

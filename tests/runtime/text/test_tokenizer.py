@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from checkpoints import make_tokenizer
-from flyball_runtime.text.length_bound import max_chars_per_token
+from flyball_runtime.text.tokenizer import max_chars_per_token
 
 BYTE_LEVEL: Tokenizer = make_tokenizer().backend_tokenizer
 
