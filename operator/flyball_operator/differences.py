@@ -6,7 +6,7 @@ The API server fills in defaults, so an observed object always has more than was
 from collections.abc import Iterator
 from typing import Any
 
-from flyball_operator import quantity
+from flyball_operator.spec import number_of
 
 QUANTITIES = frozenset({"limits", "requests", "sizeLimit", "averageValue"})
 """Fields that hold quantities, themselves or in a map: the API server spells 1024Mi as 1Gi."""
@@ -44,7 +44,7 @@ def _list_differences(wanted: list[Any], observed: list[Any], path: str, is_quan
 
 def _same_quantity(one: Any, other: Any) -> bool:
     try:
-        return quantity.to_number(one) == quantity.to_number(other)
+        return number_of(one) == number_of(other)
     except ValueError:
         return False
 

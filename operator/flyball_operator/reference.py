@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from flyball_operator import names, schema
-from flyball_operator.schema import Schema
+from flyball_operator import names
+from flyball_operator.spec import schema
+from flyball_operator.spec.schema import Schema
 
 _HEAD = f"""\
 # LLMDeployment

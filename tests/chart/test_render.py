@@ -12,7 +12,8 @@ import yaml
 from chart_kit import CHART, Helm, goldens
 from chart_kit.helm import Manifest, objects
 from cluster_kit import CommandFailed
-from flyball_operator import cli, names, schema
+from flyball_operator import cli, names
+from flyball_operator.spec import schema
 
 ROOT = CHART.parents[1]
 

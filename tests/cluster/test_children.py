@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from cluster_kit import Cluster
-from flyball_operator import children, manifest, names
+from flyball_operator import children, names
 from flyball_operator.children.admin_token import admin_token_secret
 from flyball_operator.differences import differences
+from flyball_operator.spec import manifest
 from flyball_protocol import endpoints
 from operator_kit.api_server import ApiServer
 from operator_kit.foreign_crds import installed

@@ -10,7 +10,8 @@ import pytest
 
 from cluster_kit import Cluster, CommandFailed
 from cluster_kit.api import until
-from flyball_operator import names, reference, schema
+from flyball_operator import names, reference
+from flyball_operator.spec import schema
 from operator_kit.api_server import ApiServer, Verdict
 
 Spec = dict[str, Any]

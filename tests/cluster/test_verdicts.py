@@ -2,8 +2,8 @@
 
 import pytest
 
-from flyball_operator import manifest
 from flyball_operator.errors import SpecError
+from flyball_operator.spec import manifest
 from operator_kit.api_server import ApiServer
 from operator_kit.specs import Document, SpecMaker
 

@@ -22,9 +22,10 @@ from checkpoints import make_tokenizer
 from flyball_cli.commands import COMMANDS
 from flyball_clients import cli as clients_cli
 from flyball_operator import cli as operator_cli
-from flyball_operator import manifest, names, reference, rules, schema, status
+from flyball_operator import names, reference, status
 from flyball_operator.cluster import reconciler
 from flyball_operator.cluster.metrics import Metrics as OperatorMetrics
+from flyball_operator.spec import manifest, rules, schema
 from flyball_operator.status import diagnosis
 from flyball_operator.status import tuning as tuning_status
 from flyball_operator.tuning import Reason

@@ -8,8 +8,9 @@ import pytest
 from fastapi.routing import APIRoute
 
 from checkpoints import make_tokenizer
-from flyball_operator import manifest, names, rules
+from flyball_operator import names
 from flyball_operator.local.template import local_deployment
+from flyball_operator.spec import manifest, rules
 from flyball_protocol import endpoints, metrics
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from flyball_runtime.cli import add_serve_arguments, build_parser, engine_config_from

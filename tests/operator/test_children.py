@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flyball_operator import children, manifest, names
+from flyball_operator import children, names
 from flyball_operator.errors import SpecError
-from flyball_operator.quantity import to_bytes
-from flyball_operator.spec import LLMDeployment
+from flyball_operator.spec import LLMDeployment, manifest, size_in_bytes
 from flyball_protocol import endpoints, metrics
 
 TEXT = """
@@ -206,13 +205,13 @@ def test_models_on_volumes_are_mounted_read_only(uri: str, volume: dict[str, Any
     ],
 )
 def test_quantities_of_memory(text: str | int, size: int) -> None:
-    assert to_bytes(text) == size
+    assert size_in_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["2 GiB", "2gib", "", "Gi", "B", "two"])
 def test_what_is_no_quantity_of_memory(text: str) -> None:
     with pytest.raises(ValueError, match="quantity"):
-        to_bytes(text)
+        size_in_bytes(text)
 
 
 # --- every child

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flyball_operator import cli, manifest
-from flyball_operator.model_source import FolderModel
+from flyball_operator import cli
+from flyball_operator.spec import FolderModel, manifest
 from operator_kit.local import DEADLINE_S, FAKE_RUNTIME, ManifestFile
 
 ROOT = Path(__file__).parents[2]

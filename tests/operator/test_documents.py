@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball_operator.documents import MAX_DEPTH, MAX_NODES, read_documents
 from flyball_operator.errors import SpecError
+from flyball_operator.spec.documents import MAX_DEPTH, MAX_NODES, read_documents
 
 
 def aliases(num_levels: int, width: int, entry: str = "[{}]") -> str:

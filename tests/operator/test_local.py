@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from flyball_operator import manifest
 from flyball_operator.errors import LocalError
 from flyball_operator.local.control import Handover, HandoverAnswer, InstanceFolder, hand_over
 from flyball_operator.local.replica import State
-from flyball_operator.spec import LLMDeployment
+from flyball_operator.spec import LLMDeployment, manifest
 from flyball_operator.tuning.record import from_line
 from operator_kit.local import DEADLINE_S, Running, running
 

@@ -15,7 +15,6 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from flyball_operator import manifest
 from flyball_operator.errors import LocalError, SpecError
 from flyball_operator.local.accelerators import AcceleratorPool, visible_devices
 from flyball_operator.local.backoff import Backoff
@@ -32,6 +31,7 @@ from flyball_operator.local.template import ProcessTemplate, local_deployment, p
 from flyball_operator.local.trouble import Trouble
 from flyball_operator.local.tuner import append_line
 from flyball_operator.local.watch import WatchedFile
+from flyball_operator.spec import manifest
 from operator_kit.evidence import LIMITS, make_evidence, pods
 
 TEXT = """

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flyball_operator import manifest
 from flyball_operator.errors import SpecError
-from flyball_operator.model_source import ClaimModel, FolderModel, HubModel, ImageModel
-from flyball_operator.spec import LLMDeployment
+from flyball_operator.spec import ClaimModel, FolderModel, HubModel, ImageModel, LLMDeployment, manifest
 
 HEAD = "apiVersion: flyball.dev/v1alpha1\nkind: LLMDeployment\nmetadata: {name: chat}\n"
 MODEL = "model: {uri: hf://org/name}"

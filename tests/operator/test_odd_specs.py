@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from flyball_operator import children, manifest
+from flyball_operator import children
 from flyball_operator.errors import OperatorError
 from flyball_operator.local.changes import describe_changes
 from flyball_operator.local.template import local_deployment, process_template
-from flyball_operator.schema import schema
+from flyball_operator.spec import manifest
+from flyball_operator.spec.schema import schema
 
 ODD: list[Any] = [
     *(None, True, False, 0, -1, 1, 2**63 - 1, 2**64 - 1, -(2**63), 1.5, -0.0, 1e300),

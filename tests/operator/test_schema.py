@@ -6,7 +6,8 @@ from typing import Any
 import yaml
 from jsonschema import Draft202012Validator
 
-from flyball_operator import names, schema
+from flyball_operator import names
+from flyball_operator.spec import schema
 
 
 def nodes(path: str, node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -12,13 +12,12 @@ from typing import Any
 import aiohttp
 import yaml
 
-from flyball_operator import manifest
 from flyball_operator.children import Manifest
 from flyball_operator.local import LocalOptions, LocalRunner, Snapshot
 from flyball_operator.local.backoff import Backoff
 from flyball_operator.local.control import InstanceFolder
 from flyball_operator.local.template import local_deployment
-from flyball_operator.spec import LLMDeployment
+from flyball_operator.spec import LLMDeployment, manifest
 
 FAKE_RUNTIME = (sys.executable, str(Path(__file__).with_name("fake_runtime.py")))
 DEADLINE_S = 20.0

@@ -5,8 +5,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from flyball_operator import manifest, names, schema
+from flyball_operator import names
 from flyball_operator.errors import SpecError
+from flyball_operator.spec import manifest, schema
 
 Schema = dict[str, Any]
 Document = dict[str, Any]

@@ -1,8 +1,8 @@
 """The PersistentVolumeClaim that keeps downloads."""
 
-from flyball_operator import names, quantity
+from flyball_operator import names
 from flyball_operator.children.manifest import Manifest, metadata
-from flyball_operator.spec import LLMDeployment
+from flyball_operator.spec import LLMDeployment, size_as_quantity
 
 
 def cache_claim(llm: LLMDeployment) -> Manifest | None:
@@ -12,7 +12,7 @@ def cache_claim(llm: LLMDeployment) -> Manifest | None:
         return None
     spec: Manifest = {
         "accessModes": [cache.access_mode or "ReadWriteMany"],
-        "resources": {"requests": {"storage": quantity.of_size(cache.size)}},
+        "resources": {"requests": {"storage": size_as_quantity(cache.size)}},
     }
     if cache.storage_class_name is not None:
         spec["storageClassName"] = cache.storage_class_name

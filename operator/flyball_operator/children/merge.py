@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flyball_operator.errors import SpecError
-from flyball_operator.field_path import entry as path_of_entry
+from flyball_operator.spec.schema import path_of_entry
 from flyball_protocol.quoting import one_line, quoted
 
 _MERGE_KEYS = {

@@ -1,8 +1,15 @@
 """The command line of the runtime."""
 
-from flyball_operator import names, quantity
-from flyball_operator.model_source import ClaimModel, FolderModel, HubModel, ImageModel, ModelSource
-from flyball_operator.spec import LLMDeployment
+from flyball_operator import names
+from flyball_operator.spec import (
+    ClaimModel,
+    FolderModel,
+    HubModel,
+    ImageModel,
+    LLMDeployment,
+    ModelSource,
+    size_in_bytes,
+)
 from flyball_protocol import endpoints
 
 
@@ -13,7 +20,7 @@ def serve_args(llm: LLMDeployment) -> list[str]:
         "--revision": llm.model_source.revision if isinstance(llm.model_source, HubModel) else None,
         "--max-model-len": runtime.max_model_len,
         "--gpu-memory-utilization": None if (p := runtime.gpu_memory_utilization_percent) is None else f"{p / 100:.2f}",
-        "--kv-cache-memory-bytes": None if (m := runtime.kv_cache_memory) is None else quantity.to_bytes(m),
+        "--kv-cache-memory-bytes": None if (m := runtime.kv_cache_memory) is None else size_in_bytes(m),
     }
     flags = {
         "--host": "0.0.0.0",

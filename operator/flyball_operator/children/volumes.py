@@ -2,10 +2,17 @@
 
 from collections.abc import Iterator
 
-from flyball_operator import names, quantity
+from flyball_operator import names
 from flyball_operator.children.manifest import Manifest
-from flyball_operator.model_source import ClaimModel, FolderModel, HubModel, ImageModel, ModelSource
-from flyball_operator.spec import LLMDeployment
+from flyball_operator.spec import (
+    ClaimModel,
+    FolderModel,
+    HubModel,
+    ImageModel,
+    LLMDeployment,
+    ModelSource,
+    size_as_quantity,
+)
 
 
 def volumes(llm: LLMDeployment) -> list[Manifest]:
@@ -37,7 +44,7 @@ def _cache(llm: LLMDeployment) -> Manifest:
     cache = llm.spec.model.cache
     if cache.mode == "Claim":
         return {"persistentVolumeClaim": {"claimName": cache.claim_name or names.cache_claim(llm.name)}}
-    return {"emptyDir": {} if cache.size is None else {"sizeLimit": quantity.of_size(cache.size)}}
+    return {"emptyDir": {} if cache.size is None else {"sizeLimit": size_as_quantity(cache.size)}}
 
 
 def _model(source: ModelSource) -> Iterator[Manifest]:

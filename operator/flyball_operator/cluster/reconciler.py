@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Protocol
 
-from flyball_operator import manifest, names, schema
+from flyball_operator import names
 from flyball_operator.children import Manifest, Platform, lacking
 from flyball_operator.children.admin_token import admin_token_secret
 from flyball_operator.cluster.admin_token import AdminTokens
@@ -19,7 +19,7 @@ from flyball_operator.differences import differences
 from flyball_operator.errors import SpecError
 from flyball_operator.observed import Child, Key, Object, Resource
 from flyball_operator.plan import Apply, Create, Delete, Leave, Step, compare, owned, plan
-from flyball_operator.spec import LLMDeployment
+from flyball_operator.spec import LLMDeployment, manifest, schema
 from flyball_operator.status import Condition, Observation, Problem, status_of
 from flyball_operator.status.autoscaling import autoscaling_status
 

@@ -7,9 +7,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flyball_operator import schema
 from flyball_operator.commands.cluster import Found
 from flyball_operator.observed import Pod
+from flyball_operator.spec import schema
 from flyball_operator.status import diagnosis
 from flyball_operator.status.tuning import ShownLimits, TuningStatus
 from flyball_protocol.quoting import one_line

@@ -2,8 +2,9 @@
 
 import argparse
 
-from flyball_operator import reference, schema
+from flyball_operator import reference
 from flyball_operator.commands.output import write
+from flyball_operator.spec import schema
 from flyball_protocol import endpoints
 
 

@@ -4,8 +4,9 @@ import argparse
 
 import yaml
 
-from flyball_operator import children, manifest, names
+from flyball_operator import children, names
 from flyball_operator.commands.output import write
+from flyball_operator.spec import manifest
 from flyball_protocol import endpoints
 
 

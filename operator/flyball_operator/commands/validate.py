@@ -2,8 +2,9 @@
 
 import argparse
 
-from flyball_operator import children, manifest, names
+from flyball_operator import children, names
 from flyball_operator.commands.output import write
+from flyball_operator.spec import manifest
 from flyball_protocol import endpoints
 
 

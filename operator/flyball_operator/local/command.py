@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from flyball_operator import manifest
 from flyball_operator.errors import LocalError
 from flyball_operator.local.control import Handover, InstanceFolder, hand_over
 from flyball_operator.local.events import to_log
 from flyball_operator.local.runner import LocalOptions, LocalRunner, select
 from flyball_operator.local.table import render
+from flyball_operator.spec import manifest
 from flyball_protocol import endpoints
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from typing import Self
 
 import aiohttp
 
-from flyball_operator import manifest
 from flyball_operator.children import Manifest
 from flyball_operator.errors import LocalError, OperatorError, SpecError
 from flyball_operator.local.accelerators import AcceleratorPool, visible_devices
@@ -29,7 +28,7 @@ from flyball_operator.local.snapshot import Event, ReplicaSnapshot, Snapshot
 from flyball_operator.local.template import LOOPBACK, local_deployment, process_template
 from flyball_operator.local.tuner import LocalTuner
 from flyball_operator.local.watch import WatchedFile
-from flyball_operator.spec import LLMDeployment
+from flyball_operator.spec import LLMDeployment, manifest
 from flyball_operator.tuning.admin import AdminClient
 from flyball_protocol import example
 from flyball_protocol.endpoints import API_PORT

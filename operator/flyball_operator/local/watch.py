@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from flyball_operator.manifest import MAX_BYTES, STDIN
+from flyball_operator.spec.manifest import MAX_BYTES, STDIN
 
 
 class WatchedFile:

@@ -1,6 +1,7 @@
 """Manifests to LLMDeployments: YAML, the CRD's schema, its defaults, then the rules that span fields."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,22 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from flyball_operator import names, rules, schema
-from flyball_operator.documents import MAX_CHARS, Document, read_documents
+from flyball_operator import names
 from flyball_operator.errors import SpecError
-from flyball_operator.field_path import entry
-from flyball_operator.model_source import FolderModel, ModelSource, parse_model_uri
-from flyball_operator.spec import DeploymentSpec, LLMDeployment
+from flyball_operator.spec import (
+    ClaimModel,
+    DeploymentSpec,
+    FolderModel,
+    HubModel,
+    ImageModel,
+    LLMDeployment,
+    ModelSource,
+    is_on_hub,
+    rules,
+    schema,
+)
+from flyball_operator.spec.documents import MAX_CHARS, Document, read_documents
+from flyball_operator.spec.schema import path_of_entry
 from flyball_protocol.quoting import one_line, quoted
 
 MAX_BYTES = 4 * MAX_CHARS
@@ -25,6 +36,8 @@ NO_FOLDER_ON_A_CLUSTER = "file: models are for flyball local; on a cluster use h
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_HUB_REPO = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 
 
 def add_file_argument(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +140,7 @@ def _envelope_problems(document: Document) -> Iterator[str]:
         if document.get(key) != expected:
             yield f"{key} is {quoted(document.get(key))}; only {expected} is understood"
     for key in sorted(document.keys() - {"apiVersion", "kind", "metadata", "spec", "status"}):
-        yield f"{entry('', key)} is not a field; an LLMDeployment has apiVersion, kind, metadata and spec"
+        yield f"{path_of_entry('', key)} is not a field; an LLMDeployment has apiVersion, kind, metadata and spec"
     if "spec" not in document:
         yield "spec is missing; it needs at least spec.model.uri"
 
@@ -151,3 +164,51 @@ def _model_source(spec: DeploymentSpec, base: Path) -> tuple[ModelSource | None,
         return parse_model_uri(spec.model.uri, revision=spec.model.revision, base=base), []
     except ValueError as error:
         return None, [f"spec.model.uri is {quoted(spec.model.uri)}; {error}"]
+
+
+def parse_model_uri(uri: str, *, revision: str | None, base: Path) -> ModelSource:
+    """Take ``uri`` apart; a relative folder is resolved against ``base``, the manifest's own folder.
+
+    Raises:
+        ValueError: nothing usable behind the scheme; the message says what is expected.
+    """
+    if is_on_hub(uri):
+        return HubModel(_hub_repo(uri.removeprefix("hf://")), revision)
+    scheme, _, rest = uri.partition(":")
+    match scheme:
+        case "pvc":
+            claim, _, folder = rest.removeprefix("//").partition("/")
+            return ClaimModel(_claim(claim), _inside(folder.strip("/")))
+        case "oci":
+            return ImageModel(_nonempty(rest.removeprefix("//"), "oci://REGISTRY/REPOSITORY:TAG"))
+        case "file":
+            folder = _nonempty(rest.removeprefix("//"), "file:FOLDER")
+            return FolderModel(Path(os.path.realpath(base / folder)))  # resolve() raises for a loop of links
+        case _:
+            raise ValueError("expected ORG/NAME on the Hub, or hf://, pvc://, oci:// or file:")
+
+
+def _hub_repo(repo: str) -> str:
+    if not _HUB_REPO.fullmatch(repo):
+        raise ValueError(
+            "expected ORG/NAME or hf://ORG/NAME, as on the model's page on the Hub; a folder is file:FOLDER"
+        )
+    return repo
+
+
+def _claim(claim: str) -> str:
+    if not _CLAIM.fullmatch(claim):
+        raise ValueError("expected pvc://CLAIM/FOLDER, with the name of a PersistentVolumeClaim of this namespace")
+    return claim
+
+
+def _inside(folder: str) -> str:
+    if ".." in folder.split("/"):
+        raise ValueError("the folder may not contain '..'; name a folder inside the claim")
+    return folder
+
+
+def _nonempty(text: str, expected: str) -> str:
+    if not text:
+        raise ValueError(f"expected {expected}")
+    return text

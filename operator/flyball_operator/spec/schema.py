@@ -1,6 +1,7 @@
 """The CRD's schema: the one description of the API, used to check and complete manifests without a cluster."""
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache, reduce
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any, cast
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
 
-from flyball_operator.field_path import entry as path_of_entry
 from flyball_protocol.quoting import one_line, quoted, quoted_list
 
 CRD_FILE = Path(__file__).with_name("llmdeployments.yaml")
@@ -19,6 +19,7 @@ Schema = dict[str, Any]
 MAX_UNKNOWN_FIELDS = 8
 """Unknown fields of one mapping that get a line each."""
 
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,252}", re.ASCII)
 _TYPE_NAMES = {
     "object": "a mapping",
     "array": "a list",
@@ -196,3 +197,10 @@ def _path(error: ValidationError) -> str:
 
 def _shown(value: object) -> str:
     return "empty" if value is None else quoted(value)
+
+
+def path_of_entry(path: str, key: str | int) -> str:
+    r"""Return the path of an entry of ``path``: ``spec.replicas``, ``spec.env[2]``, ``spec['a key\n']`` (cut when long)."""
+    if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
+        return f"{path}.{key}" if path else key
+    return f"{path}[{quoted(key)}]"

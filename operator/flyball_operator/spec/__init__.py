@@ -1,10 +1,14 @@
-"""An LLMDeployment as a frozen value. The CRD (crds/llmdeployments.yaml) documents the fields."""
+"""An LLMDeployment as a frozen value, and what its strings stand for. The CRD (crds/llmdeployments.yaml) documents the fields."""
 
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
-
-from flyball_operator.model_source import ModelSource
 
 
 class _Spec(Struct, frozen=True, rename="camel", kw_only=True, forbid_unknown_fields=True):
@@ -220,6 +224,44 @@ class DeploymentSpec(_Spec, frozen=True, kw_only=True):
     pod_template: dict[str, Any] = {}
 
 
+@dataclass(frozen=True)
+class HubModel:
+    """``ORG/NAME`` or ``hf://ORG/NAME``: downloaded by the runtime."""
+
+    repo: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class ClaimModel:
+    """``pvc://CLAIM/FOLDER``: a folder of a PersistentVolumeClaim; an empty folder is the claim's root."""
+
+    claim: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class ImageModel:
+    """``oci://REFERENCE``: an image whose root folder is the model."""
+
+    reference: str
+
+
+@dataclass(frozen=True)
+class FolderModel:
+    """``file:FOLDER``: an absolute folder of the machine that runs the replicas."""
+
+    path: Path
+
+
+ModelSource = HubModel | ClaimModel | ImageModel | FolderModel
+
+
+def is_on_hub(uri: str) -> bool:
+    """Return whether ``uri`` names a model of the Hugging Face Hub, with or without ``hf://``."""
+    return uri.startswith("hf://") or ":" not in uri
+
+
 class LLMDeployment(Struct, frozen=True, kw_only=True):
     """One LLMDeployment, complete and consistent.
 
@@ -237,3 +279,39 @@ class LLMDeployment(Struct, frozen=True, kw_only=True):
     @property
     def served_name(self) -> str:
         return self.spec.model.served_name or self.name
+
+
+def plain(value: object) -> Any:
+    """Return a part of a spec as JSON would have it: mappings, lists and scalars, and no tuples."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+_UNITS: dict[str | None, Fraction] = {
+    None: Fraction(1),
+    "m": Fraction(1, 1000),
+    **{unit: Fraction(1000 ** (i + 1)) for i, unit in enumerate("kMGT")},
+    **{f"{unit}i": Fraction(1024 ** (i + 1)) for i, unit in enumerate("KMGT")},
+}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?", re.ASCII)
+
+
+def number_of(quantity: str | int) -> Fraction:
+    """Return the number that a quantity such as ``2Gi``, ``1.5`` or ``500m`` stands for.
+
+    Raises:
+        ValueError: not such a quantity.
+    """
+    matched = _QUANTITY.fullmatch(str(quantity))
+    if matched is None:
+        raise ValueError(f"{quantity!r} is no quantity; write a number and nothing, m, k, M, G, T, Ki, Mi, Gi or Ti")
+    return Fraction(matched[1]) * _UNITS[matched[2]]
+
+
+def size_as_quantity(size: str | int) -> str | int:
+    """Return a size as a Kubernetes quantity: ``2GiB`` is ``2Gi``."""
+    return size.removesuffix("B") if isinstance(size, str) else size
+
+
+def size_in_bytes(size: str | int) -> int:
+    """Return the bytes of a size, rounded up. Raises ValueError, as ``number_of`` does."""
+    return math.ceil(number_of(size_as_quantity(size)))

@@ -4,10 +4,18 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from flyball_operator import names, quantity
-from flyball_operator.field_path import entry
-from flyball_operator.model_source import is_on_hub
-from flyball_operator.spec import DeploymentSpec, EnvVar, Objectives, Quantity, Range
+from flyball_operator import names
+from flyball_operator.spec import (
+    DeploymentSpec,
+    EnvVar,
+    Objectives,
+    Quantity,
+    Range,
+    is_on_hub,
+    number_of,
+    size_as_quantity,
+)
+from flyball_operator.spec.schema import path_of_entry
 from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
 from flyball_protocol.quoting import quoted
 
@@ -141,12 +149,12 @@ def _resource_problems(spec: DeploymentSpec) -> Iterator[str]:
     for kind, amounts in (("requests", resources.requests), ("limits", resources.limits)):
         for name in amounts.keys() - _RESOURCES:
             yield (
-                f"{entry(f'spec.resources.{kind}', name)} is not known; {', '.join(sorted(_RESOURCES))} are. "
+                f"{path_of_entry(f'spec.resources.{kind}', name)} is not known; {', '.join(sorted(_RESOURCES))} are. "
                 "Accelerators go into spec.accelerator.count, anything else into podTemplate"
             )
     for name in (resources.requests.keys() & resources.limits.keys()) & _RESOURCES:
         request, limit = resources.requests[name], resources.limits[name]
-        if quantity.to_number(request) > quantity.to_number(limit):
+        if number_of(request) > number_of(limit):
             yield f"spec.resources.requests.{name} is {request}, more than its limit {limit}; raise it or lower the request"
     if "kubernetes.io/" in accelerator.resource_name or accelerator.resource_name.startswith("requests."):
         yield (
@@ -159,7 +167,7 @@ def _resource_problems(spec: DeploymentSpec) -> Iterator[str]:
 
 
 def _memory_problems(kv_cache: Quantity, limit: Quantity) -> Iterator[str]:
-    if quantity.to_number(quantity.of_size(kv_cache)) >= quantity.to_number(limit):
+    if number_of(size_as_quantity(kv_cache)) >= number_of(limit):
         yield (
             f"spec.runtime.kvCacheMemory is {kv_cache}, and spec.resources.limits.memory only {limit}; "
             "raise the limit (the weights need room too) or lower kvCacheMemory"
@@ -217,12 +225,12 @@ def _rollout_problems(spec: DeploymentSpec) -> Iterator[str]:
 def _pod_template_problems(spec: DeploymentSpec) -> Iterator[str]:
     labels = spec.pod_template.get("metadata", {}).get("labels", {})
     for key in labels.keys() & names.labels("").keys():
-        yield f"{entry('spec.podTemplate.metadata.labels', key)} is how the operator finds its pods; remove it"
+        yield f"{path_of_entry('spec.podTemplate.metadata.labels', key)} is how the operator finds its pods; remove it"
 
 
 def _monitoring_problems(spec: DeploymentSpec) -> Iterator[str]:
     for key in spec.monitoring.labels.keys() & names.labels("").keys():
-        yield f"{entry('spec.monitoring.labels', key)} is a label that the operator sets; remove it"
+        yield f"{path_of_entry('spec.monitoring.labels', key)} is a label that the operator sets; remove it"
 
 
 def _metadata_problems(spec: DeploymentSpec) -> Iterator[str]:
@@ -241,7 +249,7 @@ def _metadata_problems(spec: DeploymentSpec) -> Iterator[str]:
     for path, mapping in mappings.items():
         for key in mapping:
             if not _METADATA_KEY.fullmatch(key):
-                yield f"{entry(path, key)} must be NAME or DOMAIN/NAME, with letters, digits, '-', '_' and '.' in NAME"
+                yield f"{path_of_entry(path, key)} must be NAME or DOMAIN/NAME, with letters, digits, '-', '_' and '.' in NAME"
 
 
 def _network_problems(spec: DeploymentSpec) -> Iterator[str]:
