@@ -1,6 +1,7 @@
 """Names that Kubernetes objects, pods and local processes carry; spelled here and nowhere else."""
 
 import hashlib
+from typing import Any
 
 from flyball_protocol.version import installed_version
 
@@ -76,3 +77,8 @@ def selector_labels(name: str) -> dict[str, str]:
 def labels(name: str) -> dict[str, str]:
     """Return the labels of every child object of deployment ``name``."""
     return {**selector_labels(name), MANAGED_BY_LABEL: MANAGER}
+
+
+def metadata(namespace: str, name: str, child: str | None = None) -> dict[str, Any]:
+    """Return the metadata of a child of deployment ``name``. It has the deployment's own name unless ``child`` names it."""
+    return {"name": child or name, "namespace": namespace, "labels": labels(name)}

@@ -10,8 +10,8 @@ import yaml
 
 from cluster_kit import Cluster
 from flyball_operator import children, names
-from flyball_operator.children.admin_token import admin_token_secret
-from flyball_operator.differences import differences
+from flyball_operator.observed import Object
+from flyball_operator.plan import differences
 from flyball_operator.spec import manifest
 from flyball_protocol import endpoints
 from operator_kit.api_server import ApiServer
@@ -31,9 +31,9 @@ def foreign_crds(cluster: Cluster) -> Iterator[None]:
         yield
 
 
-def build(document: dict[str, Any]) -> list[children.Manifest]:
+def build(document: dict[str, Any]) -> list[Object]:
     llm = manifest.parse_document(document, source="test", base=Path("/srv"))
-    token = admin_token_secret(llm, "chat-admin", "0" * 64)
+    token = children.token_secret(llm, "chat-admin", "0" * 64)
     return [token, *children.build(llm, PLATFORM, admin_token_secret="chat-admin", boot_prior=BOOT_PRIOR)]
 
 

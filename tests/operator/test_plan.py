@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from flyball_operator import names
-from flyball_operator.differences import differences
 from flyball_operator.observed import Child, Key, Resource
-from flyball_operator.plan import HASH_ANNOTATION, Apply, Create, Delete, Leave, Step, digest, owned, plan
+from flyball_operator.plan import HASH_ANNOTATION, Apply, Create, Delete, Leave, Step, differences, digest, owned, plan
 
 RESOURCE = Resource(
     key=Key("team", "chat"), uid="u1", generation=1, resource_version="1", spec={}, status={}, deleting=False

@@ -12,18 +12,18 @@ from typing import Any
 import aiohttp
 import yaml
 
-from flyball_operator.children import Manifest
 from flyball_operator.local import LocalOptions, LocalRunner, Snapshot
 from flyball_operator.local.backoff import Backoff
 from flyball_operator.local.control import InstanceFolder
 from flyball_operator.local.template import local_deployment
+from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment, manifest
 
 FAKE_RUNTIME = (sys.executable, str(Path(__file__).with_name("fake_runtime.py")))
 DEADLINE_S = 20.0
 
 
-def fast_deployment(deployment: LLMDeployment) -> Manifest:
+def fast_deployment(deployment: LLMDeployment) -> Object:
     """The real Deployment with probes that are fast enough for tests."""
     built = local_deployment(deployment)
     (container,) = built["spec"]["template"]["spec"]["containers"]

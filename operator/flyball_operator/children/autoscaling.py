@@ -9,9 +9,8 @@ queue and ratio rise together.
 from collections.abc import Iterator
 
 from flyball_operator import names
-from flyball_operator.children.manifest import Manifest, metadata, plain, scale_target
-from flyball_operator.children.platform import Platform
-from flyball_operator.spec import Autoscaling, LLMDeployment
+from flyball_operator.observed import Object
+from flyball_operator.spec import Autoscaling, LLMDeployment, plain
 from flyball_protocol import endpoints, metrics
 
 _DEFAULT_BEHAVIOR = {
@@ -32,31 +31,38 @@ _DEFAULT_BEHAVIOR = {
 }
 
 
-def autoscaler(llm: LLMDeployment, platform: Platform) -> Manifest | None:
-    """Return the HorizontalPodAutoscaler or ScaledObject, or None where the mode makes none or the cluster lacks KEDA."""
+def autoscaler(llm: LLMDeployment, *, keda: bool) -> Object | None:
+    """Return the HorizontalPodAutoscaler or ScaledObject, or None where the mode makes none.
+
+    ``keda``: whether the cluster can make ScaledObjects.
+    """
     match llm.spec.autoscaling.mode:
         case "HPA":
             return _horizontal_pod_autoscaler(llm)
         case "KEDA":
-            return _scaled_object(llm) if platform.keda else None
+            return _scaled_object(llm) if keda else None
         case _:
             return None
 
 
-def _horizontal_pod_autoscaler(llm: LLMDeployment) -> Manifest:
+def _horizontal_pod_autoscaler(llm: LLMDeployment) -> Object:
     autoscaling = llm.spec.autoscaling
     return {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
-        "metadata": metadata(llm),
+        "metadata": names.metadata(llm.namespace, llm.name),
         "spec": {
-            "scaleTargetRef": scale_target(llm),
+            "scaleTargetRef": _scale_target(llm),
             "minReplicas": autoscaling.min_replicas,
             "maxReplicas": autoscaling.max_replicas,
             "metrics": [_hpa_metric(llm, name, target) for name, target in _hpa_targets(autoscaling)],
             "behavior": _behavior(autoscaling),
         },
     }
+
+
+def _scale_target(llm: LLMDeployment) -> Object:
+    return {"apiVersion": names.API_VERSION, "kind": names.KIND, "name": llm.name}
 
 
 def _hpa_targets(autoscaling: Autoscaling) -> Iterator[tuple[str, str]]:
@@ -66,7 +72,7 @@ def _hpa_targets(autoscaling: Autoscaling) -> Iterator[tuple[str, str]]:
     yield metrics.REQUESTS_RUNNING_RATIO, "1" if percent == 100 else f"{percent * 10}m"
 
 
-def _hpa_metric(llm: LLMDeployment, name: str, target: str) -> Manifest:
+def _hpa_metric(llm: LLMDeployment, name: str, target: str) -> Object:
     average = {"type": "AverageValue", "averageValue": target}
     if llm.spec.autoscaling.hpa.metric_type == "Pods":
         return {"type": "Pods", "pods": {"metric": {"name": name}, "target": average}}
@@ -74,14 +80,14 @@ def _hpa_metric(llm: LLMDeployment, name: str, target: str) -> Manifest:
     return {"type": "External", "external": {"metric": metric, "target": average}}
 
 
-def _scaled_object(llm: LLMDeployment) -> Manifest:
+def _scaled_object(llm: LLMDeployment) -> Object:
     autoscaling = llm.spec.autoscaling
     return {
         "apiVersion": "keda.sh/v1alpha1",
         "kind": "ScaledObject",
-        "metadata": metadata(llm),
+        "metadata": names.metadata(llm.namespace, llm.name),
         "spec": {
-            "scaleTargetRef": scale_target(llm),
+            "scaleTargetRef": _scale_target(llm),
             "minReplicaCount": autoscaling.min_replicas,
             "maxReplicaCount": autoscaling.max_replicas,
             "pollingInterval": autoscaling.keda.polling_seconds,
@@ -94,7 +100,7 @@ def _scaled_object(llm: LLMDeployment) -> Manifest:
     }
 
 
-def _trigger(llm: LLMDeployment, metric: str, target: str) -> Manifest:
+def _trigger(llm: LLMDeployment, metric: str, target: str) -> Object:
     asked = _prometheus if llm.spec.autoscaling.keda.trigger == "Prometheus" else _metrics_api
     kind, settings = asked(llm, metric, target)
     name = metric.removeprefix("flyball_").replace("_", "-")
@@ -132,6 +138,6 @@ def _series_labels(llm: LLMDeployment) -> dict[str, str]:
 _PROMETHEUS_NAME = str.maketrans("./-", "___")
 
 
-def _behavior(autoscaling: Autoscaling) -> Manifest:
-    given: Manifest = plain(autoscaling.behavior)
+def _behavior(autoscaling: Autoscaling) -> Object:
+    given: Object = plain(autoscaling.behavior)
     return _DEFAULT_BEHAVIOR | {direction: rules for direction, rules in given.items() if rules is not None}

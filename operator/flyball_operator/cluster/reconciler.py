@@ -7,18 +7,16 @@ from enum import Enum
 from typing import Any, Protocol
 
 from flyball_operator import names
-from flyball_operator.children import Manifest, Platform, lacking
-from flyball_operator.children.admin_token import admin_token_secret
+from flyball_operator.children import Platform, lacking, token_secret
 from flyball_operator.cluster.admin_token import AdminTokens
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, WebhookFailed
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.kinds import CHILD_KINDS, LLM_DEPLOYMENT, SECRET
 from flyball_operator.cluster.store import Store
-from flyball_operator.differences import differences
 from flyball_operator.errors import SpecError
 from flyball_operator.observed import Child, Key, Object, Resource
-from flyball_operator.plan import Apply, Create, Delete, Leave, Step, compare, owned, plan
+from flyball_operator.plan import Apply, Create, Delete, Leave, Step, compare, differences, owned, plan
 from flyball_operator.spec import LLMDeployment, manifest, schema
 from flyball_operator.status import Condition, Observation, Problem, status_of
 from flyball_operator.status.autoscaling import autoscaling_status
@@ -51,7 +49,7 @@ class Build(Protocol):
         *,
         admin_token_secret: str,
         boot_prior: Mapping[str, Any] | None,
-    ) -> Sequence[Manifest]: ...
+    ) -> Sequence[Object]: ...
 
 
 class TunerView(Protocol):
@@ -198,7 +196,7 @@ class Reconciler:
         return (is_new and "Deployment" in writes) or any(secret in waiting.message for waiting in missed)
 
     async def _create_token(self, llm: LLMDeployment, resource: Resource) -> Problem | None:
-        secret = admin_token_secret(llm, self._tokens.secret_name(resource), self._tokens.token(resource))
+        secret = token_secret(llm, self._tokens.secret_name(resource), self._tokens.token(resource))
         try:
             await self._client.create(SECRET, owned(secret, resource))
         except Conflict:

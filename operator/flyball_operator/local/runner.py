@@ -13,7 +13,6 @@ from typing import Self
 
 import aiohttp
 
-from flyball_operator.children import Manifest
 from flyball_operator.errors import LocalError, OperatorError, SpecError
 from flyball_operator.local.accelerators import AcceleratorPool, visible_devices
 from flyball_operator.local.backoff import Backoff
@@ -28,6 +27,7 @@ from flyball_operator.local.snapshot import Event, ReplicaSnapshot, Snapshot
 from flyball_operator.local.template import LOOPBACK, local_deployment, process_template
 from flyball_operator.local.tuner import LocalTuner
 from flyball_operator.local.watch import WatchedFile
+from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment, manifest
 from flyball_operator.tuning.admin import AdminClient
 from flyball_protocol import example
@@ -60,7 +60,7 @@ class LocalOptions:
     evidence_period_s: float | None = None
     watch_period_s: float = 0.5
     echo: Callable[[str, str], None] | None = None
-    build: Callable[[LLMDeployment], Manifest] = local_deployment
+    build: Callable[[LLMDeployment], Object] = local_deployment
     backoff: Callable[[], Backoff] = Backoff
     accelerators: tuple[str, ...] = field(default_factory=visible_devices)
 

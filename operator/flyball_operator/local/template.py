@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import msgspec
 
 from flyball_operator import children, names
-from flyball_operator.children import Manifest
 from flyball_operator.errors import LocalError
 from flyball_operator.local.accelerators import RESOURCE_NAME
 from flyball_operator.local.pod import Container, Pod, PodProbe, Volume
 from flyball_operator.local.probes import Probe
+from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment
 from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
 from flyball_protocol.quoting import one_line, quoted
@@ -54,13 +54,13 @@ class ProcessTemplate:
         return [f"{flag}={here[flag]}" if (flag := word.partition("=")[0]) in here else word for word in self.argv]
 
 
-def local_deployment(llm: LLMDeployment) -> Manifest:
+def local_deployment(llm: LLMDeployment) -> Object:
     """Return the Deployment that a cluster would run."""
     secret = names.rendered_admin_token_secret(llm.name)
     return children.deployment(llm, children.Platform(), admin_token_secret=secret)
 
 
-def process_template(deployment: Manifest, executable: tuple[str, ...]) -> ProcessTemplate:
+def process_template(deployment: Object, executable: tuple[str, ...]) -> ProcessTemplate:
     """Read the Deployment's pod template; ``executable`` takes the place of the image's ``flyball``.
 
     Security context, CPU and memory amounts are the kubelet's business and have no effect here; neither have the preStop sleep
@@ -84,7 +84,7 @@ def process_template(deployment: Manifest, executable: tuple[str, ...]) -> Proce
     )
 
 
-def _read_pod(spec: Manifest) -> Pod:
+def _read_pod(spec: Object) -> Pod:
     try:
         return msgspec.convert(spec, Pod)
     except msgspec.ValidationError as error:

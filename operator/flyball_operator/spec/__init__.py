@@ -1,4 +1,4 @@
-"""An LLMDeployment as a frozen value, and what its strings stand for. The CRD (crds/llmdeployments.yaml) documents the fields."""
+"""An LLMDeployment as a frozen value, with its model source and quantities. The CRD documents the fields."""
 
 import math
 import re
