@@ -1,8 +1,6 @@
 """Prometheus' own programs, as Debian's package prometheus has them: promtool, and a server that scrapes one address."""
 
 import json
-import os
-import shutil
 import socket
 import subprocess
 import time
@@ -14,22 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
+import programs
 
 START_TIMEOUT_S = 120.0
 """Generous: it takes a second where nothing else runs."""
 
 
 def find(program: str) -> str:
-    """Return the path of a program; skips the test without it, or fails it with FLYBALL_REQUIRE_PROMTOOL=1."""
-    found = shutil.which(program)
-    if found is not None:
-        return found
-    if os.environ.get("FLYBALL_REQUIRE_PROMTOOL") == "1":
-        pytest.fail(f"{program} is not on PATH and FLYBALL_REQUIRE_PROMTOOL=1; Debian's package prometheus has it.")
-    pytest.skip(
-        f"{program} is not on PATH; Debian's package prometheus has it. FLYBALL_REQUIRE_PROMTOOL=1 forbids this."
-    )
+    """Return the path of a program; skips or fails the test without it."""
+    return programs.find(program, "prometheus")
 
 
 class Prometheus:

@@ -17,8 +17,10 @@ Commands = argparse._SubParsersAction  # argparse has no public name for what ad
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``flyball completion``."""
     parser.description = (
-        "Print a script that completes flyball's commands, flags and values. For bash: "
-        "flyball completion bash > ~/.local/share/bash-completion/completions/flyball"
+        "Print a script that completes flyball's commands, flags and values. "
+        "bash: flyball completion bash > ~/.local/share/bash-completion/completions/flyball; "
+        "fish: flyball completion fish > ~/.config/fish/completions/flyball.fish; "
+        "zsh: write it to a file named _flyball in a folder of $fpath."
     )
     parser.add_argument("shell", choices=SHELLS, help="shell that the script is for")
 

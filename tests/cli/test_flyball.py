@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flyball_cli import build_parser, completion, main
+from flyball_cli import build_parser, main
 from flyball_cli.commands import COMMANDS
 from flyball_clients import cli as clients_cli
 from flyball_operator import cli as operator_cli
@@ -128,43 +128,6 @@ def test_exit_codes_and_errors_are_the_commands_own(tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit) as ended:
         main(["bogus"])
     assert ended.value.code == endpoints.EXIT_CONFIG_ERROR
-
-
-@pytest.fixture(scope="module")
-def bash_script() -> str:
-    return completion.script("bash", build_parser())
-
-
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        (["re"], {"render"}),
-        (["l"], {"local", "logs"}),  # the internal listener is none of them
-        (["serve", "--max-num-s"], {"--max-num-seqs"}),
-        (["serve", "--device", "c"], {"cpu", "cuda"}),
-        (["status", "chat", "--name"], {"--namespace"}),
-        (["render", "-f", "pypro"], {"pyproject.toml"}),
-        (["serve", "pypro"], {"pyproject.toml"}),
-        (["completion", "z"], {"zsh"}),
-    ],
-)
-def test_bash_completes_commands_flags_values_and_files(
-    words: list[str], completed: set[str], bash_script: str
-) -> None:
-    line = " ".join(("flyball", *words))
-    ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shtab_flyball; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    done = subprocess.run(["bash", "-c", f"{bash_script}\n{ask}"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert {word.strip() for word in done.stdout.splitlines()} == completed, done.stderr
-
-
-@pytest.mark.parametrize("shell", completion.SHELLS)
-def test_every_shell_gets_a_script_and_it_hides_the_listener(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    printed = capsys.readouterr()
-    assert "--max-num-seqs" in printed.out
-    assert "--namespace" in printed.out
-    assert "listener" not in printed.out
-    assert not printed.err
 
 
 def test_completion_without_a_package_says_what_it_lacks() -> None:
