@@ -30,7 +30,7 @@ from flyball_operator.local.watch import WatchedFile
 from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment, manifest
 from flyball_operator.tuning.admin import AdminClient
-from flyball_protocol import example
+from flyball_protocol import endpoints
 from flyball_protocol.endpoints import API_PORT
 from flyball_protocol.quoting import one_line, quoted
 
@@ -218,8 +218,8 @@ class LocalRunner:
 
         Whether the model has a chat template is not known here; without one, the answer is an error that says what to use.
         """
-        url = example.base_url(self._options.host, int(self._url.rpartition(":")[2]))
-        return example.curl_line(url, self._deployment.served_name, chat=True)
+        url = endpoints.base_url(self._options.host, int(self._url.rpartition(":")[2]))
+        return endpoints.curl_line(url, self._deployment.served_name, chat=True)
 
     @property
     def url(self) -> str:
