@@ -15,7 +15,7 @@ from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.credentials import Credentials
 from flyball_operator.cluster.errors import ClusterError, NotFound
 from flyball_operator.cluster.metrics import Metrics
-from flyball_operator.local.logs import find_last_lines
+from flyball_operator.local.reports import find_last_lines
 
 GROUP = "/apis/flyball.dev/v1alpha1/namespaces"
 CONDITION = {"type": "Ready", "status": "False", "reason": "CrashLoop", "message": "pod chat-b: \x1b[31mbad\nnews"}
@@ -234,7 +234,7 @@ def test_local_logs_are_the_last_lines_of_each_replica(
 def test_the_last_lines_are_found_whatever_is_read_at_a_time(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flyball_operator.local.logs.MAX_READ_BYTES", block)
+    monkeypatch.setattr("flyball_operator.local.reports.MAX_READ_BYTES", block)
     content = b"one\n\nthree\nfour\n"
     (tmp_path / "replica-1.log").write_bytes(content)
     for tail, rest in enumerate((b"", b"four\n", b"three\nfour\n", b"\nthree\nfour\n", content, content)):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flyball_operator.local.fleet import Fleet
-from flyball_operator.local.trouble import Trouble
+from flyball_operator.local.reports import Trouble
 from flyball_operator.spec import LiveLimits, Tuning
 from flyball_operator.tuning import Action, Decision, PodEvidence, Reason
 from flyball_operator.tuning.admin import AdminClient, Target
