@@ -27,7 +27,7 @@ from flyball_runtime.core.errors import ConfigError, EngineError
 from flyball_runtime.core.memory import freeze_startup_objects, return_large_buffers
 from flyball_runtime.engine.client import EngineClient
 from flyball_runtime.engine.heartbeat import pause_limit
-from flyball_runtime.listener.takeover import taken_listener
+from flyball_runtime.listener.holder import taken_listener
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from flyball_runtime.api import ApiSettings, Metrics, create_app
 from flyball_runtime.cli import add_serve_arguments, build_parser, engine_config_from
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import DTYPES, parse_bytes
-from flyball_runtime.listener.command import parse_service
+from flyball_runtime.listener.holder import parse_service
 from runtime.fake_engine import FakeEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
