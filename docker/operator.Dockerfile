@@ -21,7 +21,7 @@ RUN python3 requirements.py operator pyproject.toml > requirements.txt \
 COPY . .
 # Bytecode now: a pod has no place to keep it, and would compile everything at each start.
 RUN $PIP install --no-cache-dir --no-compile --no-deps . \
-    && (cd /opt/flyball/lib/python3*/site-packages && rm -r flyball_runtime flyball_kernels flyball_clients) \
+    && (cd /opt/flyball/lib/python3*/site-packages && rm -r flyball_runtime flyball_kernels flyball_clients flyball_simulation) \
     && python3 -m compileall -q /opt/flyball/lib \
     && /opt/flyball/bin/flyball-operator run --help >/dev/null
 

@@ -37,7 +37,7 @@ RUN PYTHONPATH=kernels /opt/flyball/bin/python -m flyball_kernels.cpu.build \
 COPY . .
 # Bytecode now: a pod has no place to keep it, and would compile torch at each start. The folder left out has newer syntax.
 RUN $PIP install --no-cache-dir --no-compile --no-deps . \
-    && rm -r /opt/flyball/lib/python3*/site-packages/flyball_operator \
+    && rm -r /opt/flyball/lib/python3*/site-packages/flyball_operator /opt/flyball/lib/python3*/site-packages/flyball_simulation \
     && python3 -m compileall -q -x torch/testing/_internal /opt/flyball/lib \
     && for command in serve listener bench; do /opt/flyball/bin/flyball $command --help >/dev/null || exit 1; done
 

@@ -35,7 +35,8 @@ from rich.text import Text
 
 from flyball_operator.errors import LocalError
 from flyball_operator.local.control import InstanceFolder, ask_status
-from flyball_operator.local.snapshot import Snapshot, render
+from flyball_operator.local.snapshot import Snapshot
+from flyball_operator.local.table import render
 
 EXAMPLES = Path(__file__).parent
 MANIFEST = EXAMPLES / "demo.yaml"

@@ -3,10 +3,9 @@
 This package imports nothing else of Flyball, so both sides can depend on it.
 """
 
-from flyball_protocol.endpoints import installed_version
+from flyball_protocol.boot_prior import BootPrior
 from flyball_protocol.evidence import (
     EVIDENCE_VERSION,
-    BootPrior,
     Evidence,
     HitPoint,
     KVBlocks,
@@ -15,7 +14,6 @@ from flyball_protocol.evidence import (
     MemoryState,
     ObjectiveCounts,
     Share,
-    StepModel,
     decode_evidence,
 )
 from flyball_protocol.limits import (
@@ -28,6 +26,7 @@ from flyball_protocol.limits import (
     LimitsUpdate,
     Objectives,
 )
+from flyball_protocol.step_model import StepModel
 
 __all__ = [
     "EVIDENCE_VERSION",
@@ -50,5 +49,4 @@ __all__ = [
     "Share",
     "StepModel",
     "decode_evidence",
-    "installed_version",
 ]

@@ -15,6 +15,7 @@ from flyball_clients import cli as clients_cli
 from flyball_operator import cli as operator_cli
 from flyball_protocol import endpoints
 from flyball_runtime import cli as runtime_cli
+from flyball_simulation import cli as simulation_cli
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "llmdeployment.yaml")
@@ -68,7 +69,7 @@ def test_help_lists_the_commands_that_users_run(capsys: pytest.CaptureFixture[st
 
 
 def test_each_package_has_the_commands_that_flyball_hands_to_it_with_the_same_words() -> None:
-    packages = {"runtime": runtime_cli, "operator": operator_cli, "clients": clients_cli}
+    packages = {"runtime": runtime_cli, "operator": operator_cli, "clients": clients_cli, "simulation": simulation_cli}
     theirs = {extra: summaries(package.build_parser()) for extra, package in packages.items()}
     ours = summaries(build_parser())
     del ours["completion"]

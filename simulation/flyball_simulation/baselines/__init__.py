@@ -1,0 +1,1 @@
+"""What tuners are compared with."""

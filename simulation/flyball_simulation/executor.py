@@ -1,0 +1,64 @@
+"""The executor of the simulator: a step takes as long as its plant says, and every token is 0."""
+
+from typing import NamedTuple
+
+from flyball_runtime.core.clock import FakeClock
+from flyball_runtime.core.stats import EngineInfo
+from flyball_runtime.scheduler import BatchPlan
+from flyball_simulation.plant import Device
+
+
+class Launched(NamedTuple):
+    """A step that is under way."""
+
+    end_s: float
+    num_tokens: int
+
+
+class PlantExecutor:
+    """Moves the engine's clock to the end of each step that is collected."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __init__(self, info: EngineInfo, device: Device, clock: FakeClock) -> None:
+        self.info = info
+        self._device = device
+        self._clock = clock
+        self._free_s = 0.0
+
+    def launch(self, plan: BatchPlan) -> Launched:
+        start_s = max(self._clock.now(), self._free_s)
+        self._free_s = start_s + self._device.seconds(
+            start_s,
+            plan.num_tokens - plan.num_decodes,
+            plan.num_decodes,
+            plan.num_context_tokens,
+            plan.prefill_work,
+        )
+        return Launched(self._free_s, plan.samples.count(True))
+
+    def resize(self, num_blocks: int) -> None:
+        """Memory is not simulated."""
+
+    def collect(self, handle: Launched) -> list[int | None]:
+        self._clock.advance_to(handle.end_s)
+        return [0] * handle.num_tokens
+
+
+def engine_info(*, model: str, device: str, max_model_len: int, num_kv_blocks: int, block_size: int) -> EngineInfo:
+    """Return the facts of a replica that has no model."""
+    return EngineInfo(
+        model=model,
+        dtype="bfloat16",
+        device=device,
+        kernel_backend="simulated",
+        max_model_len=max_model_len,
+        vocab_size=1,
+        block_size=block_size,
+        kv_windows=(None,),
+        num_kv_blocks=num_kv_blocks,
+        num_start_kv_blocks=num_kv_blocks,
+        num_parameters=0,
+        startup_s={},
+        longest_pause_s=0.0,
+    )

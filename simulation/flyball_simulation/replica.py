@@ -1,0 +1,232 @@
+"""One replica: the real engine and the real measurements, on a clock that jumps from step to step."""
+
+from array import array
+from bisect import bisect_left
+
+from flyball_operator.tuning import PodEvidence
+from flyball_protocol import BootPrior, Evidence, Limits, LimitsAck, LimitsUpdate
+from flyball_runtime.core.clock import FakeClock
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.measurements import Measurements, RequestTimes
+from flyball_runtime.core.request import Failed, Request, SamplingParams
+from flyball_runtime.core.stats import StepOutput
+from flyball_runtime.engine.engine import Engine
+from flyball_simulation.executor import PlantExecutor, engine_info
+from flyball_simulation.plant import Device
+from flyball_simulation.workload import Arrival, block_names
+
+BLOCK_SIZE = 16
+
+
+class Flight(RequestTimes):
+    """A request under way, and when its tokens came."""
+
+    __slots__ = ("arrival", "gaps", "index")
+
+    def __init__(self, index: int, arrival: Arrival) -> None:
+        super().__init__(arrival.at_s, arrival.input_len)
+        self.index = index
+        self.arrival = arrival
+        self.gaps: list[float] = []
+
+
+class Outcome:
+    """How a request ended.
+
+    Attributes:
+        ttft_s: None when it failed.
+        itl_p95_s: of its own gaps, None without a gap.
+    """
+
+    __slots__ = ("end_s", "index", "itl_p95_s", "ttft_s")
+
+    def __init__(self, index: int, end_s: float, ttft_s: float | None, itl_p95_s: float | None) -> None:
+        self.index = index
+        self.end_s = end_s
+        self.ttft_s = ttft_s
+        self.itl_p95_s = itl_p95_s
+
+
+class Replica:
+    """Runs a request's life as the runtime does: submit, steps, tokens, end.
+
+    ``begin`` runs a whole step at once, and ``end_s`` says when it is over; ``finish`` is to be called then, and only then
+    is it visible from outside what it did.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        device: Device,
+        *,
+        kv_tokens: int,
+        max_model_len: int,
+        start_s: float = 0.0,
+        device_name: str = "simulated",
+    ) -> None:
+        """Raises ConfigError when the KV cache cannot hold one sequence of ``max_model_len`` tokens."""
+        self.name = name
+        self.clock = FakeClock(start_s)
+        info = engine_info(
+            model=config.served_model_name,
+            device=device_name,
+            max_model_len=max_model_len,
+            num_kv_blocks=max(1, kv_tokens // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+        )
+        self.engine = Engine(config, PlantExecutor(info, device, self.clock), self.clock)
+        self.measurements = Measurements(self.clock)
+        self.measurements.boot_id = name  # drawn at random otherwise
+        self.measurements.step(self.engine.state())
+        self.outcomes: list[Outcome] = []
+        self.gaps = array("d")
+        self.num_steps = 0
+        self.end_s = start_s
+        self.busy = False
+        self._config = config
+        self._flights: dict[str, Flight] = {}
+        self._output: StepOutput | None = None
+
+    @property
+    def num_outstanding(self) -> int:
+        return len(self._flights)
+
+    @property
+    def limits(self) -> Limits:
+        return self.engine.scheduler.limits
+
+    def submit(self, index: int, arrival: Arrival) -> bool:
+        """Queue a request; False when the engine refuses it."""
+        self.clock.advance_to(arrival.at_s)
+        flight = Flight(index, arrival)
+        request_id = str(index)
+        refused = self.engine.submit(_request(request_id, index, arrival, self._config.enable_prefix_caching))
+        if refused is not None:
+            self.measurements.rejected(refused.code)
+            self.outcomes.append(Outcome(index, arrival.at_s, None, None))
+            return False
+        self.measurements.arrived()
+        self._flights[request_id] = flight
+        return True
+
+    def begin(self, now_s: float) -> None:
+        """Start the next step, if there is work."""
+        self.clock.advance_to(now_s)
+        self.engine.tick()
+        if not self.engine.has_work():
+            self.busy = False
+            return
+        self._output = self.engine.step()
+        self.end_s = self.clock.now()
+        self.busy = True
+        self.num_steps += 1
+
+    def finish(self) -> int:
+        """Take the step's output in; return how many requests it ended."""
+        output, now_s = self._output, self.end_s
+        assert output is not None, "no step has begun"
+        self._output = None
+        flights = [self._flights[request_id] for request_id in output.request_ids]
+        for flight in flights:
+            if flight.first_token_s is not None:
+                flight.gaps.append(now_s - flight.last_token_s)
+        self.measurements.step(output.stats)
+        self.measurements.tokens(flights)
+        for ending in output.endings:
+            self._end(ending.request_id, None if isinstance(ending, Failed) else ending.num_output_tokens)
+        return len(output.endings)
+
+    def evidence(self, now_s: float) -> Evidence:
+        """Return what ``GET /admin/evidence`` answers."""
+        self.clock.advance_to(now_s)
+        self.engine.tick()
+        if not self.busy:
+            self.measurements.step(self.engine.state())
+        return self.measurements.evidence(
+            self._config.served_model_name, self.engine.limits(), key=self.engine.info.key, ready=True, draining=False
+        )
+
+    def pod_evidence(self, now_s: float) -> PodEvidence:
+        return PodEvidence(pod=self.name, evidence=self.evidence(now_s))
+
+    def post(self, update: LimitsUpdate, now_s: float) -> LimitsAck:
+        self.clock.advance_to(now_s)
+        return self.engine.post_limits(update)
+
+    def kill(self, now_s: float) -> int:
+        """Fail everything under way; return how many requests that were."""
+        count = len(self._flights)
+        self.outcomes += [Outcome(flight.index, now_s, None, None) for flight in self._flights.values()]
+        self._flights = {}
+        self._output = None
+        self.busy = False
+        return count
+
+    def _end(self, request_id: str, num_output_tokens: int | None) -> None:
+        flight = self._flights.pop(request_id)
+        failed = num_output_tokens is None or flight.first_token_s is None
+        self.measurements.ended(flight, "error" if failed else "length", num_output_tokens or 0)
+        ttft_s = None if failed or flight.first_token_s is None else flight.first_token_s - flight.arrival_s
+        self.outcomes.append(Outcome(flight.index, self.end_s, ttft_s, percentile(flight.gaps, 0.95)))
+        self.gaps.extend(flight.gaps)
+
+
+def percentile(values: list[float], share: float) -> float | None:
+    """Return a quantile by linear interpolation, as ``flyball bench`` does; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def share_at_most(values: list[float], bound: float) -> float:
+    """Return the share of sorted values that are not above ``bound``."""
+    return bisect_left(values, bound + 1e-12) / len(values) if values else 1.0
+
+
+_ZEROS = [0] * 4096
+
+
+def _request(request_id: str, index: int, arrival: Arrival, prefix_caching: bool) -> Request:
+    """Prompts are zeros, up to the last block that is not full: no other prompt continues that one."""
+    global _ZEROS
+    num_tokens = arrival.input_len
+    while len(_ZEROS) < num_tokens:
+        _ZEROS = _ZEROS * 2
+    token_ids = _ZEROS[:num_tokens]
+    names: list[bytes] = []
+    if prefix_caching:
+        names = block_names(arrival.hash_ids, num_tokens, BLOCK_SIZE)
+        token_ids[len(names) * BLOCK_SIZE :] = [index + 1] * (num_tokens - len(names) * BLOCK_SIZE)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        sampling=SamplingParams(max_tokens=arrival.output_len, temperature=0.0, seed=0, ignore_eos=True),
+        block_hashes=names,
+    )
+
+
+def engine_config(
+    *,
+    model: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    prefix_caching: bool,
+    seed: int,
+    prior: BootPrior | None,
+) -> EngineConfig:
+    """Return the settings of a replica. Raises ConfigError for limits that ``flyball serve`` would refuse."""
+    return EngineConfig(
+        model=model,
+        served_model_name=model,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=prefix_caching,
+        fair_share=False,
+        seed=seed,
+        boot_prior=prior,
+    )
