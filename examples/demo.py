@@ -35,8 +35,7 @@ from rich.text import Text
 
 from flyball_operator.errors import LocalError
 from flyball_operator.local.control import InstanceFolder, ask_status
-from flyball_operator.local.snapshot import Snapshot
-from flyball_operator.local.table import render
+from flyball_operator.local.snapshot import Snapshot, render
 
 EXAMPLES = Path(__file__).parent
 MANIFEST = EXAMPLES / "demo.yaml"

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from flyball_cli import completion
 from flyball_cli.commands import COMMANDS
-from flyball_protocol import endpoints
-from flyball_protocol.version import installed_version
+from flyball_protocol import endpoints, installed_version
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,8 +9,7 @@ import msgspec
 from flyball_clients.bench.settings import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, Arrival, BenchSettings, parse_slo
 from flyball_clients.endpoint import Api
 from flyball_clients.errors import ConfigError, EndpointError
-from flyball_protocol import endpoints
-from flyball_protocol.version import installed_version
+from flyball_protocol import endpoints, installed_version
 
 _DEFAULTS = BenchSettings()
 _EXIT_NO_ANSWER = 1

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from flyball_operator.commands.output import ReaderGone
 from flyball_operator.errors import OperatorError
-from flyball_protocol import endpoints
+from flyball_protocol import endpoints, installed_version
 from flyball_protocol.quoting import lines
-from flyball_protocol.version import installed_version
 
 EXIT_INTERRUPTED = 130
 

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from flyball_protocol.version import installed_version
+from flyball_protocol import installed_version
 
 GROUP = "flyball.dev"
 API_VERSION = f"{GROUP}/v1alpha1"

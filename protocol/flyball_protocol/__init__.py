@@ -3,9 +3,10 @@
 This package imports nothing else of Flyball, so both sides can depend on it.
 """
 
-from flyball_protocol.boot_prior import BootPrior
+from flyball_protocol.endpoints import installed_version
 from flyball_protocol.evidence import (
     EVIDENCE_VERSION,
+    BootPrior,
     Evidence,
     HitPoint,
     KVBlocks,
@@ -14,6 +15,7 @@ from flyball_protocol.evidence import (
     MemoryState,
     ObjectiveCounts,
     Share,
+    StepModel,
     decode_evidence,
 )
 from flyball_protocol.limits import (
@@ -26,7 +28,6 @@ from flyball_protocol.limits import (
     LimitsUpdate,
     Objectives,
 )
-from flyball_protocol.step_model import StepModel
 
 __all__ = [
     "EVIDENCE_VERSION",
@@ -49,4 +50,5 @@ __all__ = [
     "Share",
     "StepModel",
     "decode_evidence",
+    "installed_version",
 ]

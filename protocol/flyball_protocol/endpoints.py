@@ -1,4 +1,9 @@
-"""Ports, paths and environment names that both sides must spell alike."""
+"""Ports, paths, environment names, exit codes, metric names and the version: what all sides must spell alike."""
+
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 API_PORT = 8000
 """Default port of every address that serves the API: a replica's, a Service's, the balanced one of local mode."""
@@ -32,3 +37,38 @@ EXIT_ENGINE_DIED = 3
 """The engine process ended while serving; pending requests were failed."""
 EXIT_DRAIN_TIMEOUT = 4
 """The drain deadline passed with requests still running; they were failed."""
+
+REQUESTS_WAITING = "flyball_requests_waiting"
+"""Requests in a replica's queue."""
+REQUESTS_RUNNING_RATIO = "flyball_requests_running_ratio"
+"""Running requests of a replica over the most that may run now, 0 to 1."""
+
+EXAMPLE_QUESTION = "Say hello."
+EXAMPLE_MAX_TOKENS = 32
+_HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def installed_version(otherwise: str = "0+unknown") -> str:
+    """Return the installed version; ``otherwise`` in a source tree that was never installed."""
+    try:
+        return version("flyball")
+    except PackageNotFoundError:
+        return otherwise
+
+
+def base_url(host: str, port: int) -> str:
+    """Return a URL that reaches a server on this machine that listens on ``host``, which may mean every address."""
+    reachable = _HERE.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def curl_line(url: str, model: str, *, chat: bool) -> str:
+    """Return a ``curl`` command that asks for an answer of a few tokens.
+
+    Args:
+        chat: whether the model has a chat template; without one, the completions API is asked.
+    """
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    asked = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}]} if chat else {"prompt": EXAMPLE_QUESTION}
+    body: dict[str, Any] = {"model": model, **asked, "max_tokens": EXAMPLE_MAX_TOKENS}
+    return f"curl {url}{path} -d {shlex.quote(json.dumps(body))}"

@@ -1,13 +1,16 @@
-"""Evidence: what a runtime observed over its last window, read by the operator's slow loop."""
+"""What a runtime has observed and learned: evidence for the operator's slow loop, and what a new replica starts with."""
+
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from flyball_protocol.limits import Envelope, Limits, Objectives
-from flyball_protocol.step_model import StepModel
+from flyball_protocol.limits import Envelope, Limits, Objectives, Revision
 
 EVIDENCE_VERSION = 2
 """Grows when a field changes its meaning or goes. Fields that are added leave it as it is."""
+
+NonNegative = Annotated[float, Meta(ge=0)]
 
 
 class LatencyWindow(Struct, frozen=True, kw_only=True):
@@ -117,6 +120,54 @@ class HitPoint(Struct, frozen=True, kw_only=True):
     share: float
 
 
+class StepModel(Struct, frozen=True, kw_only=True):
+    """A model of the step time, learned by a runtime from the steps it took. Times are seconds.
+
+    Attributes:
+        base_s: of any step.
+        token_s: of each token above the knee, prompt or decode.
+        knee_tokens: tokens that a step computes for no more than its base (it reads all weights in any case).
+        context_token_s: of each cached token that a decode reads.
+        attention_pair_s: of each pair of a prompt token and a token that it attends to.
+        interaction_s: of each pair of a prompt token and a decode in the same step.
+        residual_p50, residual_p95: quantiles of ``|measured - predicted| / predicted`` over recent steps, each predicted
+            before it was learned from; None before the first.
+        num_steps: learned from.
+        covariance: of the coefficients ``(base, token, context, pair)``, each scaled to the cost of a typical step; upper
+            triangle, row by row; empty if unknown.
+        settled: whether the predictions can be planned with.
+    """
+
+    base_s: NonNegative
+    token_s: NonNegative
+    knee_tokens: NonNegative = 0.0
+    context_token_s: NonNegative = 0.0
+    attention_pair_s: NonNegative = 0.0
+    interaction_s: NonNegative = 0.0
+    residual_p50: NonNegative | None = None
+    residual_p95: NonNegative | None = None
+    num_steps: Annotated[int, Meta(ge=0)] = 0
+    covariance: tuple[float, ...] = ()
+    settled: bool = False
+
+    def predict(self, prefill_tokens: int, decodes: int, context_tokens: int, attention_pairs: int) -> float:
+        """Return the seconds that a step takes; it never falls when an argument grows.
+
+        Args:
+            prefill_tokens: P, prompt tokens.
+            decodes: D, sequences that get their next token.
+            context_tokens: K, tokens in the cache that the decodes read, their own included.
+            attention_pairs: Q, pairs of a prompt token and a token that it attends to.
+        """
+        return (
+            self.base_s
+            + self.token_s * max(0.0, prefill_tokens + decodes - self.knee_tokens)
+            + self.context_token_s * context_tokens
+            + self.attention_pair_s * attention_pairs
+            + self.interaction_s * prefill_tokens * decodes
+        )
+
+
 class Evidence(Struct, frozen=True, kw_only=True):
     """Body of ``GET /admin/evidence``. Counts and shares cover the last ``window_s`` seconds.
 
@@ -194,3 +245,18 @@ def decode_evidence(body: bytes) -> Evidence:
             "Update the runtime and the operator to the same release."
         )
     return msgspec.json.decode(body, type=Evidence)
+
+
+class BootPrior(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Content of the file that ``flyball serve --boot-prior`` reads: limits that served well, and their revision.
+
+    Attributes:
+        revision: in force from the start, so that older ones are stale.
+        step_model: what a replica of this deployment has learned of its step time.
+        key: of the replica that learned it (``Evidence.key``). A runtime of another key does not use the model.
+    """
+
+    revision: Revision
+    limits: Limits
+    step_model: StepModel | None = None
+    key: str = ""

@@ -1,5 +1,5 @@
 """The Flyball runtime: a continuous-batching server for language models whose limits move while it serves."""
 
-from flyball_protocol.version import installed_version
+from flyball_protocol import installed_version
 
 __version__ = installed_version()

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from flyball_protocol import endpoints, example
+from flyball_protocol import endpoints
 from flyball_runtime.api.admin import create_admin_app
 from flyball_runtime.api.app import create_app
 from flyball_runtime.api.metrics import Metrics
@@ -27,7 +27,7 @@ from flyball_runtime.core.errors import ConfigError, EngineError
 from flyball_runtime.core.memory import freeze_startup_objects, return_large_buffers
 from flyball_runtime.engine.client import EngineClient
 from flyball_runtime.engine.heartbeat import pause_limit
-from flyball_runtime.listener.takeover import taken_listener
+from flyball_runtime.listener.holder import taken_listener
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +195,8 @@ class Replica:
         return True
 
     def _first_request(self) -> str:
-        url = example.base_url(*self._servers[0][1].getsockname()[:2])
-        return example.curl_line(url, self._config.api.served_model_names[0], chat=self._has_chat)
+        url = endpoints.base_url(*self._servers[0][1].getsockname()[:2])
+        return endpoints.curl_line(url, self._config.api.served_model_names[0], chat=self._has_chat)
 
     async def _drain(self) -> int:
         deadline_s = time.monotonic() + self._config.drain_timeout_s

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from flyball_clients.errors import ConfigError as ClientConfigError
 from flyball_operator.errors import SpecError
-from flyball_protocol import endpoints
+from flyball_protocol import endpoints, installed_version
 from flyball_protocol.quoting import lines
-from flyball_protocol.version import installed_version
 from flyball_runtime.core.errors import ConfigError
 from flyball_simulation import command
 

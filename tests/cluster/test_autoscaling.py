@@ -14,7 +14,7 @@ from cluster_kit.metrics_adapter import CUSTOM, EXTERNAL, Question, metrics_adap
 from cluster_kit.operator_process import OperatorProcess, child_rules, grant
 from cluster_kit.world import NAME, World
 from flyball_operator.cluster.kinds import AUTOSCALER, DEPLOYMENT, LLM_DEPLOYMENT, SERVICE, Kind
-from flyball_protocol.metrics import REQUESTS_RUNNING_RATIO, REQUESTS_WAITING
+from flyball_protocol.endpoints import REQUESTS_RUNNING_RATIO, REQUESTS_WAITING
 
 pytestmark = pytest.mark.slow
 

@@ -63,6 +63,10 @@ def bounds(**fields: Any) -> Spec:
     return {"tuning": {"bounds": fields}}
 
 
+def limits(bounds: Spec | None = None, **fields: Any) -> Spec:
+    return {"tuning": {"limits": fields} | ({"bounds": bounds} if bounds else {})}
+
+
 def ingress(*peers: Spec, mode: str = "Managed") -> Spec:
     return {"networkPolicy": {"mode": mode, "ingressFrom": list(peers)}}
 
@@ -109,6 +113,31 @@ RULES = [
         "tuning.bounds.maxNumBatchedTokens must stay inside the envelope",
         [bounds(maxNumBatchedTokens={"max": 2048}), runtime(maxNumBatchedTokens=4096) | bounds(maxNumSeqs={"min": 2})],
         [bounds(maxNumBatchedTokens={"max": 2049}), bounds(maxNumBatchedTokens={"min": 4096})],
+    ),
+    Rule(
+        "tuning.limits.maxNumSeqs must stay inside the envelope",
+        [limits(maxNumSeqs=256), limits(maxNumSeqs=1, stepTimeTargetMilliseconds=25, kvCachePercent=50), limits()],
+        [limits(maxNumSeqs=257)],
+    ),
+    Rule(
+        "tuning.limits.maxNumBatchedTokens must stay inside the envelope",
+        [limits(maxNumBatchedTokens=2048), runtime(maxNumBatchedTokens=4096) | limits(maxNumBatchedTokens=4096)],
+        [limits(maxNumBatchedTokens=2049)],
+    ),
+    Rule(
+        "limits.maxNumSeqs is outside bounds.maxNumSeqs",
+        [limits({"maxNumSeqs": {"min": 4, "max": 8}}, maxNumSeqs=8), limits({"maxNumSeqs": {}}, maxNumSeqs=8)],
+        [limits({"maxNumSeqs": {"min": 4}}, maxNumSeqs=3), limits({"maxNumSeqs": {"max": 8}}, maxNumSeqs=9)],
+    ),
+    Rule(
+        "limits.maxNumBatchedTokens is outside bounds.maxNumBatchedTokens",
+        [limits({"maxNumBatchedTokens": {"min": 64}}, maxNumBatchedTokens=64), limits({"maxNumSeqs": {"max": 8}})],
+        [limits({"maxNumBatchedTokens": {"min": 64}}, maxNumBatchedTokens=63)],
+    ),
+    Rule(
+        "limits.kvCachePercent is outside bounds.kvCachePercent",
+        [limits({"kvCachePercent": {"min": 20, "max": 90}}, kvCachePercent=20)],
+        [limits({"kvCachePercent": {"max": 90}}, kvCachePercent=91)],
     ),
     Rule(
         "min is more than max",

@@ -35,8 +35,7 @@ from flyball_runtime import cli as runtime_cli
 from flyball_runtime.api import ApiSettings, Metrics, create_admin_app, create_app
 from flyball_runtime.api import errors as api_errors
 from flyball_runtime.api.metrics import VLLM_NAMES
-from flyball_runtime.api.schemas import ChatRequest, CompletionRequest
-from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS
+from flyball_runtime.api.schemas import CHAT_NOOPS, COMPLETION_NOOPS, ChatRequest, CompletionRequest
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.errors import RequestError
 from runtime.fake_engine import FakeEngine, step_stats

@@ -11,12 +11,12 @@ from checkpoints import make_tokenizer
 from flyball_operator import names
 from flyball_operator.local.template import local_deployment
 from flyball_operator.spec import manifest, rules
-from flyball_protocol import endpoints, metrics
+from flyball_protocol import endpoints
 from flyball_runtime.api import ApiSettings, Metrics, create_app
 from flyball_runtime.cli import add_serve_arguments, build_parser, engine_config_from
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import DTYPES, parse_bytes
-from flyball_runtime.listener.command import parse_service
+from flyball_runtime.listener.holder import parse_service
 from runtime.fake_engine import FakeEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -123,5 +123,5 @@ def test_every_flag_that_a_pod_sets_is_refused_in_extra_args() -> None:
 
 def test_what_autoscalers_read_is_what_the_runtime_exports() -> None:
     exposed = Metrics(model_name="test", clock=FakeClock()).exposition("")[0].decode()
-    for name in (metrics.REQUESTS_WAITING, metrics.REQUESTS_RUNNING_RATIO):
+    for name in (endpoints.REQUESTS_WAITING, endpoints.REQUESTS_RUNNING_RATIO):
         assert f"\n{name} " in exposed, "without labels, as KEDA is told, and before the first request"

@@ -15,7 +15,7 @@ import pytest
 from flyball_operator.local import balancer as balancer_module
 from flyball_operator.local import connections as connections_module
 from flyball_operator.local.balancer import Balancer
-from flyball_operator.local.choices import num_choices
+from flyball_operator.local.body import num_choices
 from flyball_operator.local.connections import Connections
 from flyball_operator.local.replica import Replica, State
 from flyball_operator.local.runner import listen

@@ -12,7 +12,7 @@ import pytest
 from flyball_operator import children, names
 from flyball_operator.errors import SpecError
 from flyball_operator.spec import LLMDeployment, manifest, size_in_bytes
-from flyball_protocol import endpoints, metrics
+from flyball_protocol import endpoints
 
 TEXT = """
 apiVersion: flyball.dev/v1alpha1
@@ -456,8 +456,8 @@ def test_an_hpa_takes_the_larger_of_queue_and_running_ratio_per_pod() -> None:
     built = spec_of("HorizontalPodAutoscaler", autoscaling={"mode": "HPA", "minReplicas": 2, "maxReplicas": 5})
     assert (built["scaleTargetRef"], built["minReplicas"], built["maxReplicas"]) == (TARGET, 2, 5)
     assert [(one["pods"]["metric"]["name"], one["pods"]["target"]) for one in built["metrics"]] == [
-        (metrics.REQUESTS_WAITING, {"type": "AverageValue", "averageValue": "4"}),
-        (metrics.REQUESTS_RUNNING_RATIO, {"type": "AverageValue", "averageValue": "800m"}),
+        (endpoints.REQUESTS_WAITING, {"type": "AverageValue", "averageValue": "4"}),
+        (endpoints.REQUESTS_RUNNING_RATIO, {"type": "AverageValue", "averageValue": "800m"}),
     ]
 
 
@@ -467,7 +467,7 @@ def test_an_hpa_on_external_metrics_names_the_series_of_this_deployment_alone() 
         one["external"] for one in spec_of("HorizontalPodAutoscaler", autoscaling=autoscaling)["metrics"]
     )
     labels = {"namespace": "team", "app_kubernetes_io_instance": "chat"}
-    assert waiting["metric"] == {"name": metrics.REQUESTS_WAITING, "selector": {"matchLabels": labels}}
+    assert waiting["metric"] == {"name": endpoints.REQUESTS_WAITING, "selector": {"matchLabels": labels}}
     assert running["target"] == {"type": "AverageValue", "averageValue": "1"}
 
 
@@ -478,8 +478,8 @@ def test_keda_sums_over_the_pods_at_their_own_port() -> None:
     waiting, running = (trigger["metadata"] for trigger in built["triggers"])
     assert {trigger["metricType"] for trigger in built["triggers"]} == {"AverageValue"}
     url = "http://chat.team.svc:8000/metrics"  # KEDA looks the Service's endpoints up, whose port is the pods'
-    assert (waiting["url"], waiting["valueLocation"], waiting["targetValue"]) == (url, metrics.REQUESTS_WAITING, "7")
-    assert (running["valueLocation"], running["targetValue"]) == (metrics.REQUESTS_RUNNING_RATIO, "0.80")
+    assert (waiting["url"], waiting["valueLocation"], waiting["targetValue"]) == (url, endpoints.REQUESTS_WAITING, "7")
+    assert (running["valueLocation"], running["targetValue"]) == (endpoints.REQUESTS_RUNNING_RATIO, "0.80")
     assert (waiting["aggregateFromKubeServiceEndpoints"], waiting["aggregationType"]) == ("true", "sum")
     assert all(isinstance(value, str) for value in {**waiting, **running}.values()), "KEDA takes strings only"
 

@@ -15,11 +15,12 @@ from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.credentials import Credentials
 from flyball_operator.cluster.errors import ClusterError, NotFound
 from flyball_operator.cluster.metrics import Metrics
-from flyball_operator.local.logs import find_last_lines
+from flyball_operator.local.reports import find_last_lines
 
 GROUP = "/apis/flyball.dev/v1alpha1/namespaces"
 CONDITION = {"type": "Ready", "status": "False", "reason": "CrashLoop", "message": "pod chat-b: \x1b[31mbad\nnews"}
 LIMITS = {"maxNumSeqs": 64, "maxNumBatchedTokens": 512, "kvCachePercent": 80}
+DRAINING = {"name": "chat-a", "revision": 4, "target": LIMITS, "effective": LIMITS | {"maxNumSeqs": 70}}
 LAST = {"time": "2026-01-01T00:00:00Z", "action": "change", "reason": "TTFTOver", "message": "prompts wait"}
 
 
@@ -53,7 +54,7 @@ class ApiServer:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
         self.queries: list[dict[str, str]] = []
-        tuning = {"state": "Converged", "revision": 4, "target": LIMITS, "effective": LIMITS, "lastDecision": LAST}
+        tuning = {"state": "Converged", "revision": 4, "target": LIMITS, "replicas": [DRAINING], "lastDecision": LAST}
         self.deployments = {name: deployment(name, tuning=tuning) for name in ("team", "default")}
         self.pods = [pod("chat-b", ready=False), pod("chat-a", ready=True)]
         self.logs: dict[str, bytes] = {"chat-a": b"one\nt\x1b[2Jwo\nlast", "chat-b": b"three\n"}
@@ -128,6 +129,7 @@ def test_status_shows_conditions_tuning_and_pods(run: Run, capsys: pytest.Captur
     assert shown[0] == "team/chat http://chat.team.svc:8000 1/2 ready"
     assert "Tuning Converged, revision 4" in shown
     assert "target: 64 sequences, 512 tokens a step, 80% of the KV cache" in shown
+    assert "chat-a: 64/70 seqs, 512 tokens, 80% KV (revision 4)" in shown
     assert "2026-01-01T00:00:00Z change (TTFTOver): prompts wait" in shown
     assert "chat-a Ready 0 node-1" in shown
     assert "chat-b CrashLoop 3 node-1" in shown
@@ -232,7 +234,7 @@ def test_local_logs_are_the_last_lines_of_each_replica(
 def test_the_last_lines_are_found_whatever_is_read_at_a_time(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flyball_operator.local.logs.MAX_READ_BYTES", block)
+    monkeypatch.setattr("flyball_operator.local.reports.MAX_READ_BYTES", block)
     content = b"one\n\nthree\nfour\n"
     (tmp_path / "replica-1.log").write_bytes(content)
     for tail, rest in enumerate((b"", b"four\n", b"three\nfour\n", b"\nthree\nfour\n", content, content)):

@@ -426,6 +426,29 @@ def test_turning_tuning_off_takes_back_what_is_on_trial(mode: str) -> None:
     asyncio.run(test())
 
 
+@run
+async def test_limits_of_the_spec_move_replicas_while_tuning_is_off() -> None:
+    async with scene(sees=good_below(400)) as now:
+        now.spec["tuning"] = TUNING | {"mode": "Disabled", "objectives": {}, "limits": {"maxNumBatchedTokens": 256}}
+        await now.rounds()
+        assert now.in_force == [(1, 256)] * 3
+        assert [(type, reason) for type, reason, _ in now.events] == [("Normal", "LimitsChanged")]
+        await now.rounds(3)
+        assert {len(one.updates) for one in now.replicas} == {1}, "nothing is posted twice"
+        assert [(one["name"], one["revision"]) for one in now.tuning["replicas"]] == [
+            (one.name, 1) for one in now.replicas
+        ]
+        assert {one["effective"]["maxNumBatchedTokens"] for one in now.tuning["replicas"]} == {256}
+        assert (now.tuning["state"], now.tuner.conditions(KEY), now.tuner.boot_prior(KEY)) == ("Disabled", (), None)
+        now.restart()
+        now.replicas[0].restart()  # with what it starts up with
+        await now.rounds()
+        assert now.in_force == [(1, 256)] * 3
+        now.spec, now.generation = {"tuning": TUNING | {"mode": "Disabled", "objectives": {}}}, 2
+        await now.rounds(2)
+        assert (now.in_force, now.tuning) == ([(1, 256)] * 3, {"state": "Disabled"})
+
+
 def test_a_deployment_whose_spec_is_refused_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """An API server keeps what an older CRD allowed; the status has the reason."""
 

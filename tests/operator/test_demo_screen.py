@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from flyball_operator.local.replica import State
-from flyball_operator.local.snapshot import Event, ReplicaSnapshot, Snapshot
+from flyball_operator.local.reports import Event
+from flyball_operator.local.snapshot import ReplicaSnapshot, Snapshot
 from operator_kit.evidence import make_evidence, pods
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"

@@ -478,6 +478,23 @@ def test_tuning_changes_the_limits_of_every_replica_and_records_why() -> None:
     run(scenario())
 
 
+def test_limits_of_the_spec_move_running_replicas() -> None:
+    async def scenario() -> None:
+        async with running(2, replicas=2, tuning={"intervalSeconds": 1}, evidence_period_s=0.05) as now:
+
+            def in_force(snapshot: Any) -> list[int]:
+                read = [replica.evidence.evidence for replica in snapshot.replicas if replica.evidence]
+                return [evidence.target.max_num_seqs for evidence in read if evidence]
+
+            before = pids(now)
+            now.file.write(tuning={"intervalSeconds": 1, "limits": {"maxNumSeqs": 3}})
+            await now.until(lambda s: in_force(s) == [3, 3])
+            await now.until_line("limits, revision 1: max_num_seqs ")
+            assert pids(now) == before, "none was restarted"
+
+    run(scenario())
+
+
 def test_recommendations_change_nothing() -> None:
     async def scenario() -> None:
         tuning = {"mode": "Recommend", "objectives": {"interTokenLatencyP95Milliseconds": 40}, "intervalSeconds": 1}

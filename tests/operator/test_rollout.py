@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball_operator.local.rollout import Seen, Start, Stop, next_actions
+from flyball_operator.local.fleet import Seen, Start, Stop, next_actions
 
 
 def old(number: int, ready: bool = True) -> Seen:

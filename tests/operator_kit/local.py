@@ -13,8 +13,8 @@ import aiohttp
 import yaml
 
 from flyball_operator.local import LocalOptions, LocalRunner, Snapshot
-from flyball_operator.local.backoff import Backoff
 from flyball_operator.local.control import InstanceFolder
+from flyball_operator.local.replica import Backoff
 from flyball_operator.local.template import local_deployment
 from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment, manifest

@@ -21,7 +21,7 @@ from flyball_clients.bench.statistics import (
     peak_in_flight,
     summarise,
 )
-from flyball_protocol.version import installed_version
+from flyball_protocol import installed_version
 
 SCHEMA_VERSION = 1
 """Goes up when a field changes its meaning or goes away; new fields do not raise it."""

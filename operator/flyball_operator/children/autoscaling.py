@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from flyball_operator import names
 from flyball_operator.observed import Object
 from flyball_operator.spec import Autoscaling, LLMDeployment, plain
-from flyball_protocol import endpoints, metrics
+from flyball_protocol import endpoints
 
 _DEFAULT_BEHAVIOR = {
     "scaleUp": {
@@ -68,8 +68,8 @@ def _scale_target(llm: LLMDeployment) -> Object:
 def _hpa_targets(autoscaling: Autoscaling) -> Iterator[tuple[str, str]]:
     """Yield each metric with its target as a Kubernetes quantity, spelled as the API server would."""
     percent = autoscaling.target_running_percent
-    yield metrics.REQUESTS_WAITING, str(autoscaling.target_queue_depth)
-    yield metrics.REQUESTS_RUNNING_RATIO, "1" if percent == 100 else f"{percent * 10}m"
+    yield endpoints.REQUESTS_WAITING, str(autoscaling.target_queue_depth)
+    yield endpoints.REQUESTS_RUNNING_RATIO, "1" if percent == 100 else f"{percent * 10}m"
 
 
 def _hpa_metric(llm: LLMDeployment, name: str, target: str) -> Object:
@@ -93,8 +93,8 @@ def _scaled_object(llm: LLMDeployment) -> Object:
             "pollingInterval": autoscaling.keda.polling_seconds,
             "advanced": {"horizontalPodAutoscalerConfig": {"behavior": _behavior(autoscaling)}},
             "triggers": [
-                _trigger(llm, metrics.REQUESTS_WAITING, str(autoscaling.target_queue_depth)),
-                _trigger(llm, metrics.REQUESTS_RUNNING_RATIO, f"{autoscaling.target_running_percent / 100:.2f}"),
+                _trigger(llm, endpoints.REQUESTS_WAITING, str(autoscaling.target_queue_depth)),
+                _trigger(llm, endpoints.REQUESTS_RUNNING_RATIO, f"{autoscaling.target_running_percent / 100:.2f}"),
             ],
         },
     }

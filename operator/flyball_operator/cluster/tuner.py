@@ -81,7 +81,7 @@ class ClusterTuner:
     def status(self, key: Key) -> Mapping[str, Any] | None:
         """Return status.tuning; before the first round, as an earlier process left it."""
         resource = self._store.resources.get(key)
-        if resource is None or _mode(resource) == "Disabled":
+        if resource is None or _is_idle(resource):
             return None if resource is None else DISABLED.as_object()
         known = self._report(resource)
         return None if known is None else known.status.as_object()
@@ -89,7 +89,7 @@ class ClusterTuner:
     def conditions(self, key: Key) -> Sequence[Condition]:
         """Return TuningHealthy and SLOMet; none where tuning is off or nothing is known yet."""
         resource = self._store.resources.get(key)
-        if resource is None or _mode(resource) == "Disabled":
+        if resource is None or _is_idle(resource):
             return ()
         known = self._report(resource)
         return () if known is None else known.conditions
@@ -124,7 +124,7 @@ class ClusterTuner:
         if resource.deleting or resource.spec.get("suspend", False):
             return False
         tuned = self._current(resource)
-        has_work = _mode(resource) != "Disabled" or (tuned is not None and tuned.has_trial)
+        has_work = not _is_idle(resource) or (tuned is not None and tuned.has_trial)
         return has_work and _is_valid(resource)  # last: this is asked of every resource in every tick
 
     def _take_turn(self, resource: Resource, now_s: float) -> bool:
@@ -152,8 +152,8 @@ class ClusterTuner:
         resources = self._store.resources
         for key, tuned in list(self._tuned.items()):
             resource = resources.get(key)
-            is_disabled = resource is not None and _mode(resource) == "Disabled" and not tuned.has_trial
-            if (resource is None or resource.uid != tuned.uid or is_disabled) and not tuned.is_busy:
+            is_idle = resource is not None and _is_idle(resource) and not tuned.has_trial
+            if (resource is None or resource.uid != tuned.uid or is_idle) and not tuned.is_busy:
                 del self._tuned[key]
 
     def _current(self, resource: Resource) -> "_Tuned | None":
@@ -255,6 +255,11 @@ def remembered(resource: Resource, prior: BootPrior | None, now: datetime) -> Me
 
 def _mode(resource: Resource) -> str:
     return str(resource.spec.get("tuning", {}).get("mode", "Disabled"))
+
+
+def _is_idle(resource: Resource) -> bool:
+    """Return whether the spec asks for nothing: tuning is off, and no limits are given."""
+    return _mode(resource) == "Disabled" and not resource.spec.get("tuning", {}).get("limits")
 
 
 def _is_valid(resource: Resource) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from msgspec import structs
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -11,9 +12,15 @@ from flyball_operator.commands.cluster import Found
 from flyball_operator.observed import Pod
 from flyball_operator.spec import schema
 from flyball_operator.status import diagnosis
-from flyball_operator.status.tuning import ShownLimits, TuningStatus
+from flyball_operator.status.tuning import DISABLED, ShownLimits, ShownReplica, TuningStatus
 from flyball_protocol.quoting import one_line
 
+_UNITS = {
+    "max_num_seqs": " seqs",
+    "max_num_batched_tokens": " tokens",
+    "kv_cache_percent": "% KV",
+    "step_time_target_milliseconds": " ms",
+}
 _STYLES = {"Ready": "green", "Terminating": "yellow"}
 
 
@@ -49,22 +56,36 @@ def _condition(condition: dict[str, Any]) -> list[Text]:
 
 def _tuning(status: dict[str, Any]) -> Iterator[RenderableType]:
     known = TuningStatus.from_object(status)
-    if known is None or known.state == "Disabled":
+    if known is None or known == DISABLED:
         return
     yield ""
     yield Text(f"Tuning  {known.state}, revision {known.revision}", style="bold")
     for what, limits in (("target", known.target), ("effective", known.effective), ("recommended", known.recommended)):
         if limits is not None:
             yield Text(f"  {what}: {_limits(limits)}")
+    for replica in known.replicas:
+        yield Text(_short(replica))
     if (last := known.last_decision) is not None:
         yield Text(one_line(f"  {last.time}  {last.action} ({last.reason}): {last.message}", max_chars=2000))
 
 
 def _limits(limits: ShownLimits) -> str:
+    target_ms = limits.step_time_target_milliseconds
     return (
         f"{limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens a step, "
-        f"{limits.kv_cache_percent}% of the KV cache"
+        f"{limits.kv_cache_percent}% of the KV cache" + (f", steps of {target_ms} ms" if target_ms is not None else "")
     )
+
+
+def _short(replica: ShownReplica) -> str:
+    """Return the limits of a replica; as target/effective where these differ."""
+    target, effective = (structs.asdict(one) for one in (replica.target, replica.effective))
+    values = [
+        f"{target[name]}{unit}" if target[name] == effective[name] else f"{target[name]}/{effective[name]}{unit}"
+        for name, unit in _UNITS.items()
+        if target[name] is not None
+    ]
+    return one_line(f"  {replica.name}: {', '.join(values)} (revision {replica.revision})")
 
 
 def _pod(pod: Pod, accelerator: str) -> list[Text]:

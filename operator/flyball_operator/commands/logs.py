@@ -8,7 +8,7 @@ from flyball_operator.commands import where
 from flyball_operator.commands.output import write
 from flyball_operator.errors import LocalError, OperatorError
 from flyball_operator.local.command import instance_folder
-from flyball_operator.local.logs import MAX_LINE_CHARS, find_last_lines, follow_logs, pass_on
+from flyball_operator.local.reports import MAX_LINE_CHARS, find_last_lines, follow_logs, pass_on
 from flyball_protocol import endpoints
 from flyball_protocol.quoting import one_line
 

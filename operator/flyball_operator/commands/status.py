@@ -10,7 +10,7 @@ from flyball_operator.commands import where
 from flyball_operator.commands.output import write
 from flyball_operator.local.command import instance_folder
 from flyball_operator.local.control import ask_status
-from flyball_operator.local.table import render
+from flyball_operator.local.snapshot import render
 from flyball_protocol import endpoints
 
 

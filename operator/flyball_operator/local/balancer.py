@@ -11,18 +11,22 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
 
-from flyball_operator.local.answers import RETRY_AFTER_S, answer_expect, client_error, error_body, server_error
 from flyball_operator.local.body import MAX_HELD_BYTES, Body, BrokenBody
 from flyball_operator.local.connections import (
     HEADER_TIMEOUT_S,
+    RETRY_AFTER_S,
     WRITE_TIMEOUT_S,
     Connection,
     Connections,
     NoRoom,
+    answer_expect,
+    client_error,
     connection_of,
+    error_body,
     note_beginning,
+    server_error,
 )
-from flyball_operator.local.reasons import in_words
+from flyball_operator.local.process import in_words
 from flyball_operator.local.replica import Replica
 from flyball_protocol.endpoints import HEALTH_PATH, READYZ_PATH
 from flyball_protocol.quoting import one_line

@@ -13,9 +13,9 @@ from rich.live import Live
 
 from flyball_operator.errors import LocalError
 from flyball_operator.local.control import Handover, InstanceFolder, hand_over
-from flyball_operator.local.events import to_log
+from flyball_operator.local.reports import to_log
 from flyball_operator.local.runner import LocalOptions, LocalRunner, select
-from flyball_operator.local.table import render
+from flyball_operator.local.snapshot import render
 from flyball_operator.spec import manifest
 from flyball_protocol import endpoints
 

@@ -1,4 +1,4 @@
-"""The clients' connections: how many there may be, what they may hold, and how long they may keep the balancer waiting."""
+"""The clients' connections: how many there may be, what they may hold, how long they may take; and refusals on them."""
 
 import asyncio
 import json
@@ -7,13 +7,13 @@ import resource
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, hdrs, web
 
-from flyball_operator.local.answers import RETRY_AFTER_S, client_error, error_body, server_error
 from flyball_protocol.quoting import one_line, quoted
 
 log = logging.getLogger(__name__)
 
+RETRY_AFTER_S = 1
 HEADER_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 75.0
 WRITE_TIMEOUT_S = 60.0
@@ -21,6 +21,35 @@ MAX_HELD_BYTES = 64 << 20
 MAX_CONNECTIONS = 4096
 RESERVED_FILES = 64
 """File handles that connections leave for everything else: logs, the manifest, probes, new processes."""
+
+
+def error_body(code: str, message: str, kind: str = "server_error") -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def server_error(status: int, code: str, message: str, *, retry: bool = False) -> web.Response:
+    headers = {hdrs.RETRY_AFTER: str(RETRY_AFTER_S)} if retry else {}
+    return web.json_response(error_body(code, message), status=status, headers=headers)
+
+
+def client_error(status: int, code: str, message: str) -> web.Response:
+    """Refuse a request, and close its connection: what else comes on it may be the rest of that request."""
+    response = web.json_response(error_body(code, message, "invalid_request_error"), status=status)
+    response.force_close()
+    return response
+
+
+async def answer_expect(request: web.Request) -> web.Response | None:
+    """Tell a client to go on, as the header ``Expect`` asks for; return the refusal of anything else that it asks for."""
+    expected = request.headers[hdrs.EXPECT]
+    if request.version != HttpVersion11:
+        return None
+    if expected.lower() != "100-continue":
+        what = f"the header Expect is {quoted(expected)}; only 100-continue is understood. Leave it out."
+        return client_error(417, "expectation_failed", what)
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # nothing of the answer has been sent
+    return None
 
 
 class NoRoom(Exception):

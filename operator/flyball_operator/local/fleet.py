@@ -1,17 +1,113 @@
 """The replicas of one deployment, kept at the number and template that are wanted."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
-from flyball_operator.local.accelerators import RESOURCE_NAME, AcceleratorPool
-from flyball_operator.local.backoff import Backoff
-from flyball_operator.local.replica import Replica, State
-from flyball_operator.local.rollout import Seen, Start, Stop, next_actions
-from flyball_operator.local.template import ProcessTemplate
+from flyball_operator.local.replica import Backoff, Replica, State
+from flyball_operator.local.template import RESOURCE_NAME, ProcessTemplate
 from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
+
+VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_devices(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> tuple[str, ...]:
+    """Return the NVIDIA devices that processes here may use, as CUDA_VISIBLE_DEVICES names them."""
+    if VISIBLE_ENV in environ:
+        return tuple(filter(None, (name.strip() for name in environ[VISIBLE_ENV].split(","))))
+    numbers = [path.name.removeprefix("nvidia") for path in dev.glob("nvidia[0-9]*")]
+    return tuple(sorted(numbers, key=int))
+
+
+class AcceleratorPool:
+    """Hands devices out by replica number; each belongs to one replica at a time, as with a device plugin."""
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self.devices = devices
+        self._taken: dict[int, tuple[str, ...]] = {}
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        taken = {device for devices in self._taken.values() for device in devices}
+        return tuple(device for device in self.devices if device not in taken)
+
+    def room(self, num_each: int) -> int | None:
+        """Return how many more replicas of ``num_each`` devices fit, or None when they need none."""
+        return len(self.free) // num_each if num_each else None
+
+    def take(self, number: int, num_devices: int) -> dict[str, str]:
+        """Give replica ``number`` its devices; returns the variable that shows it these and no others."""
+        if num_devices == 0:
+            return {}
+        self._taken[number] = self.free[:num_devices]
+        return {VISIBLE_ENV: ",".join(self._taken[number])}
+
+    def give_back(self, number: int) -> None:
+        self._taken.pop(number, None)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A replica that is not on its way out. ``current``: it runs the template that is wanted now."""
+
+    number: int
+    current: bool
+    ready: bool
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start one replica of the current template."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Drain and end a replica."""
+
+    number: int
+    reason: str
+
+
+def next_actions(wanted: int, seen: Sequence[Seen], *, room: int | None = None) -> list[Start | Stop]:
+    """Return what to do now: a rolling update with maxSurge 1 and maxUnavailable 0. Call again whenever a replica changes.
+
+    Args:
+        wanted: replicas that should run.
+        room: how many more can be started on this machine; None where nothing limits them.
+    """
+    stops = list(_stops(wanted, seen, room))
+    left = len(seen) - len(stops)
+    num_current = sum(replica.current for replica in seen) - sum(_is_current(stop.number, seen) for stop in stops)
+    surge = 1 if any(not replica.current for replica in seen) and wanted else 0
+    missing = min(wanted - num_current, wanted + surge - left)
+    starts = [Start()] * max(0, missing if room is None else min(missing, room))
+    return [*stops, *starts]
+
+
+def _stops(wanted: int, seen: Sequence[Seen], room: int | None) -> Iterator[Stop]:
+    old = [replica for replica in seen if not replica.current]
+    current = [replica for replica in seen if replica.current]
+    for replica in old:
+        if not replica.ready:
+            yield Stop(replica.number, "out of date, and not ready anyway")
+    ready_old = [replica for replica in old if replica.ready]
+    spare = len(ready_old) + sum(replica.ready for replica in current) - wanted
+    for replica in ready_old[: max(0, spare)]:
+        yield Stop(replica.number, "out of date, and another is ready in its place")
+    if room == 0 and ready_old and spare <= 0 and len(seen) >= wanted and all(replica.ready for replica in seen):
+        yield Stop(ready_old[0].number, "out of date, and this machine has no room for another beside it")
+    # Those that are not ready go first, then the youngest.
+    by_worth = sorted(current, key=lambda replica: (replica.ready, -replica.number))
+    for replica in by_worth[: max(0, len(current) - wanted)]:
+        yield Stop(replica.number, "one more than spec.replicas")
+
+
+def _is_current(number: int, seen: Sequence[Seen]) -> bool:
+    return any(replica.number == number and replica.current for replica in seen)
 
 
 class Fleet:

@@ -1,15 +1,22 @@
-"""One child process: its log file, its signals, and what its exit code means."""
+"""One child process: its log file, its signals, what its exit code means, and its probes."""
 
 import asyncio
 import ctypes
+import errno
+import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import aiohttp
 
 from flyball_protocol import endpoints
 from flyball_protocol.quoting import one_line
+
+log = logging.getLogger(__name__)
 
 TAIL_BYTES = 65536
 _PR_SET_PDEATHSIG = 1
@@ -21,6 +28,19 @@ _MEANINGS = {
     endpoints.EXIT_ENGINE_DIED: "the engine died",
     endpoints.EXIT_DRAIN_TIMEOUT: "requests were still running at the drain deadline",
 }
+
+
+def in_words(error: Exception) -> str:
+    """Return what went wrong, without the address that the reader knows already."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno).lower()
+    return one_line(f"{type(error).__name__}: {error}".rstrip(": "))
+
+
+def out_of_files(error: Exception) -> bool:
+    """Return whether this process has no file handle left, which says nothing about whom it wanted to ask."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class Process:
@@ -112,3 +132,66 @@ def explain_exit(code: int) -> str:
 def _end_with_parent() -> None:
     """Have the kernel send this process SIGTERM when the operator is gone without having drained it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """An httpGet probe; the field names are Kubernetes'. ``grace_s`` is None where the pod's grace period holds."""
+
+    path: str
+    period_s: float
+    timeout_s: float
+    failure_threshold: int
+    grace_s: float | None = None
+
+
+class Prober:
+    """Asks one process, with the kubelet's meaning of period, timeout and thresholds. ``url`` is its base URL."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+        self._had_no_files = False
+
+    async def until_success(self, probe: Probe) -> str | None:
+        """Return None after the first success, or why ``failure_threshold`` failures in a row came first."""
+        return await self._until(probe, success=True)
+
+    async def until_failure(self, probe: Probe) -> str:
+        """Return why ``failure_threshold`` probes in a row failed, as soon as they have."""
+        return await self._until(probe, success=False) or "never"
+
+    async def _until(self, probe: Probe, *, success: bool) -> str | None:
+        failures = 0
+        while True:
+            problem = await self.ask(probe)
+            if problem is None and success:
+                return None
+            failures = failures + 1 if problem else 0
+            if failures >= probe.failure_threshold:
+                return f"{probe.path} failed {failures} times in a row, every {probe.period_s:g} s: {problem}"
+            await asyncio.sleep(probe.period_s)
+
+    async def ask(self, probe: Probe) -> str | None:
+        """Return None when the probe succeeds now, or why it does not. Without a file handle to ask with, it waits for one."""
+        while True:
+            try:
+                return await self._ask(probe)
+            except (aiohttp.ClientError, OSError) as error:
+                if not out_of_files(error):
+                    return in_words(error)
+                self._note_no_files()
+            await asyncio.sleep(probe.period_s)
+
+    def _note_no_files(self) -> None:
+        if not self._had_no_files:
+            log.warning("%s cannot be probed: no file handles are left (ulimit -n); it counts as it was", self._url)
+        self._had_no_files = True
+
+    async def _ask(self, probe: Probe) -> str | None:
+        timeout = aiohttp.ClientTimeout(total=probe.timeout_s)
+        try:
+            async with self._session.get(self._url + probe.path, timeout=timeout, allow_redirects=False) as response:
+                return None if 200 <= response.status < 400 else f"status {response.status}"
+        except TimeoutError:
+            return f"no answer in {probe.timeout_s:g} s"

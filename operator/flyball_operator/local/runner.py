@@ -14,23 +14,19 @@ from typing import Self
 import aiohttp
 
 from flyball_operator.errors import LocalError, OperatorError, SpecError
-from flyball_operator.local.accelerators import AcceleratorPool, visible_devices
-from flyball_operator.local.backoff import Backoff
 from flyball_operator.local.balancer import Balancer
-from flyball_operator.local.changes import describe_changes
+from flyball_operator.local.changes import WatchedFile, describe_changes
 from flyball_operator.local.control import ControlServer, Handover, HandoverAnswer, InstanceFolder
-from flyball_operator.local.events import Events, to_log
-from flyball_operator.local.fleet import Fleet
-from flyball_operator.local.logs import follow_logs
-from flyball_operator.local.replica import Replica
-from flyball_operator.local.snapshot import Event, ReplicaSnapshot, Snapshot
+from flyball_operator.local.fleet import AcceleratorPool, Fleet, visible_devices
+from flyball_operator.local.replica import Backoff, Replica
+from flyball_operator.local.reports import Event, Events, follow_logs, to_log
+from flyball_operator.local.snapshot import ReplicaSnapshot, Snapshot
 from flyball_operator.local.template import LOOPBACK, local_deployment, process_template
 from flyball_operator.local.tuner import LocalTuner
-from flyball_operator.local.watch import WatchedFile
 from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment, manifest
 from flyball_operator.tuning.admin import AdminClient
-from flyball_protocol import example
+from flyball_protocol import endpoints
 from flyball_protocol.endpoints import API_PORT
 from flyball_protocol.quoting import one_line, quoted
 
@@ -218,8 +214,8 @@ class LocalRunner:
 
         Whether the model has a chat template is not known here; without one, the answer is an error that says what to use.
         """
-        url = example.base_url(self._options.host, int(self._url.rpartition(":")[2]))
-        return example.curl_line(url, self._deployment.served_name, chat=True)
+        url = endpoints.base_url(self._options.host, int(self._url.rpartition(":")[2]))
+        return endpoints.curl_line(url, self._deployment.served_name, chat=True)
 
     @property
     def url(self) -> str:

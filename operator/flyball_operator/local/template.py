@@ -5,20 +5,104 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta, Struct
 
 from flyball_operator import children, names
 from flyball_operator.errors import LocalError
-from flyball_operator.local.accelerators import RESOURCE_NAME
-from flyball_operator.local.pod import Container, Pod, PodProbe, Volume
-from flyball_operator.local.probes import Probe
+from flyball_operator.local.process import Probe
 from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment
 from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
 from flyball_protocol.quoting import one_line, quoted
 
+KUBERNETES_GRACE_S = 30.0
+"""What Kubernetes takes when a pod names no grace period."""
+
+MAX_SECONDS = 1e9
+
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+Period = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
+
 LOOPBACK = "127.0.0.1"
+RESOURCE_NAME = "nvidia.com/gpu"
+"""The one kind of accelerator that local mode hands out."""
+
+
+class _Part(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Base of what local mode reads of a pod. ``spec.podTemplate`` can put anything anywhere, so types are checked here."""
+
+
+class HttpGet(_Part, frozen=True, kw_only=True):
+    path: Annotated[str, Meta(pattern=r"^/[!-~]*\Z")]
+
+
+class PodProbe(_Part, frozen=True, kw_only=True):
+    period_seconds: Period
+    timeout_seconds: Period
+    failure_threshold: Annotated[int, Meta(ge=1)]
+    http_get: HttpGet | None = None
+    termination_grace_period_seconds: Seconds | None = None
+
+
+class Sleep(_Part, frozen=True, kw_only=True):
+    seconds: Seconds = 0.0
+
+
+class PreStop(_Part, frozen=True, kw_only=True):
+    sleep: Sleep = Sleep()
+
+
+class Lifecycle(_Part, frozen=True, kw_only=True):
+    pre_stop: PreStop = PreStop()
+
+
+class Variable(_Part, frozen=True, kw_only=True):
+    name: Annotated[str, Meta(pattern=r"^[^=]+\Z")]
+    value: str = ""
+    value_from: Any = None
+
+
+class Mount(_Part, frozen=True, kw_only=True):
+    name: str
+    mount_path: str
+
+
+class HostPath(_Part, frozen=True, kw_only=True):
+    path: str
+
+
+class Volume(_Part, frozen=True, kw_only=True):
+    name: str
+    host_path: HostPath | None = None
+    persistent_volume_claim: Any = None
+
+
+class ContainerResources(_Part, frozen=True, kw_only=True):
+    limits: dict[str, Annotated[int, Meta(ge=0)] | str] = {}
+
+
+class ContainerSpec(_Part, frozen=True, kw_only=True):
+    name: str
+    command: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+    env: tuple[Variable, ...] = ()
+    env_from: tuple[Any, ...] = ()
+    volume_mounts: tuple[Mount, ...] = ()
+    lifecycle: Lifecycle = Lifecycle()
+    resources: ContainerResources = ContainerResources()
+    startup_probe: PodProbe | None = None
+    readiness_probe: PodProbe | None = None
+    liveness_probe: PodProbe | None = None
+
+
+class PodSpec(_Part, frozen=True, kw_only=True):
+    containers: Annotated[tuple[ContainerSpec, ...], Meta(min_length=1)]
+    init_containers: tuple[ContainerSpec, ...] = ()
+    volumes: tuple[Volume, ...] = ()
+    termination_grace_period_seconds: Seconds = KUBERNETES_GRACE_S
 
 
 @dataclass(frozen=True)
@@ -84,14 +168,14 @@ def process_template(deployment: Object, executable: tuple[str, ...]) -> Process
     )
 
 
-def _read_pod(spec: Object) -> Pod:
+def _read_pod(spec: Object) -> PodSpec:
     try:
-        return msgspec.convert(spec, Pod)
+        return msgspec.convert(spec, PodSpec)
     except msgspec.ValidationError as error:
         raise LocalError(f"spec.podTemplate makes a pod that cannot be read: {one_line(str(error))}") from error
 
 
-def _runtime_container(pod: Pod) -> Container:
+def _runtime_container(pod: PodSpec) -> ContainerSpec:
     container = pod.containers[0]
     others = [*pod.containers[1:], *pod.init_containers]
     for other in (one for one in others if one.name != names.LISTENER_CONTAINER):  # here the balancer retries
@@ -128,7 +212,7 @@ def _check_folders(volumes: Sequence[Volume]) -> None:
             )
 
 
-def _env(pod: Pod, container: Container) -> Iterator[tuple[str, str]]:
+def _env(pod: PodSpec, container: ContainerSpec) -> Iterator[tuple[str, str]]:
     """Yield the container's variables, but the admin token (the runner's own) and paths that exist inside a pod only."""
     here = {volume.name for volume in pod.volumes if volume.host_path is not None}
     pod_only = tuple(mount.mount_path for mount in container.volume_mounts if mount.name not in here)
@@ -142,7 +226,7 @@ def _env(pod: Pod, container: Container) -> Iterator[tuple[str, str]]:
             yield variable.name, variable.value
 
 
-def _accelerators(container: Container) -> int:
+def _accelerators(container: ContainerSpec) -> int:
     for name in container.resources.limits:
         if "/" in name and name != RESOURCE_NAME:
             raise LocalError(

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flyball_operator.local.fleet import Fleet
-from flyball_operator.local.trouble import Trouble
-from flyball_operator.spec import Tuning
+from flyball_operator.local.reports import Trouble
+from flyball_operator.spec import LiveLimits, Tuning
 from flyball_operator.tuning import Action, Decision, PodEvidence, Reason
 from flyball_operator.tuning.admin import AdminClient, Target
 from flyball_operator.tuning.loop import Round, SlowLoop
@@ -66,7 +66,7 @@ class LocalTuner:
     async def _tune_forever(self) -> None:
         while True:
             self._changed.clear()
-            if self._tuning.mode == "Disabled":
+            if self._tuning.mode == "Disabled" and self._tuning.limits == LiveLimits():
                 self.decision = None
             else:
                 await self._round()
@@ -101,6 +101,8 @@ class LocalTuner:
             self._report(text)
 
     def _in_words(self, decision: Decision) -> str:
+        if decision.reason is Reason.SPEC_LIMITS:
+            return f"limits, revision {decision.revision}: {decision.why}"
         if decision.action is Action.HOLD:
             return f"tuning holds ({decision.reason}): {decision.why}"
         if self._tuning.mode == "Recommend":

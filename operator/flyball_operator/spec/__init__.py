@@ -152,6 +152,13 @@ class Bounds(_Spec, frozen=True, kw_only=True):
     kv_cache_percent: Range = Range()
 
 
+class LiveLimits(_Spec, frozen=True, kw_only=True):
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    step_time_target_milliseconds: int | None = None
+    kv_cache_percent: int | None = None
+
+
 class Tuning(_Spec, frozen=True, kw_only=True):
     mode: Literal["Disabled", "Recommend", "Auto"]
     interval_seconds: int
@@ -160,6 +167,7 @@ class Tuning(_Spec, frozen=True, kw_only=True):
     max_step_percent: int
     objectives: Objectives = Objectives()
     bounds: Bounds = Bounds()
+    limits: LiveLimits = LiveLimits()
 
 
 class Drain(_Spec, frozen=True, kw_only=True):

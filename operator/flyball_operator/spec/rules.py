@@ -194,13 +194,21 @@ def _tuning_problems(spec: DeploymentSpec) -> Iterator[str]:
             f"spec.tuning.mode is {tuning.mode} and spec.tuning.objectives is empty; "
             "set ttftP95Milliseconds or interTokenLatencyP95Milliseconds"
         )
+    limits, bounds = tuning.limits, tuning.bounds
     envelopes = (
-        ("maxNumSeqs", tuning.bounds.max_num_seqs, spec.runtime.max_num_seqs),
-        ("maxNumBatchedTokens", tuning.bounds.max_num_batched_tokens, spec.runtime.max_num_batched_tokens),
-        ("kvCachePercent", tuning.bounds.kv_cache_percent, 100),
+        ("maxNumSeqs", limits.max_num_seqs, bounds.max_num_seqs, spec.runtime.max_num_seqs),
+        (
+            "maxNumBatchedTokens",
+            limits.max_num_batched_tokens,
+            bounds.max_num_batched_tokens,
+            spec.runtime.max_num_batched_tokens,
+        ),
+        ("kvCachePercent", limits.kv_cache_percent, bounds.kv_cache_percent, 100),
     )
-    for name, bounds, envelope in envelopes:
-        yield from _bounds_problems(f"spec.tuning.bounds.{name}", bounds, name, envelope)
+    for name, limit, bound, envelope in envelopes:
+        yield from _bounds_problems(f"spec.tuning.bounds.{name}", bound, name, envelope)
+        if limit is not None:
+            yield from _limit_problems(limit, bound, name, envelope)
 
 
 def _bounds_problems(path: str, bounds: Range, name: str, envelope: int) -> Iterator[str]:
@@ -212,6 +220,18 @@ def _bounds_problems(path: str, bounds: Range, name: str, envelope: int) -> Iter
                 f"{path}.{side} is {value}; live limits stay inside the envelope, and spec.runtime.{name} is {envelope}. "
                 "Lower the bound or raise the envelope"
             )
+
+
+def _limit_problems(limit: int, bounds: Range, name: str, envelope: int) -> Iterator[str]:
+    path = f"spec.tuning.limits.{name}"
+    if limit > envelope:
+        yield (
+            f"{path} is {limit}; live limits stay inside the envelope, and spec.runtime.{name} is {envelope}. "
+            "Lower the limit or raise the envelope"
+        )
+    low, high = bounds.min or 1, envelope if bounds.max is None else bounds.max
+    if limit <= envelope and not low <= limit <= high:
+        yield f"{path} is {limit}, outside spec.tuning.bounds.{name}, {low} to {high}; widen the bounds or move the limit"
 
 
 def _rollout_problems(spec: DeploymentSpec) -> Iterator[str]:

@@ -17,12 +17,13 @@ from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence, fault
 from flyball_operator.tuning.loop import Round
 from flyball_operator.tuning.signals import BUDGET, Signal, Standing, signals
-from flyball_protocol import Limits
+from flyball_protocol import Evidence, Limits
 
 State = Literal["Disabled", "Observing", "Adjusting", "Converged", "AtLimit", "Frozen"]
 
 HEALTHY, SLO_MET = "TuningHealthy", "SLOMet"
 MAX_HISTORY = 5
+MAX_REPLICAS = 32
 RECOMMEND = "recommend"
 """What a change is called in mode Recommend, where it is not made."""
 
@@ -39,6 +40,8 @@ _STATES: dict[Reason, State] = {
     Reason.PARTIAL_EVIDENCE: "Frozen",
     Reason.DISAGREEMENT: "Frozen",
     Reason.CANARY_SILENT: "Frozen",
+    Reason.SPEC_LIMITS: "Converged",
+    Reason.LIMITS_REFUSED: "Frozen",
 }
 
 _MEANINGS: dict[State, str] = {
@@ -50,19 +53,40 @@ _MEANINGS: dict[State, str] = {
 }
 
 
-class ShownLimits(Struct, frozen=True, kw_only=True, rename="camel"):
+class ShownLimits(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """Limits as status shows them; the API has no fractions."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_percent: int
+    step_time_target_milliseconds: int | None = None
 
     @classmethod
     def of(cls, limits: Limits) -> "ShownLimits":
+        target_ms = limits.step_time_target_ms
         return cls(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             kv_cache_percent=round(100 * limits.kv_cache_fraction),
+            step_time_target_milliseconds=None if target_ms is None else round(target_ms),
+        )
+
+
+class ShownReplica(Struct, frozen=True, kw_only=True):
+    """The limits of one replica."""
+
+    name: str
+    revision: int
+    target: ShownLimits
+    effective: ShownLimits
+
+    @classmethod
+    def of(cls, pod: str, evidence: Evidence) -> "ShownReplica":
+        return cls(
+            name=pod,
+            revision=evidence.revision,
+            target=ShownLimits.of(evidence.target),
+            effective=ShownLimits.of(evidence.effective),
         )
 
 
@@ -82,6 +106,7 @@ class TuningStatus(Struct, frozen=True, kw_only=True, rename="camel", omit_defau
     revision: int = 0
     target: ShownLimits | None = None
     effective: ShownLimits | None = None
+    replicas: tuple[ShownReplica, ...] = ()
     recommended: ShownLimits | None = None
     last_decision: ShownDecision | None = None
     history: tuple[ShownDecision, ...] = ()
@@ -144,6 +169,8 @@ class Report(NamedTuple):
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
+        if self.status.state == "Disabled":
+            return ()
         healthy = _healthy(self.status)
         return (healthy,) if self.slo is None else (healthy, self.slo)
 
@@ -159,21 +186,23 @@ def report(before: Report | None, tuning: Tuning, done: Round, now: str) -> Repo
     status = _facts(before.status if before else TuningStatus(state=theme.state), tuning, done)
     if is_news:
         status = _told(status, theme, tuning, done.decision, now)
-    slo_seen, slo = _slo(before, tuning, done)
+    slo_seen, slo = (None, None) if tuning.mode == "Disabled" else _slo(before, tuning, done)
     return Report(status, slo, theme, slo_seen, is_news)
 
 
 def _theme(tuning: Tuning, done: Round) -> Theme:
-    state = _state(done)
+    state = _state(tuning, done)
     reason = str(done.decision.reason) if state in _NEED_ATTENTION else ""
-    recommends = tuning.mode == "Recommend" and done.decision.action is Action.CHANGE
+    recommends = done.decision.action is Action.CHANGE and not _is_made(tuning, done.decision)
     if not recommends or done.decision.limits is None:
         return Theme(state, reason, None)
     return Theme("Observing", "", ShownLimits.of(done.decision.limits))
 
 
-def _state(done: Round) -> State:
+def _state(tuning: Tuning, done: Round) -> State:
     decision = done.decision
+    if tuning.mode == "Disabled" and decision.reason is not Reason.LIMITS_REFUSED:
+        return "Disabled"
     if decision.action is not Action.HOLD:
         return "Adjusting"
     if decision.reason in (Reason.NO_EVIDENCE, Reason.PARTIAL_EVIDENCE) and not _any_broken(done.evidence):
@@ -194,7 +223,7 @@ def _facts(status: TuningStatus, tuning: Tuning, done: Round) -> TuningStatus:
     if not answered:
         return status
     trial, newest = done.decision.state.trial, max(answered, key=lambda one: one.revision)
-    if tuning.mode == "Auto":
+    if tuning.mode == "Auto" or _is_made(tuning, done.decision):
         revision, target = done.decision.revision, done.decision.limits or newest.target
     else:
         revision, target = newest.revision, newest.target
@@ -205,7 +234,13 @@ def _facts(status: TuningStatus, tuning: Tuning, done: Round) -> TuningStatus:
         revision=max(revision, status.revision),
         target=ShownLimits.of(target),
         effective=ShownLimits.of(_lowest([one.effective for one in answered])),
+        replicas=_replicas(done.evidence),
     )
+
+
+def _replicas(evidence: Sequence[PodEvidence]) -> tuple[ShownReplica, ...]:
+    shown = [ShownReplica.of(pod.pod, pod.evidence) for pod in evidence if pod.evidence is not None]
+    return tuple(sorted(shown, key=lambda one: one.name)[:MAX_REPLICAS])
 
 
 def _lowest(limits: Sequence[Limits]) -> Limits:
@@ -213,6 +248,9 @@ def _lowest(limits: Sequence[Limits]) -> Limits:
         max_num_seqs=min(one.max_num_seqs for one in limits),
         kv_cache_fraction=min(one.kv_cache_fraction for one in limits),
         max_num_batched_tokens=min(one.max_num_batched_tokens for one in limits),
+        step_time_target_ms=min(
+            (one.step_time_target_ms for one in limits if one.step_time_target_ms is not None), default=None
+        ),
     )
 
 
@@ -231,7 +269,8 @@ def _told(status: TuningStatus, theme: Theme, tuning: Tuning, decision: Decision
 
 def _is_made(tuning: Tuning, decision: Decision) -> bool:
     """Return whether the round changed limits."""
-    return decision.action is not Action.HOLD and (tuning.mode == "Auto" or decision.action is not Action.CHANGE)
+    is_due = tuning.mode == "Auto" or decision.action is not Action.CHANGE or decision.reason is Reason.SPEC_LIMITS
+    return decision.action is not Action.HOLD and is_due
 
 
 def _healthy(status: TuningStatus) -> Condition:

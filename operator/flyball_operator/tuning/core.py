@@ -77,7 +77,7 @@ class LoopCore:
             # Even a change that no replica took counts as made: it is not tried again before its cool-down.
             self._state = decision.state
             updates = _updates(tuning, decision, evidence)
-        told = self._is_news(decision)
+        told = self.is_news(decision)
         if told or decision.action is not Action.HOLD:
             self._on_record(_record(self._deployment, tuning, state, evidence, now_s, decision, self._canary_first))
         return Turn(decision, updates, told)
@@ -87,7 +87,8 @@ class LoopCore:
         if state is not None:
             self._state, self._memory = state, None
 
-    def _is_news(self, decision: Decision) -> bool:
+    def is_news(self, decision: Decision) -> bool:
+        """Return whether a decision differs from the last one that this was asked about."""
         told = (decision.action, decision.reason, decision.limits)
         news, self._told = told != self._told, told
         return news

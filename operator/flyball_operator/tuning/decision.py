@@ -47,6 +47,8 @@ class Reason(StrEnum):
     CANARY_RESTARTED = "CanaryRestarted"
     CANARY_UNJUDGED = "CanaryUnjudged"
     MODE_CHANGED = "ModeChanged"
+    SPEC_LIMITS = "SpecLimits"
+    LIMITS_REFUSED = "LimitsRefused"
 
 
 class Decision(Struct, frozen=True, kw_only=True):

@@ -2,10 +2,11 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flyball_operator.spec import Tuning
+from flyball_operator.spec import LiveLimits, Tuning
+from flyball_operator.tuning import spec_limits
 from flyball_operator.tuning.admin import AdminClient, Posted, Target
 from flyball_operator.tuning.core import LoopCore
 from flyball_operator.tuning.decision import Decision
@@ -54,14 +55,30 @@ class SlowLoop:
         return self._core.state.trial is not None
 
     async def round(self, tuning: Tuning, targets: Sequence[Target]) -> Round:
-        """Decide once and, in mode Auto, bring the replicas to the limits that follow."""
+        """Bring the replicas to spec.tuning.limits where these hold; else decide once and, in mode Auto, post what follows."""
         evidence = tuple(await self._admin.gather(targets))
+        wanted = spec_limits.lacking(tuning, evidence) if self._holds_spec_limits(tuning, evidence) else None
+        if wanted is not None:
+            posted = await self._post(targets, wanted.updates)
+            decision = spec_limits.outcome(wanted, evidence, posted, self._core.state)
+            return Round(evidence, decision, posted, self._core.is_news(decision))
+        if tuning.mode == "Disabled" and not self.has_trial:
+            return Round(evidence, spec_limits.settled(evidence, self._core.state), (), False)
         turn = self._core.turn(tuning, evidence, now_s=self._clock())
-        updates = {target: turn.updates[target.name] for target in targets if target.name in turn.updates}
-        posted = await self._admin.post_all(updates)
-        for one, update in zip(posted, updates.values(), strict=True):
+        return Round(evidence, turn.decision, await self._post(targets, turn.updates), turn.told)
+
+    def _holds_spec_limits(self, tuning: Tuning, evidence: Sequence[PodEvidence]) -> bool:
+        """Return whether the limits of the spec are due now. A trial is ended first."""
+        if tuning.limits == LiveLimits() or self.has_trial:
+            return False
+        return tuning.mode != "Auto" or spec_limits.is_start(tuning, self._core.state, evidence)
+
+    async def _post(self, targets: Sequence[Target], updates: Mapping[str, LimitsUpdate]) -> tuple[Posted, ...]:
+        wanted = {target: updates[target.name] for target in targets if target.name in updates}
+        posted = await self._admin.post_all(wanted)
+        for one, update in zip(posted, wanted.values(), strict=True):
             _log_answer(one, update)
-        return Round(evidence, turn.decision, tuple(posted), turn.told)
+        return tuple(posted)
 
 
 def _log_answer(posted: Posted, update: LimitsUpdate) -> None:

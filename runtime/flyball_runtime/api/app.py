@@ -1,23 +1,186 @@
-"""The app of port 8000: OpenAI's endpoints, health and metrics."""
+"""The app of port 8000, and its smaller endpoints: models, tokenize, health and metrics."""
 
-from fastapi import FastAPI
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
 from starlette.middleware import Middleware
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
 from flyball_runtime.api.completions import CompletionRoutes
-from flyball_runtime.api.errors import install_error_handlers
-from flyball_runtime.api.health import HealthRoutes
+from flyball_runtime.api.errors import HttpError, install_error_handlers, json_response
+from flyball_runtime.api.identity import RequestIdMiddleware
 from flyball_runtime.api.lane import Lanes
 from flyball_runtime.api.metrics import Metrics
-from flyball_runtime.api.models import ModelRoutes
-from flyball_runtime.api.request_id import RequestIdMiddleware
-from flyball_runtime.api.server import Server
+from flyball_runtime.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from flyball_runtime.api.server import Json, Server, convert
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import ChatTokenizer, TextCodec
-from flyball_runtime.api.tokenize import TokenizeRoutes
+from flyball_runtime.core.errors import (
+    Draining,
+    EngineDead,
+    InvalidRequest,
+    NotReady,
+    PromptTooLong,
+    TokenOutOfVocabulary,
+)
 from flyball_runtime.core.room import Room
 from flyball_runtime.engine.front import EngineFront
+from flyball_runtime.engine.heartbeat import pause_limit
+
+RETRY_AFTER_STUCK_S = 5
+
+
+class HealthRoutes:
+    """/livez, /readyz, /health and /metrics.
+
+    Live means making progress: idle, the engine shows it at least once a second; busy, after each layer of a step. So a hung
+    step is seen, and a long step or a long queue is not mistaken for one. Where one layer of the largest step may take longer
+    than the flag allows, as measured at start-up, it gets that time. Loading counts as live; how long it may take is the
+    start-up probe's business.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def livez(self) -> Response:
+        """200 while the engine lives, 503 when a restart is the only way out."""
+        check_live(self._server.front, self._server.settings.max_heartbeat_age_s)
+        return json_response({"status": "live"})
+
+    async def readyz(self) -> Response:
+        """200 while new requests are taken."""
+        check_ready(self._server.front, self._server.settings.max_heartbeat_age_s)
+        return json_response({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        body, content_type = self._server.metrics.exposition(request.headers.get("accept", ""))
+        return Response(body, headers={"Content-Type": content_type})
+
+
+def check_live(front: EngineFront, max_heartbeat_age_s: float) -> None:
+    """Raise a 503 when the engine is dead or its loop stuck."""
+    if front.dead_reason is not None:
+        raise HttpError(503, EngineDead.code, str(EngineDead(front.dead_reason)))
+    if not front.ready and front.latest_stats() is None:
+        return  # it loads
+    limit = pause_limit(max_heartbeat_age_s, front.info.longest_pause_s)
+    if (age_s := front.heartbeat_age_s()) > limit.seconds:
+        raise HttpError(
+            503,
+            "engine_stuck",
+            f"the engine has made no progress for {age_s:.1f} s; {limit.source} allows {limit.seconds:.4g} s. Restart it.",
+            retry_after_s=RETRY_AFTER_STUCK_S,
+        )
+
+
+def check_ready(front: EngineFront, max_heartbeat_age_s: float) -> None:
+    """Raise a 503 unless the engine is live, loaded and not draining."""
+    check_live(front, max_heartbeat_age_s)
+    if front.draining:
+        raise Draining
+    if not front.ready:
+        raise NotReady
+
+
+class ModelRoutes:
+    """/v1/models: the served names, in OpenAI's shape with vLLM's max_model_len."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._created = int(time.time())
+
+    async def list_models(self) -> Response:
+        names = self._server.settings.served_model_names
+        return json_response({"object": "list", "data": [self._card(name) for name in names]})
+
+    async def retrieve_model(self, model: str) -> Response:
+        self._server.check_model(model)
+        return json_response(self._card(model))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        info = self._server.engine_info()
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "flyball",
+            "root": info.model,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }
+
+
+MAX_TOKENIZED = 65536
+
+
+class TokenizeRoutes:
+    """/tokenize and /detokenize, in vLLM's shapes.
+
+    Both take as many tokens as the model does, and MAX_TOKENIZED in any case, so that too long a prompt can be measured.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def tokenize(self, request: Request) -> Response:
+        """A text (``prompt``) or a chat (``messages``) as token ids."""
+        _, answer = await self._server.read(request, self._tokenized)
+        return answer
+
+    async def detokenize(self, request: Request) -> Response:
+        """Token ids as text, special tokens included."""
+        _, answer = await self._server.read(request, self._detokenized)
+        return answer
+
+    def _tokenized(self, fields: Json) -> Response:
+        self._server.check_messages(fields.get("messages"))
+        if "messages" in fields:
+            body: TokenizeChatRequest | TokenizeTextRequest = convert(fields, TokenizeChatRequest)
+        else:
+            body = convert(fields, TokenizeTextRequest)
+        self._server.check_model(body.model)
+        max_model_len = self._server.engine_info().max_model_len
+        token_ids = self._encode(body)
+        strings = self._server.codec.token_strings(token_ids) if body.return_token_strs else None
+        return json_response(
+            {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
+        )
+
+    def _detokenized(self, fields: Json) -> Response:
+        tokens = fields.get("tokens")
+        if isinstance(tokens, list) and len(tokens) > self._most_tokens():
+            raise InvalidRequest(
+                f"tokens has {len(tokens)} entries; at most {self._most_tokens()} are allowed. Send fewer.",
+                param="tokens",
+            )
+        body = convert(fields, DetokenizeRequest)
+        self._server.check_model(body.model)
+        vocab_size = self._server.engine_info().vocab_size
+        for token_id in body.tokens:
+            if not 0 <= token_id < vocab_size:
+                raise TokenOutOfVocabulary(token_id, vocab_size)
+        return json_response({"prompt": self._server.codec.decode(body.tokens)})
+
+    def _encode(self, body: TokenizeChatRequest | TokenizeTextRequest) -> list[int]:
+        codec, most = self._server.codec, self._most_tokens()
+        try:
+            if isinstance(body, TokenizeChatRequest):
+                adds = bool(body.add_special_tokens)
+                return codec.encode_chat(body, add_special_tokens=adds, max_tokens=most)
+            adds = body.add_special_tokens is not False
+            (ids,) = codec.encode([body.prompt], add_special_tokens=adds, max_tokens=most)
+            return ids
+        except PromptTooLong:
+            raise InvalidRequest(
+                f"the prompt has more than {most} tokens, the most that are tokenized here. Send a shorter one.",
+                param="messages" if isinstance(body, TokenizeChatRequest) else "prompt",
+            ) from None
+
+    def _most_tokens(self) -> int:
+        return max(self._server.engine_info().max_model_len, MAX_TOKENIZED)
+
 
 PROBE_METHODS = ["GET", "HEAD"]
 

@@ -1,32 +1,234 @@
-"""/v1/chat/completions and /v1/completions: from a body to a running Generation and its answer."""
+"""/v1/chat/completions and /v1/completions: from a body to a running Generation, and its answer, whole or streamed."""
 
+import logging
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
 
 from flyball_protocol.quoting import quoted
-from flyball_runtime.api.body import Json, convert
-from flyball_runtime.api.client_id import client_of
-from flyball_runtime.api.errors import json_response
-from flyball_runtime.api.generation import Call, Generation
+from flyball_runtime.api.errors import error_body, internal_error, json_response
+from flyball_runtime.api.generation import Call, Choice, Generation, TokenUsage
+from flyball_runtime.api.identity import client_of
 from flyball_runtime.api.schemas import (
+    CHAT_NOOPS,
+    COMPLETION_NOOPS,
     ChatRequest,
     CompletionRequest,
     GenerationFields,
     StreamOptions,
     sampling_params,
+    without_noops,
 )
-from flyball_runtime.api.server import Server
-from flyball_runtime.api.sse import EventStream, StreamPlan
-from flyball_runtime.api.unsupported import CHAT_NOOPS, COMPLETION_NOOPS, without_noops
-from flyball_runtime.api.wire import ChatFormat, CompletionFormat, Envelope, Format
+from flyball_runtime.api.server import Json, Server, convert
 from flyball_runtime.core.errors import InvalidRequest, RequestError, UnfitPrompt
 from flyball_runtime.core.request import Prompt, SamplingParams, validate_cache_salt
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.json.encode
+
+DONE = b"data: [DONE]\n\n"
+
+
+# Line ends to some readers of lines (Python's str.splitlines), though not to server-sent events; JSON may escape them.
+_LINE_ENDS = {char: f"\\u{char:04x}".encode() for char in (0x85, 0x2028, 0x2029)}
+
+
+def encode_text(text: str) -> bytes:
+    """JSON of a text, on one line whatever the reader takes for a line end."""
+    body = _encode(text)
+    if not text.isascii():
+        for char, escape in _LINE_ENDS.items():
+            body = body.replace(chr(char).encode(), escape)
+    return body
+
+
+def usage_dict(usage: TokenUsage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_output,
+        "total_tokens": usage.num_prompt + usage.num_output,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+    }
+
+
+class ChatFormat:
+    """/v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    response_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.take_text(), "refusal": None}
+        return {"index": choice.index, "message": message, "logprobs": None, "finish_reason": choice.finish_reason}
+
+    def opening(self, index: int) -> bytes | None:
+        return self._delta(index, b'{"role":"assistant","content":""}', None)
+
+    def text(self, index: int, text: str) -> bytes:
+        return self._delta(index, b'{"content":%b}' % encode_text(text), None)
+
+    def finish(self, index: int, reason: str) -> bytes:
+        return self._delta(index, b"{}", reason)
+
+    @staticmethod
+    def _delta(index: int, delta: bytes, reason: str | None) -> bytes:
+        return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":%b}' % (index, delta, _encode(reason))
+
+
+class CompletionFormat:
+    """/v1/completions."""
+
+    id_prefix = "cmpl-"
+    response_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": choice.take_text(),
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def opening(self, index: int) -> bytes | None:
+        return None
+
+    def text(self, index: int, text: str) -> bytes:
+        return self._choice(index, text, None)
+
+    def finish(self, index: int, reason: str) -> bytes:
+        return self._choice(index, "", reason)
+
+    @staticmethod
+    def _choice(index: int, text: str, reason: str | None) -> bytes:
+        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}' % (
+            index,
+            encode_text(text),
+            _encode(reason),
+        )
+
+
+Format = ChatFormat | CompletionFormat
+
+
+class AnswerFrame:
+    """What surrounds the choices of one HTTP request: id, object, creation time, model.
+
+    A stream writes one chunk per step and request, so a chunk is its constant bytes around the JSON of its text.
+    """
+
+    def __init__(self, format: Format, *, unique: str, created: int, model: str) -> None:
+        self._fields = {"id": format.id_prefix + unique, "created": created, "model": model}
+        chunk_fields = _encode(self._fields | {"object": format.chunk_object})
+        self._chunk_head = b"data: " + chunk_fields.removesuffix(b"}") + b',"choices":['
+        self._response_object = format.response_object
+
+    def response(self, choices: list[dict[str, Any]], usage: TokenUsage) -> dict[str, Any]:
+        return self._fields | {"object": self._response_object, "choices": choices, "usage": usage_dict(usage)}
+
+    def chunk(self, choice: bytes, usage: TokenUsage | None = None) -> bytes:
+        """One SSE event. ``choice`` may be empty, in the closing usage chunk."""
+        tail = b"]}\n\n" if usage is None else b'],"usage":%b}\n\n' % _encode(usage_dict(usage))
+        return self._chunk_head + choice + tail
+
+
+class EventStream(Response):
+    """Runs a Generation and writes it as server-sent events, in one write per wake-up, however many tokens it brought.
+
+    Nothing is sent before the first token or failure, so a request that fails before it has output gets a real HTTP status.
+    A failure after that becomes an ``error`` event, and the stream ends without ``[DONE]``. A slow reader holds up its own
+    writes only: uvicorn bounds the transport's buffer, and what comes meanwhile gathers in the choices and leaves in one
+    chunk each. The connection drops a reader that takes nothing (``http_protocol.py``), which is a disconnect here, and a
+    disconnect aborts the generation.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, format: Format, frame: AnswerFrame, options: StreamOptions) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._generation = generation
+        self._format = format
+        self._frame = frame
+        self._options = options
+        self._opened: set[int] = set()
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._generation.running(receive) as generation:
+            ended = False
+            while not ended and not generation.disconnected:
+                ready = await generation.wait_changed()
+                ended = generation.ended or generation.failure is not None
+                body = self._body(generation, ready, ended)
+                if body:
+                    await self._write(send, body)
+            if not generation.disconnected:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _body(self, generation: Generation, ready: list[Choice], ended: bool) -> bytes:
+        """The events to write now. Raises a failure that comes before any output."""
+        failure = generation.failure
+        if failure is not None and not self._opened:
+            raise failure
+        chunks = [chunk for choice in ready for chunk in self._chunks(choice)]
+        if failure is not None:
+            chunks.append(self._error_event(failure))
+        elif ended:
+            chunks.append(self._closing(generation.usage))
+        return b"".join(chunks)
+
+    def _chunks(self, choice: Choice) -> list[bytes]:
+        """The events of one choice since the last wake-up: opening, text, finish, as far as there are any."""
+        format, text = self._format, choice.take_text()
+        if not text and choice.finish_reason is None:
+            return []
+        parts: list[bytes | None] = []
+        if choice.index not in self._opened:
+            self._opened.add(choice.index)
+            parts.append(format.opening(choice.index))
+        if text:
+            parts.append(format.text(choice.index, text))
+        if choice.finish_reason is not None:
+            parts.append(format.finish(choice.index, choice.finish_reason))
+        usage = self._running_usage(choice)
+        return [self._frame.chunk(part, usage) for part in parts if part is not None]
+
+    def _running_usage(self, choice: Choice) -> TokenUsage | None:
+        if not self._options.continuous_usage_stats:
+            return None
+        return TokenUsage(
+            num_prompt=choice.num_prompt_tokens,
+            num_output=choice.num_output_tokens,
+            num_cached=choice.num_cached_tokens,
+        )
+
+    def _closing(self, usage: TokenUsage) -> bytes:
+        return self._frame.chunk(b"", usage) + DONE if self._options.include_usage else DONE
+
+    def _error_event(self, failure: Exception) -> bytes:
+        request_id = self._generation.call.request_id
+        if isinstance(failure, RequestError):
+            logger.warning("request %s failed while streaming: %s: %s", request_id, failure.code, failure)
+        else:
+            failure = internal_error(failure, request_id)
+        return b"event: error\ndata: " + error_body(failure) + b"\n\n"
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 class CompletionRoutes:
@@ -67,31 +269,30 @@ class CompletionRoutes:
             add_special_tokens=bool(body.add_special_tokens),
             max_tokens=self._server.engine_info().max_model_len,
         )
-        return body, self._server.front.prepare([ids], _num_choices(body), body.cache_salt)
+        return body, self._server.front.prepare([ids], body.num_choices, body.cache_salt)
 
     def _completion(self, fields: Json) -> tuple[CompletionRequest, list[Prompt]]:
         self._server.check_prompt(fields.get("prompt"))
         body = convert(without_noops(fields, CompletionRequest.__struct_fields__, COMPLETION_NOOPS), CompletionRequest)
-        texts, ids = split_prompts(body.prompt)
+        texts, ids = body.prompts()
         self._check(body, len(texts) + len(ids))
         ids = ids or self._server.codec.encode(
             texts,
             add_special_tokens=body.add_special_tokens is not False,
             max_tokens=self._server.engine_info().max_model_len,
         )
-        return body, self._server.front.prepare(ids, _num_choices(body), body.cache_salt)
+        return body, self._server.front.prepare(ids, body.num_choices, body.cache_salt)
 
     def _check(self, body: GenerationFields, num_prompts: int) -> None:
         """What can be refused before any text is tokenized."""
         self._server.check_model(body.model)
-        if body.stream_options is not None:
-            _check_stream_options(body.stream_options, body.stream)
+        body.check_stream_options()
         self._sampling(body)
         validate_cache_salt(body.cache_salt)
         most = self._server.settings.max_choices // num_prompts
-        if not 1 <= _num_choices(body) <= most:
+        if not 1 <= body.num_choices <= most:
             raise InvalidRequest(
-                f"n is {quoted(_num_choices(body))}; with {num_prompts} prompts it may be 1 to {most}.", param="n"
+                f"n is {quoted(body.num_choices)}; with {num_prompts} prompts it may be 1 to {most}.", param="n"
             )
 
     def _sampling(self, body: GenerationFields) -> SamplingParams:
@@ -103,13 +304,13 @@ class CompletionRoutes:
         call = self._call(request, body, prompts, arrival_s)
         generation = Generation(call, self._server.front, self._server.measured, self._server.codec)
         model = body.model or self._server.settings.model_name
-        envelope = Envelope(format, unique=call.unique, created=int(time.time()), model=model)
+        frame = AnswerFrame(format, unique=call.unique, created=int(time.time()), model=model)
         if body.stream:
-            return EventStream(generation, _stream_plan(body.stream_options or StreamOptions(), format, envelope))
+            return EventStream(generation, format, frame, body.stream_options or StreamOptions())
         async with generation.running(request.receive):
             await generation.wait_all()
             choices = [format.choice(choice) for choice in generation.choices]
-            return json_response(envelope.response(choices, generation.usage))
+            return json_response(frame.response(choices, generation.usage))
 
     def _call(self, request: Request, body: GenerationFields, prompts: list[Prompt], arrival_s: float) -> Call:
         return Call(
@@ -118,52 +319,8 @@ class CompletionRoutes:
             arrival_s=arrival_s,
             prompts=prompts,
             sampling=self._sampling(body),
-            num_choices=_num_choices(body),
+            num_choices=body.num_choices,
             priority=body.priority or 0,
             client=client_of(request),
             cache_salt=body.cache_salt,
         )
-
-
-def _stream_plan(options: StreamOptions, format: Format, envelope: Envelope) -> StreamPlan:
-    return StreamPlan(
-        format=format,
-        envelope=envelope,
-        include_usage=bool(options.include_usage),
-        continuous_usage=bool(options.continuous_usage_stats),
-    )
-
-
-def _num_choices(body: GenerationFields) -> int:
-    return 1 if body.n is None else body.n
-
-
-def _check_stream_options(options: StreamOptions, stream: bool | None) -> None:
-    if not stream:
-        raise InvalidRequest("stream_options needs stream to be true. Leave it out.", param="stream_options")
-    if options.include_obfuscation:
-        raise InvalidRequest(
-            "stream_options.include_obfuscation is not supported by this server. Leave it out or send false.",
-            param="stream_options.include_obfuscation",
-        )
-
-
-def split_prompts(prompt: str | list[str | int | list[int]]) -> tuple[list[str], list[list[int]]]:
-    """The prompts of a completion request: texts, or lists of ids. One of the two is empty.
-
-    Raises:
-        InvalidRequest: no prompts, or kinds mixed.
-    """
-    items: list[Any] = [prompt] if isinstance(prompt, str) else prompt
-    kinds = set(map(type, items))  # without a turn of Python's for each of a million ids
-    if kinds == {str}:
-        return items, []
-    if kinds == {int}:
-        return [], [items]
-    if kinds == {list}:
-        return [], items
-    raise InvalidRequest(
-        "prompt is empty, or mixes texts, token ids and lists of token ids. Send a text, a list of texts, a list of token "
-        "ids, or a list of such lists.",
-        param="prompt",
-    )

@@ -7,23 +7,109 @@ the output.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from msgspec import Struct
 from starlette.types import Receive
 
-from flyball_runtime.api.choice import Choice
-from flyball_runtime.api.errors import HttpError
+from flyball_runtime.api.errors import HttpError, from_failed
 from flyball_runtime.api.schemas import choice_sampling
 from flyball_runtime.api.text import TextCodec
-from flyball_runtime.core.errors import RequestError
-from flyball_runtime.core.measurements import Measurements
-from flyball_runtime.core.request import Prompt, Request, SamplingParams
+from flyball_runtime.core.errors import EngineError, RequestError
+from flyball_runtime.core.measurements import Measurements, Outcome, RequestTimes
+from flyball_runtime.core.request import Failed, Finished, Prompt, Request, RequestEvent, SamplingParams, Tokens
 from flyball_runtime.engine.front import EngineFront
+from flyball_runtime.text.output import OutputText
 
 logger = logging.getLogger(__name__)
+
+
+class Choice:
+    """One engine request: takes its events and turns them into text and one ending.
+
+    Attributes:
+        finish_reason: set once, when the request has ended well.
+    """
+
+    def __init__(self, index: int, request: Request, events: AsyncIterator[RequestEvent], output: OutputText) -> None:
+        self.index = index
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_cached_tokens = 0
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self.ended = False
+        self._events = events
+        self._output = output
+        self._pieces: list[str] = []
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._output.num_tokens
+
+    def take_text(self) -> str:
+        """The text that came since the last call."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text
+
+    async def run(
+        self,
+        measured: Measurements,
+        arrival_s: float,
+        abort: Callable[[str], None],
+        changed: Callable[["Choice"], None],
+    ) -> Outcome:
+        """Take events until the ending, or until a stop string. ``changed`` is called when there is text to take.
+
+        At a stop string the output is complete: the engine is told to end the request, and its answer, which may be a
+        long step away, changes nothing here.
+
+        Raises:
+            RequestError: the request failed.
+            EngineError: the events stopped without an ending.
+        """
+        times = RequestTimes(arrival_s, self.num_prompt_tokens)
+        outcome: Outcome = "error"
+        try:
+            async for event in self._events:
+                if not isinstance(event, Tokens):
+                    outcome = self._end(event)
+                    return outcome
+                if num_new := self._take_tokens(event, changed):
+                    measured.tokens([times], num_new)
+                if self._output.stopped:
+                    abort(self.request_id)
+                    self.finish_reason = outcome = "stop"
+                    return outcome
+            raise EngineError(f"the events of request {self.request_id} stopped without an ending.")
+        except asyncio.CancelledError:
+            outcome = "abort"
+            raise
+        finally:
+            measured.ended(times, outcome, self.num_output_tokens)
+
+    def _take_tokens(self, event: Tokens, changed: Callable[["Choice"], None]) -> int:
+        """Return how many of them belong to the output."""
+        self.num_cached_tokens = event.num_cached_tokens
+        before = self.num_output_tokens
+        text = self._output.add(event.token_ids)
+        if text:
+            self._pieces.append(text)
+            changed(self)
+        return self.num_output_tokens - before
+
+    def _end(self, event: Finished | Failed) -> Outcome:
+        if isinstance(event, Failed):
+            raise from_failed(event)
+        if event.reason == "abort":
+            return "abort"
+        self._pieces.append(self._output.finish())
+        self.finish_reason = "stop" if self._output.stopped else event.reason
+        return self.finish_reason
+
 
 MAX_TOKENS_AT_ONCE = 65536
 """Prompt tokens that are submitted in one turn of the event loop, which takes a millisecond for so many."""
@@ -66,7 +152,7 @@ class Call:
         ]
 
 
-class Usage(Struct, frozen=True, kw_only=True):
+class TokenUsage(Struct, frozen=True, kw_only=True):
     """OpenAI's usage. ``num_cached``: prompt tokens found in the prefix cache."""
 
     num_prompt: int
@@ -134,10 +220,10 @@ class Generation:
         return all(choice.ended for choice in self.choices)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """So far. A prompt counts once however many choices it has; its first choice says what was cached."""
         firsts = self.choices[:: self.call.num_choices]
-        return Usage(
+        return TokenUsage(
             num_prompt=sum(choice.num_prompt_tokens for choice in firsts),
             num_output=sum(choice.num_output_tokens for choice in self.choices),
             num_cached=sum(choice.num_cached_tokens for choice in firsts),

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.types import Receive
 
-from flyball_runtime.api.client_id import client_of
 from flyball_runtime.api.errors import ClientLeft
+from flyball_runtime.api.identity import client_of
 from flyball_runtime.core.errors import RequestError
 
 T = TypeVar("T")

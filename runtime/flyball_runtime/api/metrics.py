@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from flyball_protocol import KVBlocks, LatencyWindow, Limits
-from flyball_protocol.metrics import REQUESTS_RUNNING_RATIO, REQUESTS_WAITING
+from flyball_protocol.endpoints import REQUESTS_RUNNING_RATIO, REQUESTS_WAITING
 from flyball_runtime import __version__
 from flyball_runtime.core import measurements
 from flyball_runtime.core.clock import Clock

@@ -4,13 +4,95 @@ A field that is null counts as absent, as OpenAI's clients mean it. Sampling def
 generation_config.json), else OpenAI's: temperature 1, top_p 1.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
 
-from flyball_protocol.quoting import quoted
+from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line, quoted, quoted_list
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.request import MAX_SEED, SamplingParams
+
+# Fields that clients know and this server does not serve, of three kinds. Values that ask for nothing are let through, so that
+# clients which always send a field work. Hints about who asks and how to cache cannot change an answer and are ignored.
+# Everything else is refused by name: an answer that silently lacks what was asked for is worse than an error.
+
+IGNORED_HINTS = frozenset(
+    {
+        "user",
+        "safety_identifier",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    }
+)
+
+_COMMON_NOOPS: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "length_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "prompt_logprobs": (None,),
+    "min_tokens": (None, 0),
+    "use_beam_search": (None, False),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "truncate_prompt_tokens": (None,),
+    "echo": (None, False),
+    "response_format": (None, {"type": "text"}),
+}
+
+CHAT_NOOPS: dict[str, tuple[Any, ...]] = _COMMON_NOOPS | {
+    "top_logprobs": (None, 0),
+    "tools": (None, []),
+    "tool_choice": (None, "auto", "none"),
+    "parallel_tool_calls": (None, False, True),
+    "functions": (None, []),
+    "function_call": (None, "auto", "none"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "moderation": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None, "medium"),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "web_search_options": (None,),
+}
+
+COMPLETION_NOOPS: dict[str, tuple[Any, ...]] = _COMMON_NOOPS | {"suffix": (None, "")}
+
+
+def without_noops(
+    body: Mapping[str, Any], known: Collection[str], noops: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """The fields of ``body`` that are ``known``. Raises InvalidRequest naming every other one that asks for something."""
+    others = [name for name in body if name not in known and name not in IGNORED_HINTS]
+    unknown = [name for name in others if name not in noops]
+    if unknown:
+        raise InvalidRequest(
+            f"unknown field {quoted_list(unknown)}. Check the spelling or leave it out.",
+            param=one_line(unknown[0], MAX_QUOTED_CHARS),
+        )
+    asking = [name for name in others if not any(_same(body[name], value) for value in noops[name])]
+    if asking:
+        raise InvalidRequest(
+            f"{quoted_list(asking)} is not supported by this server. Leave it out or send its default.", param=asking[0]
+        )
+    return {name: value for name, value in body.items() if name in known}
+
+
+def _same(value: object, noop: object) -> bool:
+    """Whether a value is this one and not another that is equal: ``logprobs`` 0 asks for the chosen token's, false for none."""
+    return isinstance(value, bool) == isinstance(noop, bool) and value == noop
+
 
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions when the field is absent, OpenAI's default; null asks for all the context allows."""
@@ -53,12 +135,49 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     priority: Priority | None = None
     cache_salt: str | None = None
 
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    def check_stream_options(self) -> None:
+        """Raise InvalidRequest for stream_options without a stream, or that ask for obfuscation."""
+        if self.stream_options is None:
+            return
+        if not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true. Leave it out.", param="stream_options")
+        if self.stream_options.include_obfuscation:
+            raise InvalidRequest(
+                "stream_options.include_obfuscation is not supported by this server. Leave it out or send false.",
+                param="stream_options.include_obfuscation",
+            )
+
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``prompt``: a text, token ids, or a list of texts or of lists of token ids."""
 
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+
+    def prompts(self) -> tuple[list[str], list[list[int]]]:
+        """Return the prompts as texts, or as lists of ids. One of the two is empty.
+
+        Raises:
+            InvalidRequest: no prompts, or kinds mixed.
+        """
+        items: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        kinds = set(map(type, items))  # without a turn of Python's for each of a million ids
+        if kinds == {str}:
+            return items, []
+        if kinds == {int}:
+            return [], [items]
+        if kinds == {list}:
+            return [], items
+        raise InvalidRequest(
+            "prompt is empty, or mixes texts, token ids and lists of token ids. Send a text, a list of texts, a list of "
+            "token ids, or a list of such lists.",
+            param="prompt",
+        )
 
 
 class TextPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,18 +5,63 @@ closes nothing: connections go on being taken by the kernel, and here, until the
 no byte passes through this process.
 """
 
+import argparse
 import asyncio
 import contextlib
 import errno
 import logging
+import signal
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from flyball_protocol import endpoints
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.listener.relay import Relay
-from flyball_runtime.listener.takeover import HANDED_OVER
+from flyball_runtime.listener.relay import Relay, Service
 
 logger = logging.getLogger(__name__)
+
+HANDED_OVER = b"."
+"""What comes with the socket: a descriptor does not travel without a byte."""
+
+WAIT_S = 15.0
+"""How long a holder may take that was started at the same time, or that waits for a dead runtime's port."""
+
+_RETRY_S = 0.1
+
+
+@contextlib.contextmanager
+def taken_listener(path: Path) -> Iterator[socket.socket]:
+    """Give the listening socket from the holder at ``path``, which takes it as given back at the end of the block.
+
+    Raises:
+        ConfigError: there is no holder for 15 s.
+    """
+    with _connect(path) as holder:
+        _, descriptors, _, _ = socket.recv_fds(holder, len(HANDED_OVER), 1)
+        if not descriptors:
+            raise ConfigError(f"the listener at {path} ended before it gave its port. Its container's log says why.")
+        with socket.socket(fileno=descriptors[0]) as listener:
+            yield listener
+
+
+def _connect(path: Path) -> socket.socket:
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            holder.connect(str(path))
+        except OSError as error:
+            holder.close()
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"no listener answers at {path} ({error.strerror}) for {WAIT_S:g} s. Is the container 'listener' running?"
+                ) from None
+            time.sleep(_RETRY_S)
+        else:
+            return holder
+
 
 BACKLOG = 4096
 """Connections that the kernel takes ahead of us; Linux cuts it to net.core.somaxconn."""
@@ -85,3 +130,28 @@ async def _lend(listener: socket.socket, runtime: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
         socket.send_fds(runtime, [HANDED_OVER], [listener.fileno()])
         await asyncio.get_running_loop().sock_recv(runtime, 1)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    relay = Relay(parse_service(args.service))
+    asyncio.run(_until_told(args.host, args.port, Path(args.socket), relay))
+    return endpoints.EXIT_OK
+
+
+def parse_service(text: str) -> Service:
+    """Read HOST:PORT. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"--service is {text!r}; write HOST:PORT with a port from 1 to 65535, such as chat:80.")
+    return Service(host, int(port))
+
+
+async def _until_told(host: str, port: int, path: Path, relay: Relay) -> None:
+    holding = asyncio.create_task(hold(host, port, path, relay))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, holding.cancel)
+    await asyncio.wait([holding])
+    if not holding.cancelled():
+        holding.result()
+    await relay.finish()

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from flyball_runtime.api import body
-from flyball_runtime.api.body import MAX_DEPTH, MAX_STRUCTURE, parse_object
+from flyball_runtime.api import server
+from flyball_runtime.api.server import MAX_DEPTH, MAX_STRUCTURE, parse_object
 from flyball_runtime.core.errors import RequestError
 
 MANY = MAX_STRUCTURE + 1
@@ -24,14 +24,14 @@ MANY = MAX_STRUCTURE + 1
     ids=["texts", "lists", "objects", "fields", "quotes", "brackets"],
 )
 def test_too_much_structure_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
-    monkeypatch.setattr(body.msgspec.json, "decode", lambda _: pytest.fail("it was decoded"))
+    monkeypatch.setattr(server.msgspec.json, "decode", lambda _: pytest.fail("it was decoded"))
     with pytest.raises(RequestError, match=f"more than {MAX_STRUCTURE} texts"):
         parse_object(text)
 
 
 @pytest.mark.parametrize("nested", ["[" * 1000 + "]" * 1000, '{"a":' * 1000 + "1" + "}" * 1000, "[" * 1000])
 def test_deep_nesting_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch, nested: str) -> None:
-    monkeypatch.setattr(body.msgspec.json, "decode", lambda _: pytest.fail("it was decoded"))
+    monkeypatch.setattr(server.msgspec.json, "decode", lambda _: pytest.fail("it was decoded"))
     with pytest.raises(RequestError, match=f"over {MAX_DEPTH}"):
         parse_object(b'{"chat_template_kwargs": {"x": %b}}' % nested.encode())
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
 from flyball_runtime.api import ApiSettings, Metrics, create_app
-from flyball_runtime.api.body import MAX_DROPPED_BODIES
+from flyball_runtime.api.server import MAX_DROPPED_BODIES
 from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, QueuedTokensFull, QueueFull, RequestError
 from runtime.api.support import asgi_client, chat, error_of
 from runtime.fake_engine import FakeEngine

@@ -12,10 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from flyball_runtime.api import ApiSettings, Metrics, create_app, generation
-from flyball_runtime.api import body as body_module
 from flyball_runtime.api import server as server_module
+from flyball_runtime.api.app import MAX_TOKENIZED
 from flyball_runtime.api.text import MAX_WHOLE_CHARS, TextCodec
-from flyball_runtime.api.tokenize import MAX_TOKENS
 from flyball_runtime.core.errors import QueueFull
 from flyball_runtime.core.request import Request, RequestEvent
 from runtime.api.support import MODEL, asgi_client, chat, error_of
@@ -72,7 +71,7 @@ async def test_a_text_that_is_certainly_too_long_is_never_tokenized(
 async def test_too_many_values_are_refused_before_they_are_converted(
     roomy: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, code: str
 ) -> None:
-    monkeypatch.setattr(body_module.msgspec, "convert", lambda *_: pytest.fail("it was converted"))
+    monkeypatch.setattr(server_module.msgspec, "convert", lambda *_: pytest.fail("it was converted"))
     response = await roomy.post(path, json=body)
     assert (response.status_code, error_of(response)["code"]) == (400, code)
 
@@ -122,7 +121,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, call)
 
     noted(server_module, "parse_object")
-    noted(body_module.msgspec, "convert")
+    noted(server_module.msgspec, "convert")
     noted(TextCodec, "_encode")
     noted(TextCodec, "_render")
     noted(TextCodec, "decode")
@@ -192,11 +191,13 @@ async def test_tokenize_counts_past_the_models_length_up_to_a_bound(roomy: httpx
     assert response.json()["count"] == len(response.json()["token_strs"]) > MAX_MODEL_LEN
     for body in ({"prompt": "a b " * 100_000}, {"messages": [{"role": "user", "content": "a b " * 100_000}]}):
         error = error_of(await roomy.post("/tokenize", json=body))
-        assert error["param"] in body and f"more than {MAX_TOKENS} tokens" in error["message"]
+        assert error["param"] in body and f"more than {MAX_TOKENIZED} tokens" in error["message"]
 
 
 async def test_detokenize_of_many_tokens(roomy: httpx.AsyncClient) -> None:
-    assert len((await roomy.post("/detokenize", json={"tokens": [5] * MAX_TOKENS})).json()["prompt"]) >= MAX_TOKENS
+    assert (
+        len((await roomy.post("/detokenize", json={"tokens": [5] * MAX_TOKENIZED})).json()["prompt"]) >= MAX_TOKENIZED
+    )
 
 
 async def test_many_choices_of_a_long_prompt_are_submitted_in_several_turns(

@@ -14,8 +14,8 @@ import pytest
 from checkpoints import make_checkpoint
 from engines import kv_block_bytes
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_runtime.api.app import check_live
 from flyball_runtime.api.errors import HttpError
-from flyball_runtime.api.health import check_live
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import (

@@ -18,9 +18,8 @@ import pytest
 from checkpoints import make_checkpoint
 from flyball_protocol import endpoints
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.listener import takeover
-from flyball_runtime.listener.command import parse_service
-from flyball_runtime.listener.takeover import taken_listener
+from flyball_runtime.listener import holder
+from flyball_runtime.listener.holder import parse_service, taken_listener
 from replicas import Replica, environment, free_port, replica, wait_until
 
 DEADLINE_S = 20.0
@@ -249,7 +248,7 @@ def test_what_cannot_be_opened_ends_with_the_reason(flags: list[str], says: str)
 
 
 def test_a_runtime_without_a_holder_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "WAIT_S", 0.2)
+    monkeypatch.setattr(holder, "WAIT_S", 0.2)
     with (
         pytest.raises(ConfigError, match=r"no listener answers at .* Is the container 'listener' running\?"),
         taken_listener(tmp_path / "none"),

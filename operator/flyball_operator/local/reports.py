@@ -1,17 +1,83 @@
-"""The replicas' log files, passed on line by line as they grow."""
+"""What people are told: what happens, trouble that lasts, and the lines of the replicas' logs."""
 
 import asyncio
+import contextlib
+import logging
 import os
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from flyball_operator.local.trouble import Trouble
-from flyball_protocol.quoting import one_line
+from flyball_protocol.quoting import lines, one_line
 
-PERIOD_S = 0.2
+log = logging.getLogger("flyball_operator.local")
+
+MAX_KEPT = 200
+
+LOG_PERIOD_S = 0.2
 MAX_LINE_CHARS = 4096
 MAX_READ_BYTES = 1 << 20
 """Bytes of one file that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened. ``time_s`` is wall-clock time (seconds since the epoch)."""
+
+    time_s: float
+    text: str
+
+
+def to_log(event: Event) -> None:
+    log.info("%s", event.text)
+
+
+class Events:
+    """Call it with a line, or some: they are kept, and given to the listener, without control characters and cut."""
+
+    def __init__(self, listener: Callable[[Event], None] = to_log) -> None:
+        self._listener = listener
+        self._kept: deque[Event] = deque(maxlen=MAX_KEPT)
+
+    def __call__(self, text: str) -> None:
+        event = Event(time.time(), lines(text))
+        self._kept.append(event)
+        self._listener(event)
+
+    @property
+    def kept(self) -> tuple[Event, ...]:
+        return tuple(self._kept)
+
+
+class Trouble:
+    """Lets something fail while the rest goes on; reports the first failure, and the end of them.
+
+    Args:
+        what: what is not done while it lasts, such as "decisions are not recorded".
+        over: what to say afterwards; it is given the number of failures.
+    """
+
+    def __init__(self, report: Callable[[str], None], what: str, over: Callable[[int], str]) -> None:
+        self._report = report
+        self._what = what
+        self._over = over
+        self._num_failures = 0
+
+    @contextlib.contextmanager
+    def tolerated(self) -> Iterator[None]:
+        """Catch an OSError of the block. The first one is reported, and the end of their row."""
+        try:
+            yield
+        except OSError as error:
+            self._num_failures += 1
+            if self._num_failures == 1:
+                self._report(f"{self._what}: {one_line(str(error))}; everything else goes on")
+        else:
+            if self._num_failures:
+                self._report(self._over(self._num_failures))
+            self._num_failures = 0
 
 
 def find_last_lines(log_dir: Path, num_lines: int) -> dict[Path, int]:
@@ -46,7 +112,7 @@ async def follow_logs(
         with trouble.tolerated():
             for path in sorted(log_dir.glob("*.log")):
                 offsets[path] = _pass_on(path, offsets.get(path, 0), echo)
-        await asyncio.sleep(PERIOD_S)
+        await asyncio.sleep(LOG_PERIOD_S)
 
 
 def _pass_on(path: Path, offset: int, echo: Callable[[str, str], None]) -> int:

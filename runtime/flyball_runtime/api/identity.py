@@ -1,8 +1,12 @@
-"""The outermost layer of both apps: gives every request its id and turns a bug into a 500 in OpenAI's shape."""
+"""Who sent a request, and under which id it is answered and logged."""
 
+import ipaddress
 import re
+import secrets
 import uuid
+from hashlib import blake2b
 
+from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,7 +18,10 @@ _VALID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class RequestIdMiddleware:
-    """Takes X-Request-Id from the client or makes one, puts it into ``scope["state"]`` and sends it back."""
+    """The outermost layer of both apps: gives every request its id, and turns a bug into a 500 in OpenAI's shape.
+
+    The id is the client's X-Request-Id or a new one. It stands in ``scope["state"]`` and is sent back.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -63,3 +70,39 @@ def request_id_of(headers: Headers) -> str:
             param=REQUEST_ID_HEADER,
         )
     return given
+
+
+_KEY = secrets.token_bytes(32)
+"""Of this process, so that a client's name is worth nothing outside it."""
+
+IPV6_NETWORK_BITS = 64
+"""What one IPv6 client is given whole, usually: its addresses are one client."""
+
+
+def client_of(request: Request) -> str:
+    """Return an opaque name: of the API key (the whole Authorization header), or of the address without one.
+
+    Clients share tokenization and the scheduler by it. It gives no rights, and nobody can read it back.
+    The address is the connection's, or what a trusted proxy says (``ApiSettings.forwarded_allow_ips``).
+    """
+    api_key = request.headers.get("authorization", "").strip()
+    if api_key:
+        return _name(b"key", api_key)
+    return _name(b"address", "" if request.client is None else _network(request.client.host))
+
+
+def _name(kind: bytes, value: str) -> str:
+    return blake2b(value.encode(), digest_size=12, key=_KEY, person=kind).hexdigest()
+
+
+def _network(host: str) -> str:
+    """Return what an address counts as; a host that is no IP address counts as itself."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, IPV6_NETWORK_BITS), strict=False))

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from flyball_protocol.example import base_url, curl_line
+from flyball_protocol.endpoints import base_url, curl_line
 
 
 @pytest.mark.parametrize(
