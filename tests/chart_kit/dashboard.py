@@ -8,6 +8,9 @@ Json = dict[str, Any]
 OF = 'namespace=~"$namespace", app_kubernetes_io_instance=~"$deployment"'
 """Selects the replicas of the chosen LLMDeployments, by the labels that a PodMonitor of the operator gives them."""
 
+TUNED = 'namespace=~"$namespace", llmdeployment=~"$deployment"'
+"""The same of the operator's metrics."""
+
 BY = "namespace, app_kubernetes_io_instance"
 NAMED = "{{namespace}}/{{app_kubernetes_io_instance}}"
 WIDTH, HEIGHT, PER_ROW = 8, 8, 3
@@ -115,6 +118,43 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         _limit("max_num_seqs", "running sequences", "short"),
         _limit("max_num_batched_tokens", "tokens a step", "short"),
         _limit("kv_cache_fraction", "share of the KV cache", "percentunit"),
+    ),
+    "Tuning": (
+        Panel(
+            "Samples over the objective",
+            "percentunit",
+            "Share in the window, by objective. The budget is 5 %.",
+            (
+                Query(
+                    f"max by (namespace, llmdeployment, objective) (flyball_tuner_violation_share{{{TUNED}}})",
+                    "{{objective}} {{namespace}}/{{llmdeployment}}",
+                ),
+                Query("vector(0.05)", "budget"),
+            ),
+        ),
+        Panel(
+            "Decisions",
+            "short",
+            "More than a hold, since the operator started, by limit, reason and verdict.",
+            (
+                Query(
+                    "sum by (namespace, llmdeployment, knob, reason, verdict) "
+                    f'(flyball_tuner_decisions_total{{{TUNED}, verdict!="held"}})',
+                    "{{verdict}} {{knob}} {{reason}} {{namespace}}/{{llmdeployment}}",
+                ),
+            ),
+        ),
+        Panel(
+            "State",
+            "short",
+            "What status.tuning.state says.",
+            (
+                Query(
+                    f"max by (namespace, llmdeployment, state) (flyball_tuner_state{{{TUNED}}}) == 1",
+                    "{{state}} {{namespace}}/{{llmdeployment}}",
+                ),
+            ),
+        ),
     ),
     "KV cache": (
         Panel(

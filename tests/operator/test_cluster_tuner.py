@@ -6,16 +6,18 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import msgspec
 import pytest
 from msgspec import structs
+from prometheus_client import CollectorRegistry
 
 from flyball_operator import names
 from flyball_operator.cluster.store import Store
 from flyball_operator.cluster.tuner import ClusterTuner
+from flyball_operator.cluster.tuner_metrics import TunerMetrics
 from flyball_operator.observed import Child, Key, Resource
 from flyball_operator.tuning.record import from_line
 from flyball_protocol import BootPrior, Limits
@@ -61,10 +63,12 @@ class Scene:
         self.start()
 
     def start(self, timeout_s: float = 30.0) -> None:
+        self.registry = CollectorRegistry()
         self.tuner = ClusterTuner(
             self.store,
             token_of=lambda _: self.token,
             session=self.session,
+            metrics=TunerMetrics(self.registry),
             changed=self.changed,
             event=lambda _, type, reason, message: self.events.append((type, reason, message)),
             clock=lambda: self.now_s,
@@ -144,6 +148,12 @@ class Scene:
     def actions(self) -> list[str]:
         """Of the history, oldest first."""
         return [one["action"] for one in reversed(self.tuning.get("history", []))]
+
+    def samples(self, name: str) -> dict[tuple[str, ...], float]:
+        """The samples of a metric, by the values of its own labels; those of the deployment are checked."""
+        found = [one for family in self.registry.collect() for one in family.samples if one.name == name]
+        assert all(one.labels["namespace"] == "default" and one.labels["llmdeployment"] == "chat" for one in found)
+        return {tuple(one.labels[label] for label in list(one.labels)[2:]): one.value for one in found}
 
     def condition(self, type: str) -> tuple[str, str]:
         (found,) = [one for one in self.tuner.conditions(KEY) if one.type == type]
@@ -424,6 +434,33 @@ def test_turning_tuning_off_takes_back_what_is_on_trial(mode: str) -> None:
             assert (now.tuning == {"state": "Disabled"}) == (mode == "Disabled")
 
     asyncio.run(test())
+
+
+@run
+async def test_rounds_are_counted_until_the_deployment_goes() -> None:
+    async with scene(sees=good_below(400)) as now:
+        await now.until(lambda: now.tuning.get("state") == "Converged")
+        decisions = now.samples("flyball_tuner_decisions_total")
+        changes = {labels: count for labels, count in decisions.items() if labels[2] != "held"}
+        assert changes == {
+            ("max_num_batched_tokens", "InterTokenLatencyOver", "tried"): 1,
+            ("max_num_batched_tokens", "CanaryNotWorse", "kept"): 1,
+        }
+        assert decisions["", "Steady", "held"] == 1, "a hold that goes on is no news"
+        assert now.samples("flyball_tuner_violation_share") == {("ttft",): 0, ("inter_token_latency",): 0}
+        assert now.samples("flyball_tuner_objective_seconds") == {("ttft",): 1.0, ("inter_token_latency",): 0.04}
+        states = now.samples("flyball_tuner_state")
+        assert len(states) == 6 and {labels for labels, value in states.items() if value} == {("Converged",)}
+        now.store.remove_resource(KEY, now.uid, "1000")
+        now.tuner.start_rounds(cast(asyncio.TaskGroup, None))
+        assert now.samples("flyball_tuner_decisions_total") == now.samples("flyball_tuner_state") == {}
+
+
+@run
+async def test_too_few_samples_give_no_share() -> None:
+    async with scene(sees=lambda _: {"ttft_count": 5, "itl_over": 4000}) as now:
+        await now.rounds()
+        assert now.samples("flyball_tuner_violation_share") == {("inter_token_latency",): 0.2}
 
 
 @run

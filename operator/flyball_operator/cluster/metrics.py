@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from flyball_operator.cluster.tuner_metrics import TunerMetrics
+
 RECONCILE_BUCKETS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
@@ -54,6 +56,7 @@ class Metrics:
             "1 while this process holds the lease (or needs none) and acts, else 0.",
             registry=self.registry,
         )
+        self.tuner = TunerMetrics(self.registry)
 
 
 class Target(NamedTuple):

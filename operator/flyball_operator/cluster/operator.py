@@ -193,7 +193,12 @@ class Operator:
 
     async def _serve(self, tokens: AdminTokens, to_pods: aiohttp.ClientSession) -> None:
         tuner = ClusterTuner(
-            self._store, token_of=tokens.token, session=to_pods, changed=self._queue.add, event=self._events
+            self._store,
+            token_of=tokens.token,
+            session=to_pods,
+            metrics=self._metrics.tuner,
+            changed=self._queue.add,
+            event=self._events,
         )
         reconciler = Reconciler(
             store=self._store,

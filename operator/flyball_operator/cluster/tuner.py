@@ -13,6 +13,7 @@ import msgspec
 from flyball_operator import names
 from flyball_operator.cluster.events import REPEAT_AFTER_S
 from flyball_operator.cluster.store import Store
+from flyball_operator.cluster.tuner_metrics import TunerMetrics
 from flyball_operator.observed import Key, Pod, Resource
 from flyball_operator.spec import Tuning
 from flyball_operator.status import Condition
@@ -48,6 +49,7 @@ class ClusterTuner:
 
     Args:
         token_of: the token of a deployment's admin ports.
+        metrics: where rounds are counted.
         changed: called when what ``status``, ``conditions`` or ``boot_prior`` say has changed.
         event: called with what people should see.
         clock: seconds, only forward.
@@ -61,6 +63,7 @@ class ClusterTuner:
         *,
         token_of: Callable[[Resource], str],
         session: aiohttp.ClientSession,
+        metrics: TunerMetrics,
         changed: Callable[[Key], None],
         event: Tell,
         clock: Callable[[], float] = time.monotonic,
@@ -70,6 +73,7 @@ class ClusterTuner:
         self._store = store
         self._token_of = token_of
         self._session = session
+        self._metrics = metrics
         self._changed = changed
         self._event = event
         self._clock = clock
@@ -155,6 +159,7 @@ class ClusterTuner:
             is_idle = resource is not None and _is_idle(resource) and not tuned.has_trial
             if (resource is None or resource.uid != tuned.uid or is_idle) and not tuned.is_busy:
                 del self._tuned[key]
+                self._metrics.forget(key)
 
     def _current(self, resource: Resource) -> "_Tuned | None":
         tuned = self._tuned.get(resource.key)
@@ -176,6 +181,7 @@ class ClusterTuner:
         done = await tuned.loop.round(tuning, targets)
         now = self._now().isoformat(timespec="seconds").replace("+00:00", "Z")
         before, tuned.report = tuned.report, report(tuned.report, tuning, done, now)
+        self._metrics.observe(resource.key, tuning, done, tuned.report.status.state)
         prior_before, tuned.prior = tuned.prior, _prior(tuned.prior, tuning, done)
         if tuned.report.is_news:
             self._tell(resource, tuned, tuned.report.status)

@@ -16,6 +16,7 @@ from flyball_operator.tuning.decide import find_faults
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence, fault
 from flyball_operator.tuning.loop import Round
+from flyball_operator.tuning.moved import is_made
 from flyball_operator.tuning.signals import BUDGET, Signal, Standing, signals
 from flyball_protocol import Evidence, Limits
 
@@ -181,8 +182,8 @@ def report(before: Report | None, tuning: Tuning, done: Round, now: str) -> Repo
     Args:
         now: RFC 3339, in seconds.
     """
-    theme, is_made = _theme(tuning, done), _is_made(tuning, done.decision)
-    is_news = before is None or is_made or (theme == before.seen and theme != Theme.of_status(before.status))
+    theme, made = _theme(tuning, done), is_made(tuning, done.decision)
+    is_news = before is None or made or (theme == before.seen and theme != Theme.of_status(before.status))
     status = _facts(before.status if before else TuningStatus(state=theme.state), tuning, done)
     if is_news:
         status = _told(status, theme, tuning, done.decision, now)
@@ -193,7 +194,7 @@ def report(before: Report | None, tuning: Tuning, done: Round, now: str) -> Repo
 def _theme(tuning: Tuning, done: Round) -> Theme:
     state = _state(tuning, done)
     reason = str(done.decision.reason) if state in _NEED_ATTENTION else ""
-    recommends = done.decision.action is Action.CHANGE and not _is_made(tuning, done.decision)
+    recommends = done.decision.action is Action.CHANGE and not is_made(tuning, done.decision)
     if not recommends or done.decision.limits is None:
         return Theme(state, reason, None)
     return Theme("Observing", "", ShownLimits.of(done.decision.limits))
@@ -223,7 +224,7 @@ def _facts(status: TuningStatus, tuning: Tuning, done: Round) -> TuningStatus:
     if not answered:
         return status
     trial, newest = done.decision.state.trial, max(answered, key=lambda one: one.revision)
-    if tuning.mode == "Auto" or _is_made(tuning, done.decision):
+    if tuning.mode == "Auto" or is_made(tuning, done.decision):
         revision, target = done.decision.revision, done.decision.limits or newest.target
     else:
         revision, target = newest.revision, newest.target
@@ -263,14 +264,8 @@ def _told(status: TuningStatus, theme: Theme, tuning: Tuning, decision: Decision
         state=theme.state,
         recommended=theme.recommended,
         last_decision=shown,
-        history=(shown, *status.history)[:MAX_HISTORY] if _is_made(tuning, decision) else status.history,
+        history=(shown, *status.history)[:MAX_HISTORY] if is_made(tuning, decision) else status.history,
     )
-
-
-def _is_made(tuning: Tuning, decision: Decision) -> bool:
-    """Return whether the round changed limits."""
-    is_due = tuning.mode == "Auto" or decision.action is not Action.CHANGE or decision.reason is Reason.SPEC_LIMITS
-    return decision.action is not Action.HOLD and is_due
 
 
 def _healthy(status: TuningStatus) -> Condition:
@@ -296,21 +291,26 @@ def _slo(before: Report | None, tuning: Tuning, done: Round) -> tuple[tuple[str,
 
 def _objectives(tuning: Tuning, evidence: Sequence[PodEvidence]) -> Condition | None:
     """Return SLOMet as the evidence has it, or None when it is too close to the budget to say."""
-    faults = find_faults(tuning, evidence)
-    usable = [pod.evidence for pod in evidence if pod.evidence is not None and pod.pod not in faults]
-    ttft, itl = signals(tuning, [one.ttft for one in usable], [one.itl for one in usable])
+    ttft, itl = signals_of(tuning, evidence)
     by_urgency = ((itl, Reason.INTER_TOKEN_LATENCY_OVER), (ttft, Reason.TTFT_OVER))
     for one, reason in by_urgency:
         if one.standing is Standing.OVER:
             return Condition(SLO_MET, "False", reason, str(one))
     standings = {one.standing for one, _ in by_urgency}
-    if not usable or Standing.UNKNOWN in standings:
+    if Standing.UNKNOWN in standings:
         return Condition(SLO_MET, "Unknown", Reason.FEW_SAMPLES, _few(ttft, itl))
     if Standing.NEAR in standings:
         return None
     return Condition(
         SLO_MET, "True", "Met", f"fewer than {BUDGET:.0%} of samples took longer than the objectives allow"
     )
+
+
+def signals_of(tuning: Tuning, evidence: Sequence[PodEvidence]) -> tuple[Signal, Signal]:
+    """Return how TTFT and inter-token latency do, by the evidence that can be decided on."""
+    faults = find_faults(tuning, evidence)
+    usable = [pod.evidence for pod in evidence if pod.evidence is not None and pod.pod not in faults]
+    return signals(tuning, [one.ttft for one in usable], [one.itl for one in usable])
 
 
 def _few(*objectives: Signal) -> str:
