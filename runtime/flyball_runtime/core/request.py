@@ -2,6 +2,7 @@
 
 import math
 import random
+from array import array
 from enum import Enum
 from typing import Literal, NamedTuple
 
@@ -209,7 +210,7 @@ class Sequence:
     The gap is a prompt, a prompt's rest, a recompute after preemption, or the one token of a decode.
 
     Attributes:
-        token_ids: prompt and output so far.
+        token_ids: prompt and output so far; an array, since the garbage collector would walk a list time and again.
         max_total_tokens: prompt and output may not grow past this.
         stop_token_ids: ids that end the sequence (end-of-sequence ids included unless ignored).
         num_computed_tokens: tokens whose K and V are in the cache, or will be once the planned steps have run.
@@ -256,7 +257,7 @@ class Sequence:
         self.sampling = request.sampling
         self.priority = request.priority
         self.client = request.client
-        self.token_ids = list(request.prompt_token_ids)
+        self.token_ids = array("I", request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         max_tokens = request.sampling.max_tokens
         room = max_model_len - self.num_prompt_tokens

@@ -1,11 +1,63 @@
 """KV blocks by state: free, used, or cached (used by nobody, content still findable)."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import heappop, heappush
-from itertools import islice
 
 from flyball_protocol import KVBlocks
+
+NUM_SHARDS = 256
+"""Parts of the index from hashes to blocks. A dict whose keys come and go rebuilds itself time and again; as one dict of
+40,000 blocks it would take more than a millisecond for that, in the middle of a step."""
+
+
+class BlockList:
+    """Blocks in an order, linked through two arrays: whatever changes costs the same time for each block, always."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._end = num_blocks  # stands before the first and after the last
+        self._next = [num_blocks] * (num_blocks + 1)
+        self._previous = [num_blocks] * (num_blocks + 1)
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[int]:
+        block = self._next[self._end]
+        while block != self._end:
+            yield block
+            block = self._next[block]
+
+    def append(self, blocks: list[int]) -> None:
+        after, before, end = self._next, self._previous, self._end
+        last = before[end]
+        for block in blocks:
+            after[last] = block
+            before[block] = last
+            last = block
+        after[last], before[end] = end, last
+        self._num += len(blocks)
+
+    def take_first(self, num: int) -> list[int]:
+        """Take out the first ``num``, or all when there are no more."""
+        after, block = self._next, self._end
+        blocks = [block := after[block] for _ in range(min(num, self._num))]
+        self._link(self._end, after[block])
+        self._num -= len(blocks)
+        return blocks
+
+    def remove(self, block: int) -> None:
+        self._link(self._previous[block], self._next[block])
+        self._num -= 1
+
+    def replace(self, block: int, new: int) -> None:
+        """Put another one in the place of a block."""
+        before, after = self._previous[block], self._next[block]
+        self._link(before, new)
+        self._link(new, after)
+
+    def _link(self, first: int, second: int) -> None:
+        self._next[first], self._previous[second] = second, first
 
 
 class BlockPool:
@@ -35,10 +87,10 @@ class BlockPool:
         self.size = num_blocks
         self._ceiling = num_blocks
         self._free = list(range(num_blocks))  # a heap
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._cached = BlockList(num_blocks)  # least recently released first
         self._num_refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._block_by_hash: dict[bytes, int] = {}
+        self._block_by_hash: list[dict[bytes, int]] = [{} for _ in range(NUM_SHARDS)]  # by the hash's first byte
 
     @property
     def num_used(self) -> int:
@@ -96,31 +148,33 @@ class BlockPool:
     def take(self, num: int) -> list[int]:
         """Return ``num`` blocks with one reference each and no content. The caller has checked that there is room."""
         assert num <= self.num_growable, f"{num} blocks asked, {self.num_growable} left; the caller did not check"
-        num_evicted = min(len(self._cached), max(0, num - self._num_free_in_capacity))
-        blocks = self._evict(list(islice(self._cached, num_evicted))) + [
-            heappop(self._free) for _ in range(num - num_evicted)
-        ]
+        free, num_refs = self._free, self._num_refs
+        blocks = self._evict(max(0, num - self._num_free_in_capacity))
+        blocks += [heappop(free) for _ in range(num - len(blocks))]
         for block in blocks:
-            self._num_refs[block] = 1
+            num_refs[block] = 1
         return blocks
 
-    def share(self, block: int) -> None:
-        """Add a reference to a block that is used or cached."""
-        if self._num_refs[block] == 0:
-            del self._cached[block]
-        self._num_refs[block] += 1
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each of some blocks that are used or cached."""
+        num_refs = self._num_refs
+        for block in blocks:
+            if num_refs[block] == 0:
+                self._cached.remove(block)
+            num_refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference from each block, in this order: among those released, the first is evicted first."""
-        num_refs = self._num_refs
+        num_refs, hashes = self._num_refs, self._hashes
+        cached = []
         for block in blocks:
-            num_refs[block] -= 1
-            if num_refs[block] > 0:
-                continue
-            if self._hashes[block] is None:
-                heappush(self._free, block)
-            else:
-                self._cached[block] = None
+            num = num_refs[block] = num_refs[block] - 1
+            if num == 0:
+                if hashes[block] is None:
+                    heappush(self._free, block)
+                else:
+                    cached.append(block)
+        self._cached.append(cached)
         self._settle()
 
     def register(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
@@ -129,23 +183,24 @@ class BlockPool:
         The second of two equal blocks, computed side by side, stays private: a running sequence's table never changes
         under the model, and a block that nobody can find returns to the free list on release.
         """
+        known, shards = self._hashes, self._block_by_hash
         for block, block_hash in zip(blocks, hashes, strict=True):
-            if self._block_by_hash.setdefault(block_hash, block) == block:
-                self._hashes[block] = block_hash
+            if shards[block_hash[0]].setdefault(block_hash, block) == block:
+                known[block] = block_hash
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Make used blocks unfindable. Those that share one keep it; on release it is free."""
         for block in blocks:
             block_hash, self._hashes[block] = self._hashes[block], None
             if block_hash is not None:
-                del self._block_by_hash[block_hash]
+                del self._block_by_hash[block_hash[0]][block_hash]
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks that hold the longest known run of ``hashes`` from the start. Takes no reference."""
         blocks = []
-        block_by_hash = self._block_by_hash
+        shards = self._block_by_hash
         for block_hash in hashes:
-            block = block_by_hash.get(block_hash)
+            block = shards[block_hash[0]].get(block_hash)
             if block is None:
                 break
             blocks.append(block)
@@ -153,8 +208,7 @@ class BlockPool:
 
     def surplus(self) -> list[int]:
         """Return the used and cached blocks above the capacity, highest first."""
-        cached, num_refs = self._cached, self._num_refs
-        return [block for block in range(self.size - 1, self.capacity - 1, -1) if num_refs[block] or block in cached]
+        return [block for block in range(self.size - 1, self.capacity - 1, -1) if not self._is_free(block)]
 
     def move(self, blocks: Iterable[int]) -> Mapping[int, int]:
         """Give each of some ``surplus()`` blocks a lower id, and return the new one by the old.
@@ -164,12 +218,12 @@ class BlockPool:
         moved: dict[int, int] = {}
         for block in blocks:
             new = moved[block] = heappop(self._free)  # below the capacity: fewer are used or cached than that
+            if self._is_cached(block):
+                self._cached.replace(block, new)
             self._num_refs[new], self._num_refs[block] = self._num_refs[block], 0
             block_hash, self._hashes[block] = self._hashes[block], None
             if block_hash is not None:
-                self._hashes[new], self._block_by_hash[block_hash] = block_hash, new
-        if any(block in self._cached for block in moved):
-            self._cached = OrderedDict((moved.get(block, block), None) for block in self._cached)
+                self._hashes[new], self._block_by_hash[block_hash[0]][block_hash] = block_hash, new
         self._free_all(moved)
         return moved
 
@@ -177,29 +231,42 @@ class BlockPool:
         """Lower the size to the capacity, or as far as nobody uses the top."""
         if not self.has_surplus:
             return
-        cached, num_refs = self._cached, self._num_refs
-        while self.size > self.capacity and not num_refs[self.size - 1] and self.size - 1 not in cached:
+        while self.size > self.capacity and self._is_free(self.size - 1):
             self.size -= 1
 
     def evict_surplus(self) -> None:
         """Forget the cached blocks above the capacity, where nobody can copy what they hold."""
-        self._free_all(self._evict([block for block in self.surplus() if block in self._cached]))
+        cached = [block for block in self.surplus() if self._is_cached(block)]
+        for block in cached:
+            self._cached.remove(block)
+        self._clear(cached)
+        self._free_all(cached)
 
     @property
     def _num_free_in_capacity(self) -> int:
         """Free blocks that may be taken before a cached one must go."""
         return self.capacity - (self.num_blocks - len(self._free))
 
-    def _evict(self, blocks: list[int]) -> list[int]:
-        """Forget cached blocks and return them, in no state yet."""
-        cached, hashes, block_by_hash = self._cached, self._hashes, self._block_by_hash
-        for block in blocks:
-            del cached[block]
-            block_hash = hashes[block]
-            assert block_hash is not None, f"cached block {block} has no hash"
-            del block_by_hash[block_hash]
-            hashes[block] = None
+    def _is_free(self, block: int) -> bool:
+        return self._num_refs[block] == 0 and self._hashes[block] is None
+
+    def _is_cached(self, block: int) -> bool:
+        return self._num_refs[block] == 0 and self._hashes[block] is not None
+
+    def _evict(self, num: int) -> list[int]:
+        """Forget as many cached blocks, or all when there are no more, and return them, in no state yet."""
+        blocks = self._cached.take_first(num)
+        self._clear(blocks)
         return blocks
+
+    def _clear(self, blocks: list[int]) -> None:
+        """Forget what hashed blocks hold."""
+        hashes, shards = self._hashes, self._block_by_hash
+        for block in blocks:
+            block_hash = hashes[block]
+            assert block_hash is not None, f"block {block} has no hash"
+            del shards[block_hash[0]][block_hash]
+            hashes[block] = None
 
     def _free_all(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -208,7 +275,7 @@ class BlockPool:
     def _settle(self) -> None:
         """Evict what the capacity no longer allows; end the drain once what is in use fits."""
         if self._num_free_in_capacity < 0:
-            self._free_all(self._evict(list(islice(self._cached, -self._num_free_in_capacity))))
+            self._free_all(self._evict(-self._num_free_in_capacity))
         if self.num_used <= self.capacity:
             self._ceiling = self.capacity
         if self.size > self.capacity:

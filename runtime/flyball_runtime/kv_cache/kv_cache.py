@@ -22,14 +22,14 @@ _TOKEN_BYTES = array("I").itemsize
 def hash_prompt(token_ids: list[int], block_size: int, salt: str | None = None) -> list[bytes]:
     """The names of all full blocks of a prompt."""
     hashes: list[bytes] = []
-    extend_block_hashes(hashes, token_ids, block_size, len(token_ids) // block_size, salt)
+    extend_block_hashes(hashes, array("I", token_ids), block_size, len(token_ids) // block_size, salt)
     return hashes
 
 
 def extend_block_hashes(
-    hashes: list[bytes], token_ids: list[int], block_size: int, num_blocks: int, salt: str | None = None
+    hashes: list[bytes], token_ids: "array[int]", block_size: int, num_blocks: int, salt: str | None = None
 ) -> None:
-    """Append to ``hashes`` until it names the first ``num_blocks`` full blocks of ``token_ids``.
+    """Append to ``hashes`` until it names the first ``num_blocks`` full blocks of ``token_ids``, an array of ``"I"``.
 
     A block's K and V depend on every token before it, so its hash covers the previous block's hash and its own tokens:
     equal hashes mean equal whole prefixes. The hash is cryptographic (BLAKE2b, whole) because clients choose the
@@ -42,7 +42,7 @@ def extend_block_hashes(
     done = len(hashes)
     if done >= num_blocks:
         return
-    packed = array("I", token_ids[done * block_size : num_blocks * block_size]).tobytes()
+    packed = token_ids[done * block_size : num_blocks * block_size].tobytes()
     previous = hashes[-1] if hashes else _root(salt)
     stride = block_size * _TOKEN_BYTES
     for offset in range(0, len(packed), stride):
@@ -77,6 +77,9 @@ class TableEntry(NamedTuple):
     group: int
     at: int
 
+
+Computed = tuple[Sequence, int, int]
+"""A sequence and the positions ``[start, end)`` of some of its tokens."""
 
 HOLE = 0
 """Stands in a block table for a block that nothing reads any more."""
@@ -221,8 +224,7 @@ class KVCache:
     def admit(self, seq: Sequence, match: PrefixMatch) -> None:
         """Give a waiting sequence blocks for all its tokens. ``match`` is fresh and ``can_admit`` said yes."""
         for table, num_holes in zip(match.tables, match.num_holes, strict=True):
-            for block in table[num_holes:]:  # before anything is taken, which might evict them
-                self._pool.share(block)
+            self._pool.share(table[num_holes:])  # before anything is taken, which might evict them
         num_new = -(-len(seq.token_ids) // self.block_size) - len(match.tables[0])
         seq.block_tables = [table + self._pool.take(num_new) for table in match.tables]
         seq.num_freed_blocks = match.num_holes.copy()
@@ -235,16 +237,20 @@ class KVCache:
             for table in seq.block_tables:
                 table.append(next(blocks))
 
-    def register(self, seq: Sequence, start: int, end: int) -> None:
-        """Make the blocks findable that tokens ``[start, end)``, just computed, have filled."""
-        first, last = start // self.block_size, end // self.block_size
-        if first == last or not self.enable_prefix_caching:
+    def register(self, computed: Iterable[Computed]) -> None:
+        """Make the blocks findable that the tokens ``[start, end)`` of running sequences, just computed, have filled."""
+        if not self.enable_prefix_caching:
             return
-        self._hash_blocks(seq, last)
-        for group, table in enumerate(seq.block_tables):
-            begin = max(first, seq.num_freed_blocks[group])
-            if begin < last:
-                self._pool.register(table[begin:last], _names(seq.block_hashes[begin:last], group))
+        blocks: list[int] = []
+        names: list[bytes] = []
+        for seq, start, end in computed:
+            first, last = start // self.block_size, end // self.block_size
+            self._hash_blocks(seq, last)
+            for group, table in enumerate(seq.block_tables):
+                begin = max(first, seq.num_freed_blocks[group])
+                blocks += table[begin:last]
+                names += _names(seq.block_hashes[begin:last], group)
+        self._pool.register(blocks, names)
 
     def slide(self, seq: Sequence, num_tokens: int) -> None:
         """Give back what lies behind the windows of a sequence whose first ``num_tokens`` tokens are computed and committed."""

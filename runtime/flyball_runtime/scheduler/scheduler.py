@@ -10,7 +10,7 @@ from typing import Literal
 from flyball_protocol import Envelope, Limits
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.request import FinishReason, Sequence, SequenceStatus
-from flyball_runtime.kv_cache import KVCache, PrefixMatch
+from flyball_runtime.kv_cache import Computed, KVCache, PrefixMatch
 from flyball_runtime.scheduler.limits import SchedulerConfig, inside, violations
 from flyball_runtime.scheduler.plan import BlockCopy, BlockedBy, RowStart, Step, TableWrite
 from flyball_runtime.scheduler.queue import POLICIES, Policy, WaitingQueue, choose_victim
@@ -236,39 +236,55 @@ class Scheduler:
                 f"got {len(sampled_token_ids)} sampled tokens for a plan that samples {sum(step.samples)}."
             )
         self._in_flight.popleft()
-        results = self._take_tokens(step, iter(sampled_token_ids))
+        results, filled = self._take_tokens(step, iter(sampled_token_ids))
+        for seq, ending in results:
+            if ending == "failed":
+                self._kv.forget(seq)
+                self._end(seq)
+        self._kv.register(filled)
+        if self._kv.slides:
+            self._slide(step)
+        for seq, ending in results:
+            if ending and ending != "failed":
+                self._end(seq)
         if self._leaving:
             self._let_go(step.plan.number)
         return results
 
-    def _take_tokens(self, step: Step, tokens: Iterator[int | None]) -> list[tuple[Sequence, Ending | None]]:
-        block_size, slides = self._kv.block_size, self._kv.slides
+    def _take_tokens(
+        self, step: Step, tokens: Iterator[int | None]
+    ) -> tuple[list[tuple[Sequence, Ending | None]], list[Computed]]:
+        """Return what ``commit`` does, and where tokens were computed that fill blocks."""
+        block_size = self._kv.block_size
         results: list[tuple[Sequence, Ending | None]] = []
+        filled: list[Computed] = []
         # the hot loop: some 256 turns a step, so the checks of the common case are spelled out here
         for seq, start, num, samples in zip(step.sequences, step.starts, step.num_scheduled, step.samples, strict=True):
             token = next(tokens) if samples else None
             if seq.row is None:
                 continue  # it has ended since the plan
-            if samples and token is None:
-                self._fail(seq)
+            if token is None and samples:
                 results.append((seq, "failed"))
                 continue
             if start % block_size + num >= block_size:
-                self._kv.register(seq, start, start + num)
-            if slides:
-                self._kv.slide(seq, start + num)
+                filled.append((seq, start, start + num))
             if token is None:
                 continue
             token_ids = seq.token_ids
             token_ids.append(token)
             seq.num_pending_tokens -= 1
-            if token in seq.stop_token_ids or len(token_ids) >= seq.max_total_tokens:
-                self._stop_running(seq)
-                self._finish(seq)
-                results.append((seq, "stop" if token in seq.stop_token_ids else "length"))
+            if token in seq.stop_token_ids:
+                results.append((seq, "stop"))
+            elif len(token_ids) >= seq.max_total_tokens:
+                results.append((seq, "length"))
             else:
                 results.append((seq, None))
-        return results
+        return results, filled
+
+    def _slide(self, step: Step) -> None:
+        for seq, start, num in zip(step.sequences, step.starts, step.num_scheduled, strict=True):
+            if seq.row is not None:
+                self._kv.slide(seq, start + num)
 
     def _plan_decodes(self) -> tuple[Step, list[Sequence]] | None:
         """Return a step of all decodes, each with a block for its token, and the sequences with more to compute.
@@ -425,9 +441,7 @@ class Scheduler:
                 self._kv.release(blocks)
         self._leaving = [one for one in self._leaving if one[0] > number]
 
-    def _fail(self, seq: Sequence) -> None:
-        """End a running sequence whose computation went wrong."""
-        self._kv.forget(seq)
+    def _end(self, seq: Sequence) -> None:
         self._stop_running(seq)
         self._finish(seq)
 

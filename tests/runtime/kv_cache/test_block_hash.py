@@ -1,4 +1,5 @@
 import struct
+from array import array
 
 import hypothesis.strategies as st
 from hypothesis import assume, given, settings
@@ -30,7 +31,7 @@ def test_order_and_block_edges_matter():
 
 
 def test_extending_gives_what_hashing_at_once_gives():
-    token_ids = list(range(100, 140))
+    token_ids = array("I", range(100, 140))
     hashes: list[bytes] = []
     for num_blocks in (1, 1, 4, 3, 10):
         extend_block_hashes(hashes, token_ids, 4, num_blocks)
@@ -48,7 +49,7 @@ def test_prompts_with_different_salts_have_no_hash_in_common(
 
 def test_an_equal_salt_gives_equal_hashes_and_extending_a_salted_chain_needs_it_no_more():
     hashes = hash_prompt([1, 2, 3, 4], 4, "tenant")
-    extend_block_hashes(hashes, [1, 2, 3, 4, 5, 6, 7, 8], 4, 2, "tenant")
+    extend_block_hashes(hashes, array("I", range(1, 9)), 4, 2, "tenant")
     assert hashes == hash_prompt([1, 2, 3, 4, 5, 6, 7, 8], 4, "tenant")
 
 

@@ -26,7 +26,7 @@ def test_a_block_goes_from_free_to_used_to_cached_and_back():
     pool.release([block])
     assert counts(pool) == (3, 0, 1)
     assert pool.find([b"a"]) == [block]
-    pool.share(block)
+    pool.share([block])
     assert counts(pool) == (3, 1, 0)
 
 
@@ -40,7 +40,7 @@ def test_a_shared_block_stays_used_until_the_last_release():
     pool = BlockPool(1)
     (block,) = pool.take(1)
     pool.register([block], [b"a"])
-    pool.share(block)
+    pool.share([block])
     pool.release([block])
     assert (pool.num_refs(block), counts(pool)) == (1, (0, 1, 0))
     pool.release([block])
@@ -51,7 +51,7 @@ def test_forgotten_blocks_stay_used_and_are_free_after_release():
     pool = BlockPool(3)
     first, second, third = blocks = pool.take(3)
     pool.register([first, second], [b"a", b"b"])
-    pool.share(first)
+    pool.share([first])
     pool.forget([first, third])
     assert pool.find([b"a"]) == [] and pool.find([b"b"]) == [second]
     pool.release(blocks)
@@ -80,7 +80,7 @@ def test_eviction_takes_the_block_released_first_and_forgets_its_content():
 def test_sharing_a_cached_block_renews_it():
     pool = BlockPool(2)
     a, b = fill(pool, b"a", b"b")
-    pool.share(a)
+    pool.share([a])
     pool.release([a])
     assert pool.take(1) == [b]
 
@@ -205,7 +205,7 @@ def test_moved_blocks_keep_references_content_and_order():
     pool = BlockPool(8)
     low, high = pool.take(4), pool.take(4)
     pool.register(high, [b"a", b"b", b"c", b"d"])
-    pool.share(high[3])
+    pool.share([high[3]])
     pool.release(high[:3])
     pool.release(low)
     pool.set_capacity(5)

@@ -13,7 +13,7 @@ def admit(kv: KVCache, seq: Sequence) -> int:
     match = kv.match_prefix(seq)
     assert kv.can_admit(match)
     kv.admit(seq, match)
-    kv.register(seq, seq.num_computed_tokens, len(seq.token_ids))
+    kv.register([(seq, seq.num_computed_tokens, len(seq.token_ids))])
     seq.num_computed_tokens = len(seq.token_ids)
     return match.num_tokens
 
@@ -59,8 +59,8 @@ def test_a_prefix_is_shared_within_a_salt_only_prompt_and_output(hashed_by: int 
     for salt in (None, "a", "b"):
         owner = make_sequence(range(9), hashed_by=hashed_by, cache_salt=salt)
         assert admit(kv, owner) == 0
-        owner.token_ids += [9, 10, 11, 12]
-        kv.register(owner, 9, 12)
+        owner.token_ids.extend([9, 10, 11, 12])
+        kv.register([(owner, 9, 12)])
     for salt in (None, "a", "b"):
         assert admit(kv, make_sequence(range(13), hashed_by=hashed_by, cache_salt=salt)) == 12
     assert admit(kv, make_sequence(range(13), hashed_by=hashed_by, cache_salt="c")) == 0
@@ -71,7 +71,7 @@ def test_nothing_is_found_before_it_is_registered():
     first = make_sequence(range(9))
     kv.admit(first, kv.match_prefix(first))
     assert kv.match_prefix(make_sequence(range(9))).num_tokens == 0
-    kv.register(first, 0, 5)
+    kv.register([(first, 0, 5)])
     assert kv.match_prefix(make_sequence(range(9))).num_tokens == 4
 
 
@@ -89,8 +89,8 @@ def test_output_tokens_fill_blocks_that_others_find():
     kv = KVCache(8, BLOCK_SIZE)
     seq = make_sequence(range(3))
     admit(kv, seq)
-    seq.token_ids += [3, 4]
-    kv.register(seq, 3, 4)
+    seq.token_ids.extend([3, 4])
+    kv.register([(seq, 3, 4)])
     assert kv.match_prefix(make_sequence([0, 1, 2, 3, 4])).tables == [seq.block_table]
 
 
@@ -100,7 +100,7 @@ def test_equal_blocks_computed_side_by_side_have_one_owner_each():
     for seq in (first, second):
         kv.admit(seq, kv.match_prefix(seq))
     for seq in (first, second):
-        kv.register(seq, 0, 9)
+        kv.register([(seq, 0, 9)])
     assert not set(first.block_table) & set(second.block_table)
     assert kv.match_prefix(make_sequence(range(9))).tables == [first.block_table[:2]]
     kv.release(kv.detach(second))
@@ -174,7 +174,7 @@ def test_a_blocked_sequence_is_looked_up_again_as_soon_as_it_may_fit():
     shares, *fillers = make_sequence([*prefix, 90]), make_sequence(3), make_sequence(3)
     for seq in (shares, *fillers):
         kv.admit(seq, kv.match_prefix(seq))
-    kv.register(shares, 0, 9)
+    kv.register([(shares, 0, 9)])
     blocked = make_sequence([*prefix, *range(50, 63)])
     match = kv.match_prefix(blocked)
     assert (match.num_blocks_needed, kv.can_admit(match), kv.still_blocked(blocked, match)) == (4, False, True)
@@ -188,7 +188,7 @@ def test_cached_blocks_move_down_too_a_bounded_number_at_a_time():
     for one in (filler, seq):
         kv.admit(one, kv.match_prefix(one))
     assert seq.block_table == [4, 5, 6, 7]
-    kv.register(seq, 0, 4 * BLOCK_SIZE)
+    kv.register([(seq, 0, 4 * BLOCK_SIZE)])
     for one in (seq, filler):
         kv.release(kv.detach(one))
     kv.set_capacity(4)

@@ -285,7 +285,7 @@ def get_into_debt(queue: WaitingQueue, client: str) -> None:
     """Serve a sequence whose prompt is cached and whose output is still owed for."""
     (seq,) = arrive(queue, (client, 4))
     queue.admit_head(4)
-    seq.token_ids += [1] * 10
+    seq.token_ids.extend([1] * 10)
     queue.release(seq)
 
 

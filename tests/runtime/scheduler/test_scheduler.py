@@ -300,7 +300,7 @@ def test_max_tokens_ends_a_sequence_with_length():
     assert scheduler.commit(plan, [7]) == [(seq, None)]
     plan = scheduler.plan()
     assert scheduler.commit(plan, [8]) == [(seq, "length")]
-    assert seq.token_ids[3:] == [7, 8]
+    assert list(seq.token_ids[3:]) == [7, 8]
     assert seq.status is SequenceStatus.FINISHED
     assert scheduler.plan() is None
 
@@ -424,7 +424,7 @@ def test_the_next_step_is_planned_before_the_last_is_committed():
     assert scheduler.plan() is None, "its last token is pending"
     assert scheduler.commit(second, [8]) == [(seq, None)]
     assert scheduler.commit(third, [9]) == [(seq, "length")]
-    assert seq.token_ids[3:] == [7, 8, 9]
+    assert list(seq.token_ids[3:]) == [7, 8, 9]
 
 
 def test_steps_are_committed_in_their_order_and_once():
@@ -446,7 +446,7 @@ def test_a_token_behind_a_stop_token_is_dropped_and_the_blocks_are_free_when_its
     assert (seq.block_table, scheduler._kv.counts().used) == ([], 1), "the second step still writes there"
     assert scheduler.plan() is None
     assert scheduler.commit(second, [7]) == []
-    assert (seq.token_ids[3:], scheduler._kv.counts().used) == ([0], 0)
+    assert (list(seq.token_ids[3:]), scheduler._kv.counts().used) == ([0], 0)
 
 
 def test_blocks_of_an_aborted_sequence_are_free_when_its_last_step_has_ended():

@@ -168,7 +168,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def abort_a_step(self) -> None:
         """Everybody in a step is aborted before it is collected."""
-        self.launch()
+        if len(self.in_flight) < MAX_IN_FLIGHT:
+            self.launch()
         for step, _ in self.in_flight:
             for seq in step.sequences:
                 if seq.request_id in self.live:
@@ -344,7 +345,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_output(self, seq: Sequence) -> None:
         """Batched, chunked, cached and preempted as it may have been, it got what it would have got alone."""
-        prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
+        token_ids = seq.token_ids.tolist()
+        prompt, output = token_ids[: seq.num_prompt_tokens], token_ids[seq.num_prompt_tokens :]
         num_tokens = seq.max_total_tokens - seq.num_prompt_tokens
         assert output == expected_output(prompt, num_tokens, seq.stop_token_ids)[: len(output)]
 
