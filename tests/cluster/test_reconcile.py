@@ -12,8 +12,7 @@ from cluster_kit.fault_proxy import FaultProxy
 from cluster_kit.llm import condition
 from cluster_kit.operator_process import ACCOUNT, WRITES, OperatorProcess, attentive_options, child_rules, grant
 from cluster_kit.world import NAME, World
-from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.kinds import (
+from flyball_operator.cluster.api import (
     AUTOSCALER,
     CONFIG_MAP,
     DEPLOYMENT,
@@ -24,7 +23,8 @@ from flyball_operator.cluster.kinds import (
     SECRET,
     SERVICE,
 )
-from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.connection import Connection
+from flyball_operator.cluster.monitoring import Metrics
 from flyball_operator.cluster.operator import Operator
 
 Object = dict[str, Any]

@@ -24,7 +24,7 @@ from flyball_clients import cli as clients_cli
 from flyball_operator import cli as operator_cli
 from flyball_operator import names, reference, status
 from flyball_operator.cluster import reconciler
-from flyball_operator.cluster.metrics import Metrics as OperatorMetrics
+from flyball_operator.cluster.monitoring import Metrics as OperatorMetrics
 from flyball_operator.spec import manifest, rules, schema
 from flyball_operator.status import diagnosis
 from flyball_operator.status import tuning as tuning_status

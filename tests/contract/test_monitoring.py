@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import prometheus_kit
 from chart_kit import dashboard, goldens
-from flyball_operator.cluster.metrics import Metrics as OperatorMetrics
+from flyball_operator.cluster.monitoring import Metrics as OperatorMetrics
 from flyball_operator.observed import Key
 from flyball_operator.tuning.decide import decide
 from flyball_operator.tuning.loop import Round

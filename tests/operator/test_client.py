@@ -7,13 +7,11 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
+from flyball_operator.cluster.api import POD, SERVICE, NoObject, Unavailable, Unreachable
 from flyball_operator.cluster.client import Client
-from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.credentials import Credentials
+from flyball_operator.cluster.connection import Connection, Credentials
 from flyball_operator.cluster.election import LeaseLost
-from flyball_operator.cluster.errors import NoObject, Unavailable, Unreachable
-from flyball_operator.cluster.kinds import POD, SERVICE
-from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.monitoring import Metrics
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 Use = Callable[[Connection], Awaitable[None]]

@@ -10,11 +10,10 @@ import pytest
 from aiohttp import web
 
 from flyball_cli import main
+from flyball_operator.cluster.api import ClusterError, NotFound
 from flyball_operator.cluster.client import Client
-from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.credentials import Credentials
-from flyball_operator.cluster.errors import ClusterError, NotFound
-from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.connection import Connection, Credentials
+from flyball_operator.cluster.monitoring import Metrics
 from flyball_operator.local.reports import find_last_lines
 
 GROUP = "/apis/flyball.dev/v1alpha1/namespaces"

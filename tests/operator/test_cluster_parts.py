@@ -7,12 +7,22 @@ from typing import Any
 import pytest
 
 from flyball_operator import cli
-from flyball_operator.cluster import errors, handlers
+from flyball_operator.cluster import api, watches
 from flyball_operator.cluster.admin_token import AdminTokens, load_key
-from flyball_operator.cluster.errors import ApiError, Call, Conflict, Expired, Forbidden, Invalid, NotFound, from_answer
+from flyball_operator.cluster.api import (
+    LLM_DEPLOYMENT,
+    POD,
+    ApiError,
+    Call,
+    Conflict,
+    Expired,
+    Forbidden,
+    Invalid,
+    NotFound,
+    from_answer,
+)
 from flyball_operator.cluster.events import Recorder, event_of
-from flyball_operator.cluster.health import Health
-from flyball_operator.cluster.kinds import LLM_DEPLOYMENT, POD
+from flyball_operator.cluster.monitoring import Health
 from flyball_operator.cluster.reconciler import problem_of
 from flyball_operator.observed import Key, Object, Resource
 from flyball_operator.plan import Create
@@ -39,11 +49,11 @@ QUOTA = (
         (409, "", Conflict),
         (410, "", Expired),
         (422, "", Invalid),
-        (429, "", errors.TooManyRequests),
-        (500, "etcdserver: request timed out", errors.Unavailable),
+        (429, "", api.TooManyRequests),
+        (500, "etcdserver: request timed out", api.Unavailable),
         (500, "failed to create typed patch object (team/chat; apps/v1): .spec.x: field not declared", Invalid),
-        (500, 'Internal error occurred: failed calling webhook "policy.example.com": ...', errors.WebhookFailed),
-        (504, "", errors.Unavailable),
+        (500, 'Internal error occurred: failed calling webhook "policy.example.com": ...', api.WebhookFailed),
+        (504, "", api.Unavailable),
         (418, "", ApiError),
     ],
 )
@@ -59,7 +69,7 @@ def test_an_answer_becomes_the_error_that_says_what_to_do_about_it(status: int, 
 )
 def test_retry_after_is_some_seconds_or_a_second(header: str | None, seconds: float) -> None:
     error = from_answer(CALL, 429, {}, {"Retry-After": header} if header else {})
-    assert isinstance(error, errors.TooManyRequests)
+    assert isinstance(error, api.TooManyRequests)
     assert error.retry_after_s == seconds
 
 
@@ -159,19 +169,19 @@ def test_a_key_that_anybody_could_guess_is_refused() -> None:
     key = bytes(range(32))
     assert asyncio.run(load_key(Holds({"key": base64.b64encode(key).decode()}), "ns")) == key  # type: ignore[arg-type]
     for data in (None, {}, {"key": None}, {"key": ""}, {"key": base64.b64encode(b"short").decode()}):
-        with pytest.raises(errors.ClusterError, match="32 are needed; delete it"):
+        with pytest.raises(api.ClusterError, match="32 are needed; delete it"):
             asyncio.run(load_key(Holds(data), "ns"))  # type: ignore[arg-type]
 
 
 def test_kopf_writes_nothing_and_watches_our_objects_only() -> None:
-    made = handlers.settings(POD)
+    made = watches.kopf_settings(POD)
     assert (made.posting.enabled, made.scanning.disabled, made.peering.standalone) == (False, True, True)
     assert [*made.watching.label_selectors.values()] == ["app.kubernetes.io/managed-by=flyball-operator"]
-    assert not handlers.settings(LLM_DEPLOYMENT).watching.label_selectors
+    assert not watches.kopf_settings(LLM_DEPLOYMENT).watching.label_selectors
 
 
 def test_the_delays_between_tries_never_run_out() -> None:
-    delays = [delay for delay, _ in zip(handlers.Endless(), range(100), strict=False)]
+    delays = [delay for delay, _ in zip(watches.Endless(), range(100), strict=False)]
     assert delays == sorted(delays)
     assert (delays[0], delays[-1]) == (0.25, 5.0)
 

@@ -15,12 +15,10 @@ import pytest
 import trustme
 from aiohttp import web
 
+from flyball_operator.cluster.api import POD, ApiError, ClusterError, Unreachable
 from flyball_operator.cluster.client import Client
-from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.credentials import Credentials
-from flyball_operator.cluster.errors import ApiError, ClusterError, Unreachable
-from flyball_operator.cluster.kinds import POD
-from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.connection import Connection, Credentials
+from flyball_operator.cluster.monitoring import Metrics
 
 PLUGIN = """
 import json, os, sys
@@ -162,7 +160,7 @@ def ask(
 
 def test_after_a_refusal_the_kubeconfig_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugin's token is said to be valid for long, and is not: it was revoked."""
-    monkeypatch.setattr("flyball_operator.cluster.credentials.RELOAD_S", 0.0)
+    monkeypatch.setattr("flyball_operator.cluster.connection.RELOAD_S", 0.0)
     seen: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -247,7 +245,7 @@ def test_a_pods_token_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
-    monkeypatch.setattr("flyball_operator.cluster.credentials.SERVICE_ACCOUNT", tmp_path)
+    monkeypatch.setattr("flyball_operator.cluster.connection.SERVICE_ACCOUNT", tmp_path)
 
     async def scenario() -> None:
         credentials = await Credentials.find()

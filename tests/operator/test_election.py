@@ -6,9 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from flyball_operator.cluster.api import Call, Conflict, Kind, NotFound, Unavailable, Unreachable, from_answer
 from flyball_operator.cluster.election import Election, LeaseLost, Terms
-from flyball_operator.cluster.errors import Call, Conflict, NotFound, Unavailable, Unreachable, from_answer
-from flyball_operator.cluster.kinds import Kind
 from flyball_operator.observed import Object
 
 TERMS = Terms(15.0)

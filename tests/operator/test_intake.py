@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 
-from flyball_operator.cluster.intake import Intake
-from flyball_operator.cluster.kinds import LLM_DEPLOYMENT, POD, SERVICE, Kind
-from flyball_operator.cluster.metrics import Target, target_of
-from flyball_operator.cluster.store import Store
+from flyball_operator.cluster.api import LLM_DEPLOYMENT, POD, SERVICE, Kind, verb_and_resource
+from flyball_operator.cluster.store import Intake, Store
 from flyball_operator.observed import Key
 
 KEY = Key("team", "chat")
@@ -103,22 +101,22 @@ def test_a_child_belongs_to_its_controller_whatever_its_label_says() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "expected"),
     [
-        ("GET", "/api/v1/pods", Target("list", "pods")),
-        ("GET", "/api/v1/namespaces/team/services/chat", Target("get", "services")),
-        ("PATCH", "/apis/apps/v1/namespaces/team/deployments/chat", Target("patch", "deployments.apps")),
+        ("GET", "/api/v1/pods", ("list", "pods")),
+        ("GET", "/api/v1/namespaces/team/services/chat", ("get", "services")),
+        ("PATCH", "/apis/apps/v1/namespaces/team/deployments/chat", ("patch", "deployments.apps")),
         (
             "PATCH",
             "/apis/flyball.dev/v1alpha1/namespaces/team/llmdeployments/chat/status",
-            Target("patch", "llmdeployments.flyball.dev/status"),
+            ("patch", "llmdeployments.flyball.dev/status"),
         ),
-        ("POST", "/api/v1/namespaces/team/events", Target("create", "events")),
-        ("GET", "/apis/apps/v1", Target("get", "discovery")),
-        ("GET", "/version", Target("get", "discovery")),
+        ("POST", "/api/v1/namespaces/team/events", ("create", "events")),
+        ("GET", "/apis/apps/v1", ("get", "discovery")),
+        ("GET", "/version", ("get", "discovery")),
     ],
 )
-def test_calls_are_counted_in_the_words_of_rbac(method: str, path: str, expected: Target) -> None:
-    assert target_of(method, path, watch=False) == expected
+def test_calls_are_counted_in_the_words_of_rbac(method: str, path: str, expected: tuple[str, str]) -> None:
+    assert verb_and_resource(method, path, watch=False) == expected
 
 
 def test_watches_are_counted_apart_from_lists() -> None:
-    assert target_of("GET", "/api/v1/pods", watch=True) == Target("watch", "pods")
+    assert verb_and_resource("GET", "/api/v1/pods", watch=True) == ("watch", "pods")

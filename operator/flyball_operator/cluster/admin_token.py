@@ -6,9 +6,8 @@ import hmac
 import secrets
 
 from flyball_operator import names
+from flyball_operator.cluster.api import SECRET, ClusterError, Conflict
 from flyball_operator.cluster.client import Client
-from flyball_operator.cluster.errors import ClusterError, Conflict
-from flyball_operator.cluster.kinds import SECRET
 from flyball_operator.observed import Object, Resource
 
 KEY_SECRET = "flyball-operator-key"

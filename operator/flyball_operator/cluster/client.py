@@ -6,15 +6,14 @@ Watches and calls share credentials and counters. docs/decisions.md says why the
 
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
+from flyball_operator.cluster.api import ACCESS_REVIEW, POD, Call, Kind, NoObject, NotFound, Unreachable, from_answer
 from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.errors import Call, NoObject, NotFound, Unreachable, from_answer
-from flyball_operator.cluster.kinds import POD, Kind
 from flyball_operator.observed import Object
 
 FIELD_MANAGER = "flyball-operator"
@@ -197,3 +196,38 @@ async def _read(call: Call, response: aiohttp.ClientResponse) -> dict[str, Any]:
     if response.status < 400:
         raise NoObject(call, text)
     return {"message": text}
+
+
+class Right(NamedTuple):
+    """A verb on a kind, in one namespace or (None) in all."""
+
+    verb: str
+    kind: Kind
+    namespace: str | None
+
+    def __str__(self) -> str:
+        where = f"in namespace {self.namespace}" if self.namespace else "in all namespaces"
+        return f"{self.verb} {self.kind.resource} {where}"
+
+
+def rights_to_watch(kinds: Sequence[Kind], namespaces: Sequence[str | None]) -> list[Right]:
+    """Return what has to be allowed before watching makes sense."""
+    return [Right(verb, kind, namespace) for kind in kinds for namespace in namespaces for verb in ("list", "watch")]
+
+
+async def is_allowed(client: Client, right: Right) -> bool:
+    """Return whether the operator has a right. Everybody may ask this about himself."""
+    asked = {
+        "verb": right.verb,
+        "group": right.kind.group,
+        "resource": right.kind.plural,
+        "namespace": right.namespace or "",
+    }
+    review = {
+        "apiVersion": ACCESS_REVIEW.api_version,
+        "kind": ACCESS_REVIEW.kind,
+        "metadata": {},
+        "spec": {"resourceAttributes": asked},
+    }
+    answer = await client.create(ACCESS_REVIEW, review)
+    return bool(answer["status"]["allowed"])

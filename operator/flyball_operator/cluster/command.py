@@ -7,10 +7,9 @@ import os
 import socket
 
 from flyball_operator import names
-from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.credentials import SERVICE_ACCOUNT
+from flyball_operator.cluster.connection import SERVICE_ACCOUNT, Connection
 from flyball_operator.cluster.election import LEASE_NAME, Terms
-from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.monitoring import Metrics
 from flyball_operator.cluster.operator import Operator, OperatorOptions
 from flyball_protocol import endpoints
 

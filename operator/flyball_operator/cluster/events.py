@@ -10,9 +10,8 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from flyball_operator import names
+from flyball_operator.cluster.api import EVENT, ClusterError, Conflict, Forbidden
 from flyball_operator.cluster.client import Client
-from flyball_operator.cluster.errors import ClusterError, Conflict, Forbidden
-from flyball_operator.cluster.kinds import EVENT
 from flyball_operator.observed import Object, Resource
 
 log = logging.getLogger(__name__)

@@ -15,31 +15,31 @@ import aiohttp
 
 from flyball_operator import children
 from flyball_operator.children import Platform
-from flyball_operator.cluster import access
 from flyball_operator.cluster.admin_token import AdminTokens, load_key
-from flyball_operator.cluster.client import Client
-from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.election import LEASE_NAME, Election, LeaseLost, Terms
-from flyball_operator.cluster.errors import ClusterError, Forbidden, Invalid, NotFound, TooManyRequests
-from flyball_operator.cluster.events import Recorder
-from flyball_operator.cluster.health import Health, HealthServer
-from flyball_operator.cluster.intake import Intake, read_all
-from flyball_operator.cluster.kinds import (
+from flyball_operator.cluster.api import (
     BUILT_IN_CHILDREN,
     LLM_DEPLOYMENT,
     OPTIONAL_CHILDREN,
     POD,
     POD_MONITOR,
     SCALED_OBJECT,
+    ClusterError,
+    Forbidden,
+    Invalid,
     Kind,
+    NotFound,
+    TooManyRequests,
 )
-from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.client import Client, is_allowed, rights_to_watch
+from flyball_operator.cluster.connection import Connection
+from flyball_operator.cluster.election import LEASE_NAME, Election, LeaseLost, Terms
+from flyball_operator.cluster.events import Recorder
+from flyball_operator.cluster.monitoring import Health, HealthServer, Metrics
 from flyball_operator.cluster.queue import Backoff, WorkQueue
 from flyball_operator.cluster.reconciler import Build, Outcome, Reconciler
-from flyball_operator.cluster.store import Store
-from flyball_operator.cluster.tasks import first_of
+from flyball_operator.cluster.store import Intake, Store, read_all
 from flyball_operator.cluster.tuner import ClusterTuner
-from flyball_operator.cluster.watches import WatchFailed, watch
+from flyball_operator.cluster.watches import WatchFailed, first_of, watch
 from flyball_operator.observed import Key
 
 log = logging.getLogger(__name__)
@@ -331,10 +331,8 @@ class Operator:
             await asyncio.sleep(WAIT_S)
 
     async def _wait_for_rights(self, kinds: Sequence[Kind]) -> None:
-        missing = access.rights_to_watch(kinds, self._options.scopes)
-        while missing := [
-            one for one in missing if not await self._insist(partial(access.is_allowed, self._client, one))
-        ]:
+        missing = rights_to_watch(kinds, self._options.scopes)
+        while missing := [one for one in missing if not await self._insist(partial(is_allowed, self._client, one))]:
             self._wait_for(f"rights that the operator's role lacks: {', '.join(map(str, missing))}")
             await asyncio.sleep(WAIT_S)
 

@@ -9,10 +9,19 @@ from typing import Any, Protocol
 from flyball_operator import names
 from flyball_operator.children import Platform, lacking, token_secret
 from flyball_operator.cluster.admin_token import AdminTokens
+from flyball_operator.cluster.api import (
+    CHILD_KINDS,
+    LLM_DEPLOYMENT,
+    SECRET,
+    ApiError,
+    Conflict,
+    Forbidden,
+    Invalid,
+    NotFound,
+    WebhookFailed,
+)
 from flyball_operator.cluster.client import Client
-from flyball_operator.cluster.errors import ApiError, Conflict, Forbidden, Invalid, NotFound, WebhookFailed
 from flyball_operator.cluster.events import Recorder
-from flyball_operator.cluster.kinds import CHILD_KINDS, LLM_DEPLOYMENT, SECRET
 from flyball_operator.cluster.store import Store
 from flyball_operator.errors import SpecError
 from flyball_operator.observed import Child, Key, Object, Resource

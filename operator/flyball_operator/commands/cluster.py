@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 from msgspec import Struct
 
 from flyball_operator import names
+from flyball_operator.cluster.api import LLM_DEPLOYMENT, POD, ApiError
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.connection import Connection
-from flyball_operator.cluster.errors import ApiError
-from flyball_operator.cluster.kinds import LLM_DEPLOYMENT, POD
-from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.monitoring import Metrics
 from flyball_operator.errors import OperatorError
 from flyball_operator.observed import Object
 from flyball_protocol.quoting import one_line

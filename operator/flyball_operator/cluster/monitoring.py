@@ -1,16 +1,67 @@
-"""The operator's own HTTP port: /livez, /readyz and /metrics."""
+"""What the operator shows of itself: metrics and health, on a port of its own."""
 
 import time
 from collections.abc import Callable, Hashable
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from flyball_operator.cluster.metrics import Metrics
+from flyball_operator.cluster.tuner_metrics import TunerMetrics
 from flyball_operator.errors import OperatorError
+
+RECONCILE_BUCKETS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 STUCK_AFTER_S = 300.0
 """Far above what a slow API server makes of a reconcile: each of its few calls ends after 15 s."""
+
+
+class Metrics:
+    """One set of metrics in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.queue_depth = Gauge(
+            "flyball_operator_queue_depth",
+            "LLMDeployments that wait to be reconciled, those that wait for a retry not counted.",
+            registry=self.registry,
+        )
+        self.queue_retries = Gauge(
+            "flyball_operator_queue_retries",
+            "LLMDeployments that wait for a retry after a failure. Those that are refused are not counted.",
+            registry=self.registry,
+        )
+        self.refused = Gauge(
+            "flyball_operator_refused",
+            "LLMDeployments whose condition Accepted is False: a user has to change something.",
+            registry=self.registry,
+        )
+        self.reconcile_seconds = Histogram(
+            "flyball_operator_reconcile_seconds",
+            "Time of one reconcile, from the start to the last write.",
+            buckets=RECONCILE_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.reconcile_errors = Counter(
+            "flyball_operator_reconcile_errors_total",
+            "Reconciles that failed and will be tried again, by kind of error.",
+            ["error"],
+            registry=self.registry,
+        )
+        self.api_calls = Counter(
+            "flyball_operator_api_calls_total",
+            "Calls to the API server, the watches among them. code is the HTTP status, or error where none came.",
+            ["verb", "resource", "code"],
+            registry=self.registry,
+        )
+        self.resources = Gauge(
+            "flyball_operator_llmdeployments", "LLMDeployments that this operator sees.", registry=self.registry
+        )
+        self.leader = Gauge(
+            "flyball_operator_leader",
+            "1 while this process holds the lease (or needs none) and acts, else 0.",
+            registry=self.registry,
+        )
+        self.tuner = TunerMetrics(self.registry)
 
 
 class Health:
