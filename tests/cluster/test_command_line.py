@@ -27,6 +27,12 @@ def test_a_deployment_is_shown_and_a_missing_one_is_an_error(
         f"{world.namespace}/{NAME}  http://{NAME}.{world.namespace}.svc:{endpoints.API_PORT}  0/2 ready"
     )
     assert "Accepted" in shown
+    assert main(["status", "-n", world.namespace]) == endpoints.EXIT_OK
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["Name", "Model"]
+    assert row.split()[0] == NAME
+    assert main(["status", "-A"]) == endpoints.EXIT_OK
+    assert [world.namespace, NAME] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert main(["status", "other", "-n", world.namespace]) == endpoints.EXIT_CONFIG_ERROR
     assert 'llmdeployments.flyball.dev "other" not found' in capsys.readouterr().err
 

@@ -56,12 +56,15 @@ class ApiServer:
         tuning = {"state": "Converged", "revision": 4, "target": LIMITS, "replicas": [DRAINING], "lastDecision": LAST}
         self.deployments = {name: deployment(name, tuning=tuning) for name in ("team", "default")}
         self.pods = [pod("chat-b", ready=False), pod("chat-a", ready=True)]
+        self.tables = [table("team"), table("default")]
         self.logs: dict[str, bytes] = {"chat-a": b"one\nt\x1b[2Jwo\nlast", "chat-b": b"three\n"}
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked.append((request.method, request.path))
         self.queries.append(dict(request.query))
         namespace, *rest = request.path.partition("/namespaces/")[2].split("/")
+        if request.path.endswith("llmdeployments"):
+            return self.list(request, namespace)
         match rest:
             case ["llmdeployments", "chat"] if namespace in self.deployments:
                 return web.json_response(self.deployments[namespace])
@@ -71,6 +74,26 @@ class ApiServer:
                 return web.Response(body=self.logs[name])
         message = {"reason": "NotFound", "message": f"{request.path} is not here"}
         return web.json_response(message, status=404)
+
+    def list(self, request: web.Request, namespace: str) -> web.Response:
+        """The tables are two pages."""
+        if "as=Table" not in request.headers["Accept"]:
+            items = [one for name, one in self.deployments.items() if namespace in ("", name)]
+            return web.json_response({"items": items, "metadata": {"resourceVersion": "1"}})
+        page = int(request.query.get("continue", "0"))
+        rest = {"continue": "1"} if page + 1 < len(self.tables) else {}
+        return web.json_response({**self.tables[page], "metadata": {"resourceVersion": "1", **rest}})
+
+
+def table(namespace: str) -> dict[str, Any]:
+    """What an API server makes of a deployment for `kubectl get`."""
+    columns = [("Name", 0), ("Ready", 0), ("Status", 0), ("URL", 1)]
+    cells = ["chat", "1/2", "Crash\x1b[31mLoop", None]
+    return {
+        "kind": "Table",
+        "columnDefinitions": [{"name": name, "type": "string", "priority": priority} for name, priority in columns],
+        "rows": [{"cells": cells, "object": {"metadata": {"name": "chat", "namespace": namespace}}}],
+    }
 
 
 def kubeconfig(folder: Path, server: str) -> Path:
@@ -154,6 +177,43 @@ def test_status_as_json_is_what_the_api_server_has(
 def test_without_a_namespace_the_contexts_counts(run: Run, server: ApiServer, context: str, namespace: str) -> None:
     assert run(["status", "chat", "--context", context]) == 0
     assert server.asked[0] == ("GET", f"{GROUP}/{namespace}/llmdeployments/chat")
+
+
+@pytest.mark.parametrize(("options", "namespaces"), [(["-n", "team"], False), (["-A"], True)])
+def test_status_without_a_name_lists_what_kubectl_get_prints(
+    options: list[str], namespaces: bool, run: Run, server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["status", *options]) == 0
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [
+        ["Namespace", "Name", "Ready", "Status"],
+        *([name, "chat", "1/2", r"Crash\x1b[31mLoop"] for name in ("team", "default")),
+    ]
+    assert words == [row if namespaces else row[1:] for row in rows]
+    path = "/apis/flyball.dev/v1alpha1/llmdeployments" if namespaces else f"{GROUP}/team/llmdeployments"
+    assert server.asked == [("GET", path)] * 2
+
+
+def test_status_without_a_name_as_json_is_a_list(
+    run: Run, server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["status", "--context", "team", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [server.deployments["team"]]
+
+
+def test_a_namespace_without_deployments_is_no_error(
+    run: Run, server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.tables = [table("team") | {"rows": []}]
+    assert run(["status", "-n", "team"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, "no deployments found" in printed.err) == ("", True)
+
+
+@pytest.mark.parametrize("words", [["chat", "-A"], ["-A", "-n", "team"]])
+def test_all_namespaces_excludes_a_name_and_a_namespace(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", *words]) == 2
+    assert "--all-namespaces lists all deployments" in capsys.readouterr().err
 
 
 def test_a_deployment_or_context_that_is_not_there_is_named(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

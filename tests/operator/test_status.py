@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,32 @@ def test_status_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFix
             assert json.loads(capsys.readouterr().out)["url"] == now.runner.url
 
     asyncio.run(scenario())
+
+
+def test_status_without_a_name_lists_the_instances_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        async with running(1) as now:
+            root = now.folder.path.parent
+            leave_a_socket(root / "killed")
+            assert await asyncio.to_thread(cli.main, ["status", "--state-dir", str(root)]) == 0
+            header, row = (line.split() for line in capsys.readouterr().out.splitlines())
+            assert header == ["Name", "Model", "Ready", "URL"]
+            assert row == [now.folder.path.name, now.runner.snapshot().model, "1/1", now.runner.url]
+            assert await asyncio.to_thread(cli.main, ["status", "--state-dir", str(root), "--json"]) == 0
+            assert [one["url"] for one in json.loads(capsys.readouterr().out)] == [now.runner.url]
+
+    asyncio.run(scenario())
+
+
+def leave_a_socket(folder: Path) -> None:
+    """Leave what an instance leaves that is killed."""
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(folder / "control.sock"))
+
+
+def test_without_instances_status_says_how_to_ask_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--state-dir", str(tmp_path / "new")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "no deployments found; -n NAMESPACE lists" in printed.err

@@ -21,6 +21,8 @@ TIMEOUT_S = 15.0
 PAGE_SIZE = 200
 _APPLY = "application/apply-patch+yaml"  # JSON is YAML
 _MERGE = "application/merge-patch+json"
+_JSON = "application/json"
+_TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,23 @@ class Client:
 
     async def pages(self, kind: Kind, namespace: str | None, *, labels: str = "") -> AsyncIterator[Page]:
         """List a kind, in one namespace or in all of them."""
-        params = {"limit": str(PAGE_SIZE)} | ({"labelSelector": labels} if labels else {})
-        while True:
-            body = await self._call("GET", kind, "list", namespace, params=params)
+        async for body in self._list(kind, namespace, labels=labels):
             for item in body["items"]:  # inside a list they do not say what they are
                 item.update(apiVersion=kind.api_version, kind=kind.kind)
             yield Page(body["items"], body["metadata"]["resourceVersion"])
+
+    async def tables(self, kind: Kind, namespace: str | None) -> AsyncIterator[Object]:
+        """List a kind as what ``kubectl get`` prints: objects of the kind Table, one per page."""
+        async for body in self._list(kind, namespace, accept=_TABLE):
+            yield body
+
+    async def _list(
+        self, kind: Kind, namespace: str | None, *, labels: str = "", accept: str = _JSON
+    ) -> AsyncIterator[Object]:
+        params = {"limit": str(PAGE_SIZE)} | ({"labelSelector": labels} if labels else {})
+        while True:
+            body = await self._call("GET", kind, "list", namespace, params=params, accept=accept)
+            yield body
             if not body["metadata"].get("continue"):
                 return
             params["continue"] = body["metadata"]["continue"]
@@ -149,12 +162,13 @@ class Client:
         subresource: str = "",
         params: dict[str, str] | None = None,
         body: Object | None = None,
-        content_type: str = "application/json",
+        content_type: str = _JSON,
+        accept: str = _JSON,
     ) -> Object:
         target = "/".join(part for part in (namespace, name) if part)
         resource = "/".join(part for part in (kind.resource, subresource) if part)
         path = kind.path(namespace, name, subresource)
-        return await self._request(method, path, Call(verb, resource, target), params, body, content_type)
+        return await self._request(method, path, Call(verb, resource, target), params, body, content_type, accept)
 
     async def _request(
         self,
@@ -163,11 +177,12 @@ class Client:
         call: Call,
         params: dict[str, str] | None = None,
         body: Object | None = None,
-        content_type: str = "application/json",
+        content_type: str = _JSON,
+        accept: str = _JSON,
     ) -> Object:
         url = f"{self._connection.server}{path}"
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Accept": "application/json", "Content-Type": content_type}
+        headers = {"Accept": accept, "Content-Type": content_type}
         timeout_s = self._timeout_s if method == "GET" else min(self._timeout_s, self._time_to_write())
         # aiohttp would round longer ones up to the next second.
         timeout = aiohttp.ClientTimeout(total=timeout_s, ceil_threshold=math.inf)

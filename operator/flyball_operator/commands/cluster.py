@@ -34,6 +34,19 @@ async def find(name: str, namespace: str | None, context: str | None) -> Found:
         return await _find(client, namespace or default, name)
 
 
+async def find_all(namespace: str | None, context: str | None, *, everywhere: bool) -> list[Object]:
+    """Return the deployments of a namespace, or of all of them. Raises ClusterError when they may not be read."""
+    async with _connect(context) as (client, default):
+        pages = client.pages(LLM_DEPLOYMENT, None if everywhere else namespace or default)
+        return [item async for page in pages for item in page.items]
+
+
+async def find_tables(namespace: str | None, context: str | None, *, everywhere: bool) -> list[Object]:
+    """Return what ``kubectl get llmdeployments`` prints, as objects of the kind Table. Raises ClusterError."""
+    async with _connect(context) as (client, default):
+        return [table async for table in client.tables(LLM_DEPLOYMENT, None if everywhere else namespace or default)]
+
+
 async def print_logs(
     name: str,
     namespace: str | None,

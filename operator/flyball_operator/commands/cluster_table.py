@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flyball_operator.commands.cluster import Found
-from flyball_operator.observed import Pod
+from flyball_operator.observed import Object, Pod
 from flyball_operator.spec import schema
 from flyball_operator.status import diagnosis
 from flyball_operator.status.tuning import DISABLED, ShownLimits, ShownReplica, TuningStatus
@@ -39,6 +39,24 @@ def render(found: Found) -> RenderableType:
         "",
         _table(("Pod", "State", "Restarts", "Node"), (_pod(Pod.of(pod), accelerator) for pod in found.pods)),
     )
+
+
+def render_list(tables: list[Object], *, with_namespace: bool) -> RenderableType | None:
+    """Return the tables of an API server as one, as ``kubectl get`` shows them; None where they have no rows."""
+    rows = [row for page in tables for row in page["rows"]]
+    if not rows:
+        return None
+    columns = [
+        (i, column["name"]) for i, column in enumerate(tables[0]["columnDefinitions"]) if column["priority"] == 0
+    ]
+    header = (*(("Namespace",) if with_namespace else ()), *(name for _, name in columns))
+
+    def cells(row: Object) -> list[Text]:
+        namespace = [row["object"]["metadata"]["namespace"]] if with_namespace else []
+        shown = (row["cells"][i] for i, _ in columns)
+        return [Text(one_line("" if cell is None else str(cell))) for cell in (*namespace, *shown)]
+
+    return _table(header, map(cells, rows))
 
 
 def _table(header: tuple[str, ...], rows: Iterable[list[Text]]) -> Table:

@@ -148,6 +148,27 @@ async def ask_status(folder: InstanceFolder) -> Snapshot:
     return await _ask(folder, StatusRequest(), Snapshot)
 
 
+async def ask_all(root: Path) -> list[Snapshot]:
+    """Ask every instance of a state folder how it stands; returns the answers in order of the names.
+
+    Raises:
+        LocalError: an instance does not answer.
+    """
+    folders = [InstanceFolder(root, path.parent.name) for path in sorted(root.glob("*/control.sock"))]
+    answers = await asyncio.gather(*map(_ask_unless_killed, folders))
+    return [answer for answer in answers if answer is not None]
+
+
+async def _ask_unless_killed(folder: InstanceFolder) -> Snapshot | None:
+    """Return None where only the socket is left of an instance."""
+    try:
+        return await ask_status(folder)
+    except LocalError as error:
+        if isinstance(error.__cause__, ConnectionRefusedError):
+            return None
+        raise
+
+
 async def _ask(folder: InstanceFolder, request: Handover | StatusRequest, answer: type[Answer]) -> Answer:
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):

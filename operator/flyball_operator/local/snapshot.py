@@ -1,6 +1,7 @@
 """How a LocalRunner stands at one moment, as a value and as a table for the terminal."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -74,6 +75,14 @@ def render(snapshot: Snapshot) -> RenderableType:
         for event in snapshot.events[-NUM_EVENTS:]
     )
     return Group(table, Text("\n".join(lines), style="dim"))
+
+
+def render_list(snapshots: Iterable[Snapshot]) -> RenderableType:
+    """Return deployments as a table, one to a row."""
+    table = Table("Name", "Model", "Ready", "URL", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for one in snapshots:
+        table.add_row(Text(one.name), Text(one.model), f"{one.num_ready}/{one.wanted}", Text(one.url))
+    return table
 
 
 def _row(replica: ReplicaSnapshot) -> list[RenderableType]:
