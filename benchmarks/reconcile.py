@@ -32,7 +32,7 @@ from cluster_kit import ControlPlane, find_assets
 from cluster_kit.api import Api, until
 from cluster_kit.llm import llm
 from cluster_kit.operator_process import WRITES, OperatorProcess, child_rules, grant
-from flyball_operator.cluster.api import BUILT_IN_CHILDREN, DEPLOYMENT, LLM_DEPLOYMENT, SERVICE, Kind
+from flyball_operator.cluster.api_server import BUILT_IN_CHILDREN, DEPLOYMENT, LLM_DEPLOYMENT, SERVICE, Kind
 
 CRDS = Path(__file__).parent.parent / "crds"
 VERBS = (*WRITES, "get", "list", "watch")

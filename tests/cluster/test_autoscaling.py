@@ -13,7 +13,7 @@ from cluster_kit.llm import condition, llm
 from cluster_kit.metrics_adapter import CUSTOM, EXTERNAL, Question, metrics_adapter
 from cluster_kit.operator_process import OperatorProcess, child_rules, grant
 from cluster_kit.world import NAME, World
-from flyball_operator.cluster.api import AUTOSCALER, DEPLOYMENT, LLM_DEPLOYMENT, SERVICE, Kind
+from flyball_operator.cluster.api_server import AUTOSCALER, DEPLOYMENT, LLM_DEPLOYMENT, SERVICE, Kind
 from flyball_protocol.endpoints import REQUESTS_RUNNING_RATIO, REQUESTS_WAITING
 
 pytestmark = pytest.mark.slow

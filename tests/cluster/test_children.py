@@ -11,8 +11,8 @@ import yaml
 from cluster_kit import Cluster
 from flyball_operator import children, names
 from flyball_operator.observed import Object
-from flyball_operator.plan import differences
 from flyball_operator.spec import manifest
+from flyball_operator.steps import differences
 from flyball_protocol import endpoints
 from operator_kit.api_server import ApiServer
 from operator_kit.foreign_crds import installed

@@ -6,7 +6,7 @@ from cluster_kit import Cluster
 from cluster_kit.operator_process import OperatorProcess
 from cluster_kit.world import NAME, World
 from flyball_cli import main
-from flyball_operator.cluster.api import DEPLOYMENT, LLM_DEPLOYMENT
+from flyball_operator.cluster.api_server import DEPLOYMENT, LLM_DEPLOYMENT
 from flyball_protocol import endpoints
 
 

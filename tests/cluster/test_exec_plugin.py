@@ -7,7 +7,7 @@ from pathlib import Path
 from cluster_kit import Cluster
 from cluster_kit.operator_process import ACCOUNT, OperatorProcess, child_rules, grant
 from cluster_kit.world import World
-from flyball_operator.cluster.api import DEPLOYMENT
+from flyball_operator.cluster.api_server import DEPLOYMENT
 
 PLUGIN = """
 import json, sys

@@ -11,7 +11,7 @@ from cluster_kit.api import until
 from cluster_kit.fault_proxy import Fault, FaultProxy
 from cluster_kit.operator_process import OperatorProcess, child_rules, grant
 from cluster_kit.world import World
-from flyball_operator.cluster.api import DEPLOYMENT, LEASE, LLM_DEPLOYMENT
+from flyball_operator.cluster.api_server import DEPLOYMENT, LEASE, LLM_DEPLOYMENT
 
 pytestmark = pytest.mark.slow
 

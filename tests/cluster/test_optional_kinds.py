@@ -9,7 +9,7 @@ from cluster_kit import Cluster
 from cluster_kit.api import until
 from cluster_kit.operator_process import ACCOUNT, attentive_options, child_rules, grant
 from cluster_kit.world import World
-from flyball_operator.cluster.api import DEPLOYMENT, OPTIONAL_CHILDREN, POD_MONITOR, SCALED_OBJECT
+from flyball_operator.cluster.api_server import DEPLOYMENT, OPTIONAL_CHILDREN, POD_MONITOR, SCALED_OBJECT
 from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.monitoring import Metrics
 from flyball_operator.cluster.operator import Operator

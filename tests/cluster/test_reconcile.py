@@ -12,7 +12,7 @@ from cluster_kit.fault_proxy import FaultProxy
 from cluster_kit.llm import condition
 from cluster_kit.operator_process import ACCOUNT, WRITES, OperatorProcess, attentive_options, child_rules, grant
 from cluster_kit.world import NAME, World
-from flyball_operator.cluster.api import (
+from flyball_operator.cluster.api_server import (
     AUTOSCALER,
     CONFIG_MAP,
     DEPLOYMENT,

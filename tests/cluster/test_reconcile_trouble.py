@@ -17,7 +17,7 @@ from cluster_kit.fault_proxy import Fault, FaultProxy
 from cluster_kit.llm import condition
 from cluster_kit.operator_process import OperatorProcess, child_rules, grant
 from cluster_kit.world import NAME, World
-from flyball_operator.cluster.api import DEPLOYMENT, LLM_DEPLOYMENT, POD, SECRET, SERVICE
+from flyball_operator.cluster.api_server import DEPLOYMENT, LLM_DEPLOYMENT, POD, SECRET, SERVICE
 
 pytestmark = pytest.mark.slow
 

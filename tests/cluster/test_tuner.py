@@ -19,7 +19,7 @@ from cluster_kit.llm import condition
 from cluster_kit.operator_process import OperatorProcess, child_rules, grant
 from cluster_kit.world import NAME, World
 from flyball_operator import names
-from flyball_operator.cluster.api import CONFIG_MAP, DEPLOYMENT, EVENT, LLM_DEPLOYMENT, POD, SECRET
+from flyball_operator.cluster.api_server import CONFIG_MAP, DEPLOYMENT, EVENT, LLM_DEPLOYMENT, POD, SECRET
 from flyball_protocol import Evidence
 from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_PORT, ADMIN_TOKEN_ENV, API_PORT
 from operator_kit.fake_admin import any_loopback_address

@@ -11,7 +11,7 @@ import kopf
 import yaml
 
 from cluster_kit.cluster import PATIENCE_S
-from flyball_operator.cluster.api import POD, Kind
+from flyball_operator.cluster.api_server import POD, Kind
 
 T = TypeVar("T")
 Object = dict[str, Any]

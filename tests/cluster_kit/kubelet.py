@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cluster_kit.api import Api, Refused
-from flyball_operator.cluster.api import POD
+from flyball_operator.cluster.api_server import POD
 
 Object = dict[str, Any]
 PERIOD_S = 0.1

@@ -14,7 +14,7 @@ import msgspec
 
 from cluster_kit.api import Api
 from cluster_kit.control_plane import LOOPBACK, ControlPlane
-from flyball_operator.cluster.api import POD
+from flyball_operator.cluster.api_server import POD
 
 Object = dict[str, Any]
 CUSTOM = "custom.metrics.k8s.io/v1beta2"

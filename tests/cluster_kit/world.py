@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster_kit.api import Api, until
 from cluster_kit.llm import condition, llm
-from flyball_operator.cluster.api import LLM_DEPLOYMENT, Kind
+from flyball_operator.cluster.api_server import LLM_DEPLOYMENT, Kind
 
 Object = dict[str, Any]
 NAME = "chat"

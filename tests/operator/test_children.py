@@ -505,10 +505,10 @@ def test_what_the_cluster_has_no_kind_for_is_not_built_but_told() -> None:
     bare = children.Platform(keda=False, pod_monitor=False)
     spec = {"autoscaling": {"mode": "KEDA", "maxReplicas": 2}, "monitoring": {"podMonitor": "Enabled"}}
     assert child("ScaledObject", bare, **spec) is None and child("PodMonitor", bare, **spec) is None
-    keda, pod_monitor = children.lacking(llm(**spec), bare)
+    keda, pod_monitor = children.missing_kinds(llm(**spec), bare)
     assert "install KEDA" in keda and "Prometheus operator" in pod_monitor
-    assert list(children.lacking(llm(), bare)) == [], "Auto is content without"
-    assert list(children.lacking(llm(**spec), PLATFORM)) == []
+    assert list(children.missing_kinds(llm(), bare)) == [], "Auto is content without"
+    assert list(children.missing_kinds(llm(**spec), PLATFORM)) == []
 
 
 # --- monitoring

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
-from flyball_operator.cluster.api import POD, SERVICE, NoObject, Unavailable, Unreachable
+from flyball_operator.cluster.api_server import POD, SERVICE, NoObject, Unavailable, Unreachable
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.connection import Connection, Credentials
 from flyball_operator.cluster.election import LeaseLost

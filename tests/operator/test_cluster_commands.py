@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from flyball_cli import main
-from flyball_operator.cluster.api import ClusterError, NotFound
+from flyball_operator.cluster.api_server import ClusterError, NotFound
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.connection import Connection, Credentials
 from flyball_operator.cluster.monitoring import Metrics
@@ -267,7 +267,7 @@ def test_a_deployment_without_pods_says_where_to_look(
 
 
 def test_a_long_line_is_printed_in_parts(run: Run, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flyball_operator.commands.cluster.MAX_LINE_BYTES", 10)
+    monkeypatch.setattr("flyball_operator.commands.on_cluster.MAX_LINE_BYTES", 10)
     server.logs = {"chat-a": b"x" * 100_000, "chat-b": b""}
     assert run(["logs", "chat", "-n", "team"]) == 0
 

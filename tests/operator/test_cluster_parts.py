@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from flyball_operator import cli
-from flyball_operator.cluster import api, watches
+from flyball_operator.cluster import api_server, watches
 from flyball_operator.cluster.admin_token import AdminTokens, load_key
-from flyball_operator.cluster.api import (
+from flyball_operator.cluster.api_server import (
     LLM_DEPLOYMENT,
     POD,
+    ApiCall,
     ApiError,
-    Call,
     Conflict,
     Expired,
     Forbidden,
@@ -25,9 +25,9 @@ from flyball_operator.cluster.events import Recorder, event_of
 from flyball_operator.cluster.monitoring import Health
 from flyball_operator.cluster.reconciler import problem_of
 from flyball_operator.observed import Key, Object, Resource
-from flyball_operator.plan import Create
+from flyball_operator.steps import Create
 
-CALL = Call("patch", "services", "team/chat")
+CALL = ApiCall("patch", "services", "team/chat")
 RESOURCE = Resource(
     key=Key("team", "chat"), uid="u1", generation=1, resource_version="1", spec={}, status={}, deleting=False
 )
@@ -49,11 +49,11 @@ QUOTA = (
         (409, "", Conflict),
         (410, "", Expired),
         (422, "", Invalid),
-        (429, "", api.TooManyRequests),
-        (500, "etcdserver: request timed out", api.Unavailable),
+        (429, "", api_server.TooManyRequests),
+        (500, "etcdserver: request timed out", api_server.Unavailable),
         (500, "failed to create typed patch object (team/chat; apps/v1): .spec.x: field not declared", Invalid),
-        (500, 'Internal error occurred: failed calling webhook "policy.example.com": ...', api.WebhookFailed),
-        (504, "", api.Unavailable),
+        (500, 'Internal error occurred: failed calling webhook "policy.example.com": ...', api_server.WebhookFailed),
+        (504, "", api_server.Unavailable),
         (418, "", ApiError),
     ],
 )
@@ -69,7 +69,7 @@ def test_an_answer_becomes_the_error_that_says_what_to_do_about_it(status: int, 
 )
 def test_retry_after_is_some_seconds_or_a_second(header: str | None, seconds: float) -> None:
     error = from_answer(CALL, 429, {}, {"Retry-After": header} if header else {})
-    assert isinstance(error, api.TooManyRequests)
+    assert isinstance(error, api_server.TooManyRequests)
     assert error.retry_after_s == seconds
 
 
@@ -169,7 +169,7 @@ def test_a_key_that_anybody_could_guess_is_refused() -> None:
     key = bytes(range(32))
     assert asyncio.run(load_key(Holds({"key": base64.b64encode(key).decode()}), "ns")) == key  # type: ignore[arg-type]
     for data in (None, {}, {"key": None}, {"key": ""}, {"key": base64.b64encode(b"short").decode()}):
-        with pytest.raises(api.ClusterError, match="32 are needed; delete it"):
+        with pytest.raises(api_server.ClusterError, match="32 are needed; delete it"):
             asyncio.run(load_key(Holds(data), "ns"))  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ import pytest
 import trustme
 from aiohttp import web
 
-from flyball_operator.cluster.api import POD, ApiError, ClusterError, Unreachable
+from flyball_operator.cluster.api_server import POD, ApiError, ClusterError, Unreachable
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.connection import Connection, Credentials
 from flyball_operator.cluster.monitoring import Metrics

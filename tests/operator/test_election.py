@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from flyball_operator.cluster.api import Call, Conflict, Kind, NotFound, Unavailable, Unreachable, from_answer
+from flyball_operator.cluster.api_server import ApiCall, Conflict, Kind, NotFound, Unavailable, Unreachable, from_answer
 from flyball_operator.cluster.election import Election, LeaseLost, Terms
 from flyball_operator.observed import Object
 
 TERMS = Terms(15.0)
-CALL = Call("update", "leases.coordination.k8s.io", "ns/lease")
+CALL = ApiCall("update", "leases.coordination.k8s.io", "ns/lease")
 
 
 class Leases:

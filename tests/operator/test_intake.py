@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flyball_operator.cluster.api import LLM_DEPLOYMENT, POD, SERVICE, Kind, verb_and_resource
+from flyball_operator.cluster.api_server import LLM_DEPLOYMENT, POD, SERVICE, Kind, verb_and_resource
 from flyball_operator.cluster.store import Intake, Store
 from flyball_operator.observed import Key
 

@@ -20,7 +20,7 @@ from flyball_operator.local.changes import WatchedFile
 from flyball_operator.local.control import InstanceFolder
 from flyball_operator.local.fleet import AcceleratorPool, visible_devices
 from flyball_operator.local.process import Probe, Prober, explain_exit
-from flyball_operator.local.replica import Backoff, State
+from flyball_operator.local.replica import CrashBackoff, State
 from flyball_operator.local.reports import Event, Events, Trouble, follow_logs
 from flyball_operator.local.runner import select
 from flyball_operator.local.snapshot import ReplicaSnapshot, Snapshot, render
@@ -142,7 +142,7 @@ def test_a_model_folder_is_found_beside_the_manifest(tmp_path: Path) -> None:
 
 
 def test_backoff_doubles_to_its_cap_and_forgets_after_a_stable_run() -> None:
-    backoff = Backoff(first_s=1, most_s=8, stable_s=60)
+    backoff = CrashBackoff(first_s=1, most_s=8, stable_s=60)
     assert [backoff.after_crash(5) for _ in range(5)] == [1, 2, 4, 8, 8]
     assert [backoff.after_crash(60), backoff.after_crash(5)] == [1, 2]
 

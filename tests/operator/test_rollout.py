@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball_operator.local.fleet import Seen, Start, Stop, next_actions
+from flyball_operator.local.fleet import Seen, StartReplica, StopReplica, next_actions
 
 
 def old(number: int, ready: bool = True) -> Seen:
@@ -42,8 +42,8 @@ CASES: dict[str, tuple[int, list[Seen], int | None, int, list[int]]] = {
 @pytest.mark.parametrize(("wanted", "seen", "room", "num_starts", "stops"), CASES.values(), ids=CASES.keys())
 def test_next_actions(wanted: int, seen: list[Seen], room: int | None, num_starts: int, stops: list[int]) -> None:
     actions = next_actions(wanted, seen, room=room)
-    assert sum(isinstance(action, Start) for action in actions) == num_starts
-    assert sorted(action.number for action in actions if isinstance(action, Stop)) == stops
+    assert sum(isinstance(action, StartReplica) for action in actions) == num_starts
+    assert sorted(action.number for action in actions if isinstance(action, StopReplica)) == stops
 
 
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 2**32), st.booleans())
@@ -55,7 +55,7 @@ def test_an_update_converges_and_never_serves_with_fewer(wanted: int, before: in
     for _ in range(100):
         actions = next_actions(wanted, seen, room=capacity - len(seen))
         for action in actions:
-            if isinstance(action, Stop):
+            if isinstance(action, StopReplica):
                 seen = [one for one in seen if one.number != action.number]
             else:
                 seen.append(new(number, ready=False))

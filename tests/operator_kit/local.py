@@ -14,7 +14,7 @@ import yaml
 
 from flyball_operator.local import LocalOptions, LocalRunner, Snapshot
 from flyball_operator.local.control import InstanceFolder
-from flyball_operator.local.replica import Backoff
+from flyball_operator.local.replica import CrashBackoff
 from flyball_operator.local.template import local_deployment
 from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment, manifest
@@ -139,7 +139,7 @@ async def running(
             watch_period_s=0.02,
             evidence_period_s=evidence_period_s,
             build=fast_deployment,
-            backoff=lambda: Backoff(first_s=0.05, most_s=0.2, stable_s=60.0),
+            backoff=lambda: CrashBackoff(first_s=0.05, most_s=0.2, stable_s=60.0),
         )
         try:
             async with (

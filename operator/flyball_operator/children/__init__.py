@@ -36,7 +36,7 @@ class Platform:
     operator_namespace: str = names.OPERATOR_NAMESPACE
 
 
-def lacking(llm: LLMDeployment, platform: Platform) -> Iterator[str]:
+def missing_kinds(llm: LLMDeployment, platform: Platform) -> Iterator[str]:
     """Yield one line for each child that the spec asks for by name and the cluster has no kind for."""
     if llm.spec.autoscaling.mode == "KEDA" and not platform.keda:
         yield (

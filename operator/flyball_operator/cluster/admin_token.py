@@ -6,7 +6,7 @@ import hmac
 import secrets
 
 from flyball_operator import names
-from flyball_operator.cluster.api import SECRET, ClusterError, Conflict
+from flyball_operator.cluster.api_server import SECRET, ClusterError, Conflict
 from flyball_operator.cluster.client import Client
 from flyball_operator.observed import Object, Resource
 

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from flyball_operator.cluster.api import ACCESS_REVIEW, POD, Call, Kind, NoObject, NotFound, Unreachable, from_answer
+from flyball_operator.cluster.api_server import (
+    ACCESS_REVIEW,
+    POD,
+    ApiCall,
+    Kind,
+    NoObject,
+    NotFound,
+    Unreachable,
+    from_answer,
+)
 from flyball_operator.cluster.connection import Connection
 from flyball_operator.observed import Object
 
@@ -128,7 +137,7 @@ class Client:
             follow: go on with what the container writes, until it ends.
             previous: of the container before its last restart.
         """
-        call = Call("get", f"{POD.resource}/log", f"{namespace}/{pod}")
+        call = ApiCall("get", f"{POD.resource}/log", f"{namespace}/{pod}")
         wanted = {"container": container, "tailLines": tail, "follow": follow, "previous": previous}
         params = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in wanted.items()}
         read_s = None if follow else self._timeout_s
@@ -147,7 +156,7 @@ class Client:
         """Return whether the API server knows the kind."""
         path = kind.path().rpartition("/")[0]
         try:
-            found = await self._request("GET", path, Call("get", "discovery", path))
+            found = await self._request("GET", path, ApiCall("get", "discovery", path))
         except NotFound:
             return False
         return any(resource["name"] == kind.plural for resource in found["resources"])
@@ -168,13 +177,13 @@ class Client:
         target = "/".join(part for part in (namespace, name) if part)
         resource = "/".join(part for part in (kind.resource, subresource) if part)
         path = kind.path(namespace, name, subresource)
-        return await self._request(method, path, Call(verb, resource, target), params, body, content_type, accept)
+        return await self._request(method, path, ApiCall(verb, resource, target), params, body, content_type, accept)
 
     async def _request(
         self,
         method: str,
         path: str,
-        call: Call,
+        call: ApiCall,
         params: dict[str, str] | None = None,
         body: Object | None = None,
         content_type: str = _JSON,
@@ -198,7 +207,7 @@ class Client:
             raise Unreachable(call, error) from error
 
 
-async def _read(call: Call, response: aiohttp.ClientResponse) -> dict[str, Any]:
+async def _read(call: ApiCall, response: aiohttp.ClientResponse) -> dict[str, Any]:
     """Return the body as JSON. A proxy's error page becomes a message; a proxy's page in the place of an object, an error."""
     content = await response.read()
     try:

@@ -16,7 +16,7 @@ from kubernetes.aio.config import ConfigException
 from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 from kubernetes.aio.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
-from flyball_operator.cluster.api import ClusterError, Kind, verb_and_resource
+from flyball_operator.cluster.api_server import ClusterError, Kind, verb_and_resource
 from flyball_operator.cluster.monitoring import Metrics
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

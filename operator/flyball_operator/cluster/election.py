@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from flyball_operator import names
-from flyball_operator.cluster.api import LEASE, ClusterError, Conflict
+from flyball_operator.cluster.api_server import LEASE, ClusterError, Conflict
 from flyball_operator.cluster.client import Client
 from flyball_operator.errors import OperatorError
 from flyball_operator.observed import Object

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from flyball_operator import names
-from flyball_operator.cluster.api import EVENT, ClusterError, Conflict, Forbidden
+from flyball_operator.cluster.api_server import EVENT, ClusterError, Conflict, Forbidden
 from flyball_operator.cluster.client import Client
 from flyball_operator.observed import Object, Resource
 

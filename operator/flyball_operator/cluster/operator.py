@@ -16,7 +16,7 @@ import aiohttp
 from flyball_operator import children
 from flyball_operator.children import Platform
 from flyball_operator.cluster.admin_token import AdminTokens, load_key
-from flyball_operator.cluster.api import (
+from flyball_operator.cluster.api_server import (
     BUILT_IN_CHILDREN,
     LLM_DEPLOYMENT,
     OPTIONAL_CHILDREN,
@@ -35,11 +35,11 @@ from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.election import LEASE_NAME, Election, LeaseLost, Terms
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.monitoring import Health, HealthServer, Metrics
-from flyball_operator.cluster.queue import Backoff, WorkQueue
 from flyball_operator.cluster.reconciler import Build, Outcome, Reconciler
 from flyball_operator.cluster.store import Intake, Store, read_all
 from flyball_operator.cluster.tuner import ClusterTuner
 from flyball_operator.cluster.watches import WatchFailed, first_of, watch
+from flyball_operator.cluster.work_queue import Backoff, WorkQueue
 from flyball_operator.observed import Key
 
 log = logging.getLogger(__name__)

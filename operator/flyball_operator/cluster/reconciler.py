@@ -7,9 +7,9 @@ from enum import Enum
 from typing import Any, Protocol
 
 from flyball_operator import names
-from flyball_operator.children import Platform, lacking, token_secret
+from flyball_operator.children import Platform, missing_kinds, token_secret
 from flyball_operator.cluster.admin_token import AdminTokens
-from flyball_operator.cluster.api import (
+from flyball_operator.cluster.api_server import (
     CHILD_KINDS,
     LLM_DEPLOYMENT,
     SECRET,
@@ -25,10 +25,10 @@ from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.store import Store
 from flyball_operator.errors import SpecError
 from flyball_operator.observed import Child, Key, Object, Resource
-from flyball_operator.plan import Apply, Create, Delete, Leave, Step, compare, differences, owned, plan
 from flyball_operator.spec import LLMDeployment, manifest, schema
 from flyball_operator.status import Condition, Observation, Problem, status_of
 from flyball_operator.status.autoscaling import autoscaling_status
+from flyball_operator.steps import Apply, Create, Delete, Leave, Step, compare, differences, find_steps, owned
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +120,12 @@ class Reconciler:
             wanted = self._wanted(llm, resource)
         except SpecError as error:
             return [Problem("InvalidSpec", str(error), accepted=False)]
-        steps = plan(wanted, self._store.children(resource.key), resource, memory.settled)
+        steps = find_steps(wanted, self._store.children(resource.key), resource, memory.settled)
         no_token = await self._create_token(llm, resource) if self._wants_token(resource, steps) else None
         # Pods without their token cannot start, so the Deployment waits for it; on the next try it is wanted again.
         tried = [no_token] if no_token else [await self._try(step, resource, memory) for step in steps]
         problems = [problem for problem in tried if problem is not None]
-        problems += [Problem("MissingKind", line) for line in lacking(llm, self._platform())]
+        problems += [Problem("MissingKind", line) for line in missing_kinds(llm, self._platform())]
         self._tell(resource, steps, problems)
         return problems
 
@@ -285,7 +285,7 @@ class _Memory:
     """What a process knows of a deployment beyond the store. Losing it costs a write at most.
 
     Attributes:
-        settled: see ``plan.Settled``.
+        settled: see ``steps.Settled``.
         status: the last that was written, when the API server did not keep it as it was.
     """
 

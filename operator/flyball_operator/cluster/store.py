@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from flyball_operator import names
-from flyball_operator.cluster.api import LLM_DEPLOYMENT, POD, Kind
+from flyball_operator.cluster.api_server import LLM_DEPLOYMENT, POD, Kind
 from flyball_operator.cluster.client import Client
 from flyball_operator.observed import Child, Key, Object, Pod, Resource, is_newer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import kopf
 
-from flyball_operator.cluster.api import Kind
+from flyball_operator.cluster.api_server import Kind
 from flyball_operator.cluster.connection import Asked, Connection
 from flyball_operator.cluster.store import Intake, selector_of
 from flyball_operator.errors import OperatorError

@@ -36,11 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _on_cluster(arguments: argparse.Namespace) -> int:
-    from flyball_operator.commands import cluster  # here: Kopf and kubernetes take a second to import
+    from flyball_operator.commands import on_cluster  # here: Kopf and kubernetes take a second to import
 
     options = {"tail": arguments.tail, "follow": arguments.follow, "previous": arguments.previous}
     place = (arguments.name, arguments.namespace, arguments.context)
-    num_printed = asyncio.run(cluster.print_logs(*place, **options, echo=_echo))
+    num_printed = asyncio.run(on_cluster.print_logs(*place, **options, echo=_echo))
     return endpoints.EXIT_OK if num_printed else endpoints.EXIT_CONFIG_ERROR
 
 

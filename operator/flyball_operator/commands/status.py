@@ -46,10 +46,10 @@ def _here(arguments: argparse.Namespace) -> tuple[object, RenderableType]:
 
 
 def _on_cluster(arguments: argparse.Namespace) -> tuple[object, RenderableType]:
-    from flyball_operator.commands import cluster, cluster_table  # here: Kopf and kubernetes take a second to import
+    from flyball_operator.commands import on_cluster  # here: Kopf and kubernetes take a second to import
 
-    found = asyncio.run(cluster.find(arguments.name, arguments.namespace, arguments.context))
-    return found, cluster_table.render(found)
+    found = asyncio.run(on_cluster.find(arguments.name, arguments.namespace, arguments.context))
+    return found, on_cluster.render(found)
 
 
 def _all_here(arguments: argparse.Namespace) -> tuple[object, RenderableType | None]:
@@ -58,10 +58,10 @@ def _all_here(arguments: argparse.Namespace) -> tuple[object, RenderableType | N
 
 
 def _all_on_cluster(arguments: argparse.Namespace) -> tuple[object, RenderableType | None]:
-    from flyball_operator.commands import cluster, cluster_table  # here: Kopf and kubernetes take a second to import
+    from flyball_operator.commands import on_cluster  # here: Kopf and kubernetes take a second to import
 
     everywhere = arguments.all_namespaces
     place = {"namespace": arguments.namespace, "context": arguments.context, "everywhere": everywhere}
     if arguments.json:
-        return asyncio.run(cluster.find_all(**place)), None
-    return None, cluster_table.render_list(asyncio.run(cluster.find_tables(**place)), with_namespace=everywhere)
+        return asyncio.run(on_cluster.find_all(**place)), None
+    return None, on_cluster.render_list(asyncio.run(on_cluster.find_tables(**place)), with_namespace=everywhere)

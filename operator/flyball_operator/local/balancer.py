@@ -16,7 +16,7 @@ from flyball_operator.local.connections import (
     HEADER_TIMEOUT_S,
     RETRY_AFTER_S,
     WRITE_TIMEOUT_S,
-    Connection,
+    ClientConnection,
     Connections,
     NoRoom,
     answer_expect,
@@ -101,10 +101,10 @@ class Balancer:
         self._server = await loop.create_server(self._connect, sock=listener, backlog=ACCEPTED_AT_ONCE)
         listener.listen(BACKLOG)
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> ClientConnection:
         if self._runner is None or self._runner.server is None:
             raise RuntimeError("a connection comes before start()")
-        return Connection(
+        return ClientConnection(
             self._runner.server,
             self._connections,
             header_timeout_s=self._header_timeout_s,

@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from flyball_operator.local.connections import Connection
+from flyball_operator.local.connections import ClientConnection
 
 MAX_CHOICES = 256
 """What a runtime refuses beyond (its ``max_choices``)."""
@@ -70,7 +70,7 @@ class Body:
         self._spent = False
 
     @classmethod
-    async def read(cls, content: aiohttp.StreamReader, connection: Connection) -> "Body":
+    async def read(cls, content: aiohttp.StreamReader, connection: ClientConnection) -> "Body":
         """Read a body as far as it is held. Raises BrokenBody, NoRoom."""
         held = bytearray()
         while len(held) <= MAX_HELD_BYTES:

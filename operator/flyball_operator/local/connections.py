@@ -66,22 +66,22 @@ class Connections:
     def __init__(self, most: int | None = None, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._most = connections_that_fit() if most is None else most
         self._max_held_bytes = max_held_bytes
-        self._held: dict[Connection, int] = {}
-        self._waiting: dict[Connection, None] = {}  # oldest first
+        self._held: dict[ClientConnection, int] = {}
+        self._waiting: dict[ClientConnection, None] = {}  # oldest first
         self._held_bytes = 0
 
-    def add(self, connection: "Connection") -> None:
+    def add(self, connection: "ClientConnection") -> None:
         """Raise NoRoom when all others are being served."""
         while len(self._held) >= self._most:
             self._close(next(iter(self._waiting), connection), connection)
         self._held[connection] = 0
         self._waiting[connection] = None
 
-    def remove(self, connection: "Connection") -> None:
+    def remove(self, connection: "ClientConnection") -> None:
         self._waiting.pop(connection, None)
         self._held_bytes -= self._held.pop(connection, 0)
 
-    def hold(self, connection: "Connection", num_bytes: int) -> None:
+    def hold(self, connection: "ClientConnection", num_bytes: int) -> None:
         """Count bytes of a body. Raises NoRoom when those that are whole leave too little for it."""
         if connection not in self._held:
             raise NoRoom
@@ -90,18 +90,18 @@ class Connections:
         while self._held_bytes > self._max_held_bytes:
             self._close(next((one for one in self._waiting if self._held[one]), connection), connection)
 
-    def served(self, connection: "Connection") -> None:
+    def served(self, connection: "ClientConnection") -> None:
         """Say that the whole request is there."""
         self._waiting.pop(connection, None)
 
-    def waits(self, connection: "Connection") -> None:
+    def waits(self, connection: "ClientConnection") -> None:
         """Say that the request has been answered."""
         if connection in self._held:
             self._held_bytes -= self._held[connection]
             self._held[connection] = 0
             self._waiting[connection] = None
 
-    def _close(self, slowest: "Connection", wanting: "Connection") -> None:
+    def _close(self, slowest: "ClientConnection", wanting: "ClientConnection") -> None:
         if slowest is wanting:
             raise NoRoom
         self.remove(slowest)
@@ -116,7 +116,7 @@ def connections_that_fit() -> int:
     return max(1, min(MAX_CONNECTIONS, (files - RESERVED_FILES) // 2))
 
 
-class Connection(web.RequestHandler):
+class ClientConnection(web.RequestHandler):
     """aiohttp's HTTP/1.1 connection, with an end to waiting for a client that is slow to send or to read."""
 
     def __init__(
@@ -205,9 +205,9 @@ class Connection(web.RequestHandler):
             self._header_timer = None
 
 
-def connection_of(request: web.BaseRequest) -> Connection:
+def connection_of(request: web.BaseRequest) -> ClientConnection:
     """Return the connection that a request came on."""
-    if not isinstance(request.protocol, Connection):
+    if not isinstance(request.protocol, ClientConnection):
         raise TypeError(f"the request came on a {type(request.protocol).__name__}")
     return request.protocol
 

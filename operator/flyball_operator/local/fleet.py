@@ -8,7 +8,7 @@ from pathlib import Path
 
 import aiohttp
 
-from flyball_operator.local.replica import Backoff, Replica, State
+from flyball_operator.local.replica import CrashBackoff, Replica, State
 from flyball_operator.local.template import RESOURCE_NAME, ProcessTemplate
 from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
 
@@ -60,19 +60,19 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartReplica:
     """Start one replica of the current template."""
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopReplica:
     """Drain and end a replica."""
 
     number: int
     reason: str
 
 
-def next_actions(wanted: int, seen: Sequence[Seen], *, room: int | None = None) -> list[Start | Stop]:
+def next_actions(wanted: int, seen: Sequence[Seen], *, room: int | None = None) -> list[StartReplica | StopReplica]:
     """Return what to do now: a rolling update with maxSurge 1 and maxUnavailable 0. Call again whenever a replica changes.
 
     Args:
@@ -84,26 +84,26 @@ def next_actions(wanted: int, seen: Sequence[Seen], *, room: int | None = None) 
     num_current = sum(replica.current for replica in seen) - sum(_is_current(stop.number, seen) for stop in stops)
     surge = 1 if any(not replica.current for replica in seen) and wanted else 0
     missing = min(wanted - num_current, wanted + surge - left)
-    starts = [Start()] * max(0, missing if room is None else min(missing, room))
+    starts = [StartReplica()] * max(0, missing if room is None else min(missing, room))
     return [*stops, *starts]
 
 
-def _stops(wanted: int, seen: Sequence[Seen], room: int | None) -> Iterator[Stop]:
+def _stops(wanted: int, seen: Sequence[Seen], room: int | None) -> Iterator[StopReplica]:
     old = [replica for replica in seen if not replica.current]
     current = [replica for replica in seen if replica.current]
     for replica in old:
         if not replica.ready:
-            yield Stop(replica.number, "out of date, and not ready anyway")
+            yield StopReplica(replica.number, "out of date, and not ready anyway")
     ready_old = [replica for replica in old if replica.ready]
     spare = len(ready_old) + sum(replica.ready for replica in current) - wanted
     for replica in ready_old[: max(0, spare)]:
-        yield Stop(replica.number, "out of date, and another is ready in its place")
+        yield StopReplica(replica.number, "out of date, and another is ready in its place")
     if room == 0 and ready_old and spare <= 0 and len(seen) >= wanted and all(replica.ready for replica in seen):
-        yield Stop(ready_old[0].number, "out of date, and this machine has no room for another beside it")
+        yield StopReplica(ready_old[0].number, "out of date, and this machine has no room for another beside it")
     # Those that are not ready go first, then the youngest.
     by_worth = sorted(current, key=lambda replica: (replica.ready, -replica.number))
     for replica in by_worth[: max(0, len(current) - wanted)]:
-        yield Stop(replica.number, "one more than spec.replicas")
+        yield StopReplica(replica.number, "one more than spec.replicas")
 
 
 def _is_current(number: int, seen: Sequence[Seen]) -> bool:
@@ -122,7 +122,7 @@ class Fleet:
         log_dir: Path,
         session: aiohttp.ClientSession,
         accelerators: AcceleratorPool,
-        backoff: Callable[[], Backoff],
+        backoff: Callable[[], CrashBackoff],
         report: Callable[[str], None],
     ) -> None:
         self.template = template
@@ -190,9 +190,9 @@ class Fleet:
         ]
         for action in next_actions(self.wanted, seen, room=room):
             match action:
-                case Start():
+                case StartReplica():
                     self._start_one()
-                case Stop(number=number, reason=reason):
+                case StopReplica(number=number, reason=reason):
                     self._report(f"replica {number} drains: {reason}")
                     self._replicas[number].stop()
         self._tell_if_no_room(room, len(seen))

@@ -18,7 +18,7 @@ from flyball_protocol.quoting import one_line
 log = logging.getLogger(__name__)
 
 
-class Backoff:
+class CrashBackoff:
     """Seconds to wait before the next start: ``first_s``, doubling with each crash up to ``most_s``."""
 
     def __init__(self, first_s: float = 1.0, most_s: float = 60.0, stable_s: float = 60.0) -> None:
@@ -65,7 +65,7 @@ class Replica:
         *,
         on_change: Callable[[], None],
         report: Callable[[str], None],
-        backoff: Backoff,
+        backoff: CrashBackoff,
     ) -> None:
         self.number = number
         self.template = template

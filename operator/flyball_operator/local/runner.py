@@ -18,7 +18,7 @@ from flyball_operator.local.balancer import Balancer
 from flyball_operator.local.changes import WatchedFile, describe_changes
 from flyball_operator.local.control import ControlServer, Handover, HandoverAnswer, InstanceFolder
 from flyball_operator.local.fleet import AcceleratorPool, Fleet, visible_devices
-from flyball_operator.local.replica import Backoff, Replica
+from flyball_operator.local.replica import CrashBackoff, Replica
 from flyball_operator.local.reports import Event, Events, follow_logs, to_log
 from flyball_operator.local.snapshot import ReplicaSnapshot, Snapshot
 from flyball_operator.local.template import LOOPBACK, local_deployment, process_template
@@ -57,7 +57,7 @@ class LocalOptions:
     watch_period_s: float = 0.5
     echo: Callable[[str, str], None] | None = None
     build: Callable[[LLMDeployment], Object] = local_deployment
-    backoff: Callable[[], Backoff] = Backoff
+    backoff: Callable[[], CrashBackoff] = CrashBackoff
     accelerators: tuple[str, ...] = field(default_factory=visible_devices)
 
 

@@ -6,7 +6,18 @@ import pytest
 
 from flyball_operator import names
 from flyball_operator.observed import Child, Key, Resource
-from flyball_operator.plan import HASH_ANNOTATION, Apply, Create, Delete, Leave, Step, differences, digest, owned, plan
+from flyball_operator.steps import (
+    HASH_ANNOTATION,
+    Apply,
+    Create,
+    Delete,
+    Leave,
+    Step,
+    differences,
+    digest,
+    find_steps,
+    owned,
+)
 
 RESOURCE = Resource(
     key=Key("team", "chat"), uid="u1", generation=1, resource_version="1", spec={}, status={}, deleting=False
@@ -38,7 +49,7 @@ OTHERS = [{"kind": "LLMDeployment", "name": "chat", "uid": "u0", "controller": T
 
 
 def steps(observed: list[Child], desired: dict[str, Any] | None = WANTED, settled: Any = None) -> list[Step]:
-    return plan([desired] if desired else [], observed, RESOURCE, settled or {})
+    return find_steps([desired] if desired else [], observed, RESOURCE, settled or {})
 
 
 def test_what_is_not_there_is_created() -> None:

@@ -65,7 +65,9 @@ Settled = Mapping[tuple[str, str], str]
 """By kind and name: a difference that an apply did not change, because it is one of spelling only."""
 
 
-def plan(desired: Sequence[Object], observed: Sequence[Child], resource: Resource, settled: Settled) -> list[Step]:
+def find_steps(
+    desired: Sequence[Object], observed: Sequence[Child], resource: Resource, settled: Settled
+) -> list[Step]:
     """Return the steps, in the order of ``desired`` and then the deletions; none when all is as wanted.
 
     Args:

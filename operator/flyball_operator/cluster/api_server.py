@@ -73,7 +73,7 @@ OPTIONAL_CHILDREN = (SCALED_OBJECT, POD_MONITOR)
 CHILD_KINDS = {kind.kind: kind for kind in (*BUILT_IN_CHILDREN, *OPTIONAL_CHILDREN)}
 
 
-class Call(NamedTuple):
+class ApiCall(NamedTuple):
     """An API call: ``patch``, ``deployments.apps``, ``team/chat``. RBAC speaks of verb and resource in these words."""
 
     verb: str
@@ -103,7 +103,7 @@ class ClusterError(OperatorError):
 class Unreachable(ClusterError):
     """No answer came: no connection, or not in time."""
 
-    def __init__(self, call: Call, cause: Exception) -> None:
+    def __init__(self, call: ApiCall, cause: Exception) -> None:
         super().__init__(
             f"{call}: the API server does not answer ({type(cause).__name__}: {cause})".replace(": )", ")")
         )
@@ -113,7 +113,7 @@ class Unreachable(ClusterError):
 class NoObject(ClusterError):
     """Success was answered, and no object: something between here and the API server spoke in its place."""
 
-    def __init__(self, call: Call, text: str) -> None:
+    def __init__(self, call: ApiCall, text: str) -> None:
         super().__init__(f"{call}: the answer is no JSON object; is a proxy in between? It begins: {text}")
 
 
@@ -126,7 +126,7 @@ class ApiError(ClusterError):
         causes: machine-readable details, such as ``NamespaceTerminating``.
     """
 
-    def __init__(self, call: Call, status: int, body: Mapping[str, Any]) -> None:
+    def __init__(self, call: ApiCall, status: int, body: Mapping[str, Any]) -> None:
         self.call = call
         self.status = status
         self.reason = str(body.get("reason", ""))
@@ -190,7 +190,7 @@ _CLASSES: dict[int, type[ApiError]] = {
 }
 
 
-def from_answer(call: Call, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> ApiError:
+def from_answer(call: ApiCall, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> ApiError:
     """Return the error that an answer with a status of 400 and above stands for."""
     error = _class_of(status, body)(call, status, body)
     if isinstance(error, TooManyRequests):

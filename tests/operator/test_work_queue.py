@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flyball_operator.cluster.queue import Backoff, WorkQueue
+from flyball_operator.cluster.work_queue import Backoff, WorkQueue
 
 KEYS = st.sampled_from("abcd")
 
