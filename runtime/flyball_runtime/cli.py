@@ -225,7 +225,7 @@ def run_serve(args: argparse.Namespace) -> int:
     # Here, because the other commands need none of it.
     from flyball_runtime.api.settings import ApiSettings
     from flyball_runtime.model.hub import find_checkpoint
-    from flyball_runtime.serve import ServeConfig, run
+    from flyball_runtime.serve import ServeConfig, run_replica
     from flyball_runtime.text.tokenizer import load_tokenizer
 
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -250,7 +250,7 @@ def run_serve(args: argparse.Namespace) -> int:
         drain_timeout_s=args.drain_timeout,
         drain_quiet_s=args.drain_quiet,
     )
-    return run(config, engine_config, load_tokenizer(path))
+    return run_replica(config, engine_config, load_tokenizer(path))
 
 
 def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:

@@ -14,13 +14,13 @@ from flyball_runtime.model.hub import find_checkpoint
 from flyball_runtime.text.output import OutputText
 from flyball_runtime.text.tokenizer import load_tokenizer
 
-__all__ = ["LLM", "Generation", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "SamplingParams"]
 
-Prompt = str | list[int]
+PromptInput = str | list[int]
 
 
 @dataclass
-class Generation:
+class CompletionOutput:
     """One prompt's output. ``finish_reason``: stop (a stop token or string) or length."""
 
     prompt_token_ids: list[int]
@@ -51,11 +51,11 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
+        prompts: PromptInput | Seq[PromptInput],
         sampling: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
-    ) -> list[Generation]:
+    ) -> list[CompletionOutput]:
         """Generate for every prompt, batched continuously; results are in the prompts' order.
 
         Args:
@@ -79,13 +79,13 @@ class LLM:
                 self.engine.abort(request.request_id)
         return [output.generation() for output in outputs.values()]
 
-    def chat(self, messages: list[dict[str, str]], sampling: SamplingParams | None = None) -> Generation:
+    def chat(self, messages: list[dict[str, str]], sampling: SamplingParams | None = None) -> CompletionOutput:
         """Answer one chat, rendered with the model's chat template."""
         prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return self.generate([prompt], sampling)[0]
 
     def _settings_for(
-        self, prompts: list[Prompt], sampling: SamplingParams | Seq[SamplingParams] | None
+        self, prompts: list[PromptInput], sampling: SamplingParams | Seq[SamplingParams] | None
     ) -> list[SamplingParams]:
         if sampling is None or isinstance(sampling, SamplingParams):
             return [sampling or self.default_sampling] * len(prompts)
@@ -95,7 +95,7 @@ class LLM:
             )
         return list(sampling)
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, cache_salt: str | None) -> Request:
+    def _request(self, prompt: PromptInput, sampling: SamplingParams, cache_salt: str | None) -> Request:
         self._num_requests += 1
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return Request(
@@ -147,11 +147,13 @@ class _Output:
             self.finish_reason = reason
             self._pieces.append(self._text.finish())
 
-    def generation(self) -> Generation:
-        return Generation(self._prompt_token_ids, self._token_ids, "".join(self._pieces), self.finish_reason or "")
+    def generation(self) -> CompletionOutput:
+        return CompletionOutput(
+            self._prompt_token_ids, self._token_ids, "".join(self._pieces), self.finish_reason or ""
+        )
 
 
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+def _as_list(prompts: PromptInput | Seq[PromptInput]) -> list[PromptInput]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from flyball_protocol import endpoints
 from flyball_runtime.api.admin import create_admin_app
 from flyball_runtime.api.app import create_app
-from flyball_runtime.api.metrics import Metrics
+from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import ChatTokenizer
 from flyball_runtime.core.clock import MonotonicClock
@@ -100,9 +100,9 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Cha
             admin_listener = sockets.enter_context(
                 contextlib.closing(bind(config.admin_host, config.admin_port, "--admin-port"))
             )
-        metrics = Metrics(model_name=engine_config.served_model_name, clock=MonotonicClock())
+        metrics = MetricsCollector(model_name=engine_config.served_model_name, clock=MonotonicClock())
         async with EngineClient(engine_config, observer=metrics.measured) as client:
-            replica = Replica(config, client, has_chat=tokenizer.chat_template is not None)
+            replica = ServingReplica(config, client, has_chat=tokenizer.chat_template is not None)
             replica.add_server(create_app(client, tokenizer, config.api, metrics), listener)
             if admin_listener is not None and config.admin_token is not None:
                 admin = create_admin_app(client, metrics, config.admin_token)
@@ -113,7 +113,7 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Cha
             return await replica.run()
 
 
-class Replica:
+class ServingReplica:
     """The life of one replica: loading, ready, draining, gone."""
 
     def __init__(self, config: ServeConfig, client: EngineClient, *, has_chat: bool) -> None:
@@ -254,7 +254,7 @@ class Replica:
                 task.cancel()
 
 
-def run(config: ServeConfig, engine_config: EngineConfig, tokenizer: ChatTokenizer) -> int:
+def run_replica(config: ServeConfig, engine_config: EngineConfig, tokenizer: ChatTokenizer) -> int:
     """Blocking form of ``serve``; turns a death while loading into its exit code."""
     try:
         return asyncio.run(serve(config, engine_config, tokenizer))

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from flyball_operator.tuning.admin import AdminClient, Target
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate, signing
-from flyball_runtime.api import Metrics, create_admin_app
+from flyball_runtime.api import MetricsCollector, create_admin_app
 from flyball_runtime.core.clock import FakeClock
 from runtime.api.support import served
 from runtime.fake_engine import FakeEngine, step_stats
@@ -23,7 +23,7 @@ UPDATE = LimitsUpdate(revision=3, limits=LimitsChange(max_num_seqs=4), ttl_s=60.
 
 @asynccontextmanager
 async def replica() -> AsyncIterator[tuple[FakeEngine, Target]]:
-    engine, metrics = FakeEngine(100, lambda _: [1]), Metrics(model_name="m", clock=FakeClock())
+    engine, metrics = FakeEngine(100, lambda _: [1]), MetricsCollector(model_name="m", clock=FakeClock())
     metrics.attach(engine)
     metrics.measured.step(step_stats())
     async with served(create_admin_app(engine, metrics, TOKEN)) as (host, port):

@@ -32,7 +32,7 @@ from flyball_operator.tuning import Reason
 from flyball_protocol import Limits, LimitsUpdate, endpoints
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from flyball_runtime import cli as runtime_cli
-from flyball_runtime.api import ApiSettings, Metrics, create_admin_app, create_app
+from flyball_runtime.api import ApiSettings, MetricsCollector, create_admin_app, create_app
 from flyball_runtime.api import errors as api_errors
 from flyball_runtime.api.metrics import VLLM_NAMES
 from flyball_runtime.api.schemas import CHAT_NOOPS, COMPLETION_NOOPS, ChatRequest, CompletionRequest
@@ -134,7 +134,7 @@ def test_the_port_of_an_api_is_the_same_everywhere() -> None:
 
 def exported_metrics() -> dict[str, str]:
     """Type by name of what /metrics of a replica has."""
-    metrics = Metrics(model_name="test", clock=FakeClock())
+    metrics = MetricsCollector(model_name="test", clock=FakeClock())
     metrics.attach(FakeEngine(vocab_size=384))
     metrics.measured.step(step_stats(num_tokens=1))
     families = text_string_to_metric_families(metrics.exposition("")[0].decode())
@@ -198,7 +198,7 @@ def test_every_error_class_is_documented_with_its_status() -> None:
         for statuses, codes, *_ in table("serving.md", "Status", "Code")
         for pair in zip(code(codes), map(int, statuses.split(", ")), strict=True)
     }
-    raised = {(one.code, one.status) for one in error_classes() if one is not api_errors.HttpError}
+    raised = {(one.code, one.status) for one in error_classes() if one is not api_errors.HttpRefusal}
     assert len(raised) > 9
     assert raised <= documented
 
@@ -342,7 +342,7 @@ def test_every_script_is_there(page: str, words: list[str]) -> None:
 def routes() -> set[tuple[str, str]]:
     """Method and path of everything that both apps serve."""
     front, clock = FakeEngine(vocab_size=384), FakeClock()
-    metrics = Metrics(model_name="test", clock=clock)
+    metrics = MetricsCollector(model_name="test", clock=clock)
     apps: list[FastAPI] = [
         create_app(front, make_tokenizer(), ApiSettings(served_model_names=("test",)), metrics),
         create_admin_app(front, metrics, "a-test-token"),

@@ -20,7 +20,7 @@ from flyball_operator.observed import Key
 from flyball_operator.tuning.decide import decide
 from flyball_operator.tuning.loop import Round
 from flyball_operator.tuning.state import TunerState
-from flyball_runtime.api import Metrics
+from flyball_runtime.api import MetricsCollector
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.measurements import RequestTimes
 from operator_kit.evidence import TUNING, make_evidence, pods
@@ -37,7 +37,7 @@ class Replica:
 
     def __init__(self) -> None:
         self._clock = FakeClock()
-        self._metrics = Metrics(model_name="chat", clock=self._clock)
+        self._metrics = MetricsCollector(model_name="chat", clock=self._clock)
         self._metrics.attach(FakeEngine(vocab_size=384))
 
     def scrape(self) -> bytes:

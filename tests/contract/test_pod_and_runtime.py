@@ -12,7 +12,7 @@ from flyball_operator import names
 from flyball_operator.local.template import local_deployment
 from flyball_operator.spec import manifest, rules
 from flyball_protocol import endpoints
-from flyball_runtime.api import ApiSettings, Metrics, create_app
+from flyball_runtime.api import ApiSettings, MetricsCollector, create_app
 from flyball_runtime.cli import add_serve_arguments, build_parser, engine_config_from
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import DTYPES, parse_bytes
@@ -45,7 +45,7 @@ spec:
 def served_paths() -> set[str]:
     """Paths of the runtime's public app."""
     settings = ApiSettings(served_model_names=("test",))
-    metrics = Metrics(model_name="test", clock=FakeClock())
+    metrics = MetricsCollector(model_name="test", clock=FakeClock())
     app = create_app(FakeEngine(vocab_size=384), make_tokenizer(), settings, metrics)
     return {route.path for route in app.routes if isinstance(route, APIRoute)}
 
@@ -122,6 +122,6 @@ def test_every_flag_that_a_pod_sets_is_refused_in_extra_args() -> None:
 
 
 def test_what_autoscalers_read_is_what_the_runtime_exports() -> None:
-    exposed = Metrics(model_name="test", clock=FakeClock()).exposition("")[0].decode()
+    exposed = MetricsCollector(model_name="test", clock=FakeClock()).exposition("")[0].decode()
     for name in (endpoints.REQUESTS_WAITING, endpoints.REQUESTS_RUNNING_RATIO):
         assert f"\n{name} " in exposed, "without labels, as KEDA is told, and before the first request"

@@ -21,7 +21,7 @@ from flyball_protocol import LimitsUpdate, endpoints, signing
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from flyball_runtime.api.app import bare_app
 from flyball_runtime.api.errors import Unauthorized, json_response
-from flyball_runtime.api.metrics import Metrics
+from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.server import decode, read_body
 from flyball_runtime.core.errors import ConfigError, EngineDead
 from flyball_runtime.core.room import Room
@@ -144,7 +144,7 @@ def _is_loopback(client: tuple[str, int] | None) -> bool:
 
 
 def create_admin_app(
-    front: EngineFront, metrics: Metrics, token: str, wall_clock: Callable[[], float] = time.time
+    front: EngineFront, metrics: MetricsCollector, token: str, wall_clock: Callable[[], float] = time.time
 ) -> FastAPI:
     """The admin app. Raises ConfigError when ``token`` is empty: there is no admin port without one."""
     if not token.strip():
@@ -161,7 +161,7 @@ def create_admin_app(
 
 
 class AdminRoutes:
-    def __init__(self, front: EngineFront, metrics: Metrics) -> None:
+    def __init__(self, front: EngineFront, metrics: MetricsCollector) -> None:
         self._front = front
         self._metrics = metrics
 

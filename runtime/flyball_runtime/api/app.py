@@ -9,10 +9,10 @@ from starlette.middleware import Middleware
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
 from flyball_runtime.api.completions import CompletionRoutes
-from flyball_runtime.api.errors import HttpError, install_error_handlers, json_response
+from flyball_runtime.api.errors import HttpRefusal, install_error_handlers, json_response
 from flyball_runtime.api.identity import RequestIdMiddleware
 from flyball_runtime.api.lane import Lanes
-from flyball_runtime.api.metrics import Metrics
+from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from flyball_runtime.api.server import Json, Server, convert
 from flyball_runtime.api.settings import ApiSettings
@@ -62,12 +62,12 @@ class HealthRoutes:
 def check_live(front: EngineFront, max_heartbeat_age_s: float) -> None:
     """Raise a 503 when the engine is dead or its loop stuck."""
     if front.dead_reason is not None:
-        raise HttpError(503, EngineDead.code, str(EngineDead(front.dead_reason)))
+        raise HttpRefusal(503, EngineDead.code, str(EngineDead(front.dead_reason)))
     if not front.ready and front.latest_stats() is None:
         return  # it loads
     limit = pause_limit(max_heartbeat_age_s, front.info.longest_pause_s)
     if (age_s := front.heartbeat_age_s()) > limit.seconds:
-        raise HttpError(
+        raise HttpRefusal(
             503,
             "engine_stuck",
             f"the engine has made no progress for {age_s:.1f} s; {limit.source} allows {limit.seconds:.4g} s. Restart it.",
@@ -185,7 +185,9 @@ class TokenizeRoutes:
 PROBE_METHODS = ["GET", "HEAD"]
 
 
-def create_app(front: EngineFront, tokenizer: ChatTokenizer, settings: ApiSettings, metrics: Metrics) -> FastAPI:
+def create_app(
+    front: EngineFront, tokenizer: ChatTokenizer, settings: ApiSettings, metrics: MetricsCollector
+) -> FastAPI:
     """The public app. ``tokenizer`` is the model's, from transformers; its truncation and padding are turned off.
 
     Raises:

@@ -11,8 +11,8 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from flyball_protocol.quoting import quoted
-from flyball_runtime.api.errors import error_body, internal_error, json_response
-from flyball_runtime.api.generation import Call, Choice, Generation, TokenUsage
+from flyball_runtime.api.errors import error_json, internal_error, json_response
+from flyball_runtime.api.generation import CheckedRequest, Choice, Generation, TokenUsage
 from flyball_runtime.api.identity import client_of
 from flyball_runtime.api.schemas import (
     CHAT_NOOPS,
@@ -222,7 +222,7 @@ class EventStream(Response):
             logger.warning("request %s failed while streaming: %s: %s", request_id, failure.code, failure)
         else:
             failure = internal_error(failure, request_id)
-        return b"event: error\ndata: " + error_body(failure) + b"\n\n"
+        return b"event: error\ndata: " + error_json(failure) + b"\n\n"
 
     async def _write(self, send: Send, body: bytes) -> None:
         if not self._started:
@@ -312,8 +312,10 @@ class CompletionRoutes:
             choices = [format.choice(choice) for choice in generation.choices]
             return json_response(frame.response(choices, generation.usage))
 
-    def _call(self, request: Request, body: GenerationFields, prompts: list[Prompt], arrival_s: float) -> Call:
-        return Call(
+    def _call(
+        self, request: Request, body: GenerationFields, prompts: list[Prompt], arrival_s: float
+    ) -> CheckedRequest:
+        return CheckedRequest(
             request_id=request.state.request_id,
             unique=uuid.uuid4().hex,
             arrival_s=arrival_s,

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 INTERNAL_MESSAGE = "this server failed to handle the request; its log has the traceback under request id {request_id}."
 
 
-class HttpError(RequestError):
+class HttpRefusal(RequestError):
     """A RequestError whose status and code are known only when it happens."""
 
     def __init__(
@@ -80,8 +80,8 @@ class Unauthorized(RequestError):
         super().__init__(f"{why}.")
 
 
-def from_failed(event: Failed) -> HttpError:
-    return HttpError(event.status, event.code, event.message, retry_after_s=event.retry_after_s)
+def from_failed(event: Failed) -> HttpRefusal:
+    return HttpRefusal(event.status, event.code, event.message, retry_after_s=event.retry_after_s)
 
 
 def error_type(status: int) -> str:
@@ -91,7 +91,7 @@ def error_type(status: int) -> str:
     return {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
 
 
-def error_body(error: RequestError) -> bytes:
+def error_json(error: RequestError) -> bytes:
     fields = {"message": error.message, "type": error_type(error.status), "param": error.param, "code": error.code}
     return msgspec.json.encode({"error": fields})
 
@@ -102,13 +102,13 @@ def error_response(error: RequestError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, BodyNotRead):
         headers["Connection"] = "close"
-    return Response(error_body(error), error.status, headers, media_type="application/json")
+    return Response(error_json(error), error.status, headers, media_type="application/json")
 
 
-def internal_error(exc: BaseException, request_id: str) -> HttpError:
+def internal_error(exc: BaseException, request_id: str) -> HttpRefusal:
     """Log ``exc`` with its traceback and return what the client may know about it."""
     logger.error("request %s failed", request_id, exc_info=exc)
-    return HttpError(500, "internal_error", INTERNAL_MESSAGE.format(request_id=request_id))
+    return HttpRefusal(500, "internal_error", INTERNAL_MESSAGE.format(request_id=request_id))
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -131,6 +131,6 @@ def _on_http_exception(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     where = f"{one_line(request.method, MAX_QUOTED_CHARS)} {quoted(request.scope['path'])}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error")
-    response = error_response(HttpError(exc.status_code, code, f"{where}: {exc.detail}."))
+    response = error_response(HttpRefusal(exc.status_code, code, f"{where}: {exc.detail}."))
     response.headers.update(exc.headers or {})  # Allow, with a 405
     return response

@@ -15,11 +15,11 @@ from typing import Literal
 from msgspec import Struct
 from starlette.types import Receive
 
-from flyball_runtime.api.errors import HttpError, from_failed
+from flyball_runtime.api.errors import HttpRefusal, from_failed
 from flyball_runtime.api.schemas import choice_sampling
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import EngineError, RequestError
-from flyball_runtime.core.measurements import Measurements, Outcome, RequestTimes
+from flyball_runtime.core.measurements import Measurements, RequestOutcome, RequestTimes
 from flyball_runtime.core.request import Failed, Finished, Prompt, Request, RequestEvent, SamplingParams, Tokens
 from flyball_runtime.engine.front import EngineFront
 from flyball_runtime.text.output import OutputText
@@ -61,7 +61,7 @@ class Choice:
         arrival_s: float,
         abort: Callable[[str], None],
         changed: Callable[["Choice"], None],
-    ) -> Outcome:
+    ) -> RequestOutcome:
         """Take events until the ending, or until a stop string. ``changed`` is called when there is text to take.
 
         At a stop string the output is complete: the engine is told to end the request, and its answer, which may be a
@@ -72,7 +72,7 @@ class Choice:
             EngineError: the events stopped without an ending.
         """
         times = RequestTimes(arrival_s, self.num_prompt_tokens)
-        outcome: Outcome = "error"
+        outcome: RequestOutcome = "error"
         try:
             async for event in self._events:
                 if not isinstance(event, Tokens):
@@ -101,7 +101,7 @@ class Choice:
             changed(self)
         return self.num_output_tokens - before
 
-    def _end(self, event: Finished | Failed) -> Outcome:
+    def _end(self, event: Finished | Failed) -> RequestOutcome:
         if isinstance(event, Failed):
             raise from_failed(event)
         if event.reason == "abort":
@@ -116,7 +116,7 @@ MAX_TOKENS_AT_ONCE = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class CheckedRequest:
     """A checked and tokenized generation request.
 
     Attributes:
@@ -161,14 +161,14 @@ class TokenUsage(Struct, frozen=True, kw_only=True):
 
 
 class Generation:
-    """All choices of one Call while they run. Use ``running``.
+    """All choices of one CheckedRequest while they run. Use ``running``.
 
     Attributes:
         failure: the first choice's failure; the other choices are aborted then.
         disconnected: the client has left; all choices are aborted then.
     """
 
-    def __init__(self, call: Call, front: EngineFront, measured: Measurements, codec: TextCodec) -> None:
+    def __init__(self, call: CheckedRequest, front: EngineFront, measured: Measurements, codec: TextCodec) -> None:
         self.call = call
         self._front = front
         self._measured = measured
@@ -300,8 +300,8 @@ class Generation:
         )
 
 
-def _aborted(choice: Choice) -> HttpError:
-    return HttpError(
+def _aborted(choice: Choice) -> HttpRefusal:
+    return HttpRefusal(
         500,
         "aborted",
         f"the engine ended this request early, after {choice.num_output_tokens} output tokens. Send it again.",

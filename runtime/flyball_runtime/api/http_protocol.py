@@ -8,7 +8,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flyball_runtime.api.errors import HttpError, error_body
+from flyball_runtime.api.errors import HttpRefusal, error_json
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class BoundedH11Protocol(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
-        body = error_body(HttpError(400, "invalid_http", NOT_HTTP))
+        body = error_json(HttpRefusal(400, "invalid_http", NOT_HTTP))
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events = [h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
         self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))

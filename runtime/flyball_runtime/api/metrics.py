@@ -69,7 +69,7 @@ VLLM_NAMES = {
 VLLM_LABELS = {"outcome": "finished_reason"}
 
 
-class Metrics(Collector):
+class MetricsCollector(Collector):
     """Shows what one API process measures.
 
     Args:

@@ -21,18 +21,18 @@ from flyball_runtime.api.errors import (
     BodyTimeout,
     BodyTooLarge,
     ClientLeft,
-    HttpError,
+    HttpRefusal,
     NoRoomForBody,
     UnknownModel,
 )
 from flyball_runtime.api.http_protocol import DROP_TIMEOUT_S
 from flyball_runtime.api.lane import Lanes
-from flyball_runtime.api.metrics import Metrics
+from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import EngineDead, InvalidRequest, PromptTooLong
 from flyball_runtime.core.measurements import Measurements
-from flyball_runtime.core.room import NoRoom, Room, Share
+from flyball_runtime.core.room import Room, RoomFull, RoomShare
 from flyball_runtime.core.stats import EngineInfo
 from flyball_runtime.engine.front import EngineFront
 
@@ -77,7 +77,7 @@ async def read_body(request: Request, room: Room, max_bytes: int, timeout_s: flo
                 return await _read_up_to(request, share, max_bytes)
     except BodyTooLarge as error:
         refused: BodyNotRead = error
-    except NoRoom:
+    except RoomFull:
         refused = NoRoomForBody(room.max_bytes)
     except TimeoutError:
         raise BodyTimeout(timeout_s) from None
@@ -87,7 +87,7 @@ async def read_body(request: Request, room: Room, max_bytes: int, timeout_s: flo
     raise refused
 
 
-async def _read_up_to(request: Request, share: Share, max_bytes: int) -> bytes:
+async def _read_up_to(request: Request, share: RoomShare, max_bytes: int) -> bytes:
     received = bytearray()  # one block, which the allocator gives back whole; parts would leave holes
     try:
         async for part in request.stream():
@@ -122,13 +122,13 @@ def parse_object(body: bytes) -> Json:
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise HttpError(
+        raise HttpRefusal(
             400,
             "invalid_json",
             f"the body is not JSON in UTF-8: {one_line(str(error))}. NaN and Infinity are not JSON.",
         ) from None
     if not isinstance(value, dict):
-        raise HttpError(400, "invalid_json", f"the body must be a JSON object, not {type(value).__name__}.")
+        raise HttpRefusal(400, "invalid_json", f"the body must be a JSON object, not {type(value).__name__}.")
     return value
 
 
@@ -143,7 +143,7 @@ def check_structure(body: bytes) -> None:
         opened = body[token.start()] in b"[{"
         depth += opened - (body[token.start()] in b"]}")
         if depth > MAX_DEPTH:
-            raise HttpError(
+            raise HttpRefusal(
                 400,
                 "invalid_json",
                 f"the depth of lists and objects in the body is over {MAX_DEPTH}. Send a flatter one.",
@@ -186,7 +186,7 @@ class Server:
     front: EngineFront
     codec: TextCodec
     settings: ApiSettings
-    metrics: Metrics
+    metrics: MetricsCollector
     room: Room
     lanes: Lanes
 

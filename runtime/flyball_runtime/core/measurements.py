@@ -20,8 +20,8 @@ from flyball_runtime.core.errors import NotReady
 from flyball_runtime.core.stats import StepStats
 from flyball_runtime.core.window import Counts, Series
 
-Outcome = Literal["stop", "length", "abort", "error"]
-OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
+RequestOutcome = Literal["stop", "length", "abort", "error"]
+OUTCOMES: tuple[RequestOutcome, ...] = ("stop", "length", "abort", "error")
 BLOCKED_REASONS = ("none", "seqs", "kv", "budget", "step_time")
 
 # fmt: off
@@ -122,7 +122,7 @@ class Measurements:
         self.counts.add(now, PROMPT_TOKENS, num_prompt_tokens)
         self.counts.add(now, GENERATION_TOKENS, len(requests) * count)
 
-    def ended(self, request: RequestTimes, outcome: Outcome, num_output_tokens: int) -> None:
+    def ended(self, request: RequestTimes, outcome: RequestOutcome, num_output_tokens: int) -> None:
         """Take in the end of a request. Only those that finish (stop and length) count into latencies and sizes."""
         now = self.clock.now()
         self.counts.add(now, (REQUESTS, outcome))

@@ -5,15 +5,15 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 
-class NoRoom(Exception):
+class RoomFull(Exception):
     """The other requests leave no room for this one."""
 
 
-class GivenUp(NoRoom):
+class GivenUp(RoomFull):
     """This request has been arriving for longest, and others needed its room."""
 
 
-class Share:
+class RoomShare:
     """One request, and the bytes of its body."""
 
     def __init__(self, room: "Room") -> None:
@@ -43,7 +43,7 @@ class Share:
             raise GivenUp
 
     def grow(self, num_bytes: int) -> None:
-        """Count bytes that have come. Raises NoRoom."""
+        """Count bytes that have come. Raises RoomFull."""
         self._room.make(self, num_bytes)
 
     def give_up(self) -> None:
@@ -64,39 +64,39 @@ class Room:
 
     def __init__(self, max_bytes: int, max_requests: int | None = None) -> None:
         self.max_bytes = max_bytes
-        self.arriving: dict[Share, None] = {}  # oldest first
+        self.arriving: dict[RoomShare, None] = {}  # oldest first
         self._max_requests = max_requests
-        self._shares: set[Share] = set()
+        self._shares: set[RoomShare] = set()
         self._held_bytes = 0
 
     @contextlib.contextmanager
-    def share(self) -> Iterator[Share]:
-        """Give a share that is returned at the end of the block. Raises NoRoom when all other requests are whole."""
+    def share(self) -> Iterator[RoomShare]:
+        """Give a share that is returned at the end of the block. Raises RoomFull when all other requests are whole."""
         while self._max_requests is not None and len(self._shares) >= self._max_requests:
             self._give_up(next(iter(self.arriving), None))
-        share = Share(self)
+        share = RoomShare(self)
         self._shares.add(share)
         try:
             yield share
         finally:
             self._free(share)
 
-    def make(self, wanting: Share, num_bytes: int) -> None:
-        """Make room for bytes of ``wanting``. Raises NoRoom when nobody else has been arriving for longer."""
+    def make(self, wanting: RoomShare, num_bytes: int) -> None:
+        """Make room for bytes of ``wanting``. Raises RoomFull when nobody else has been arriving for longer."""
         wanting.num_bytes += num_bytes
         self._held_bytes += num_bytes
         while self._held_bytes > self.max_bytes:
             slowest = next((share for share in self.arriving if share.num_bytes), None)
             self._give_up(None if slowest is wanting else slowest)
 
-    def _give_up(self, slowest: Share | None) -> None:
+    def _give_up(self, slowest: RoomShare | None) -> None:
         if slowest is None:
-            raise NoRoom
+            raise RoomFull
         self.arriving.pop(slowest)
         self._free(slowest)
         slowest.give_up()
 
-    def _free(self, share: Share) -> None:
+    def _free(self, share: RoomShare) -> None:
         self._shares.discard(share)
         self._held_bytes -= share.num_bytes
         share.num_bytes = 0

@@ -43,11 +43,11 @@ from flyball_runtime.engine.process import (
     LimitsMoved,
     PostLimits,
     Ready,
-    Stop,
+    StopEngine,
     Submit,
     ToEngine,
     decode_from_engine,
-    encode,
+    encode_message,
     make_socket_folder,
     run_engine,
 )
@@ -118,7 +118,7 @@ class EngineClient:
         """Stop the engine process; requests still open fail with EngineDead."""
         self._stopping = True
         if self._process.is_alive():
-            self._post(Stop())
+            self._post(StopEngine())
             await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         if self._process.is_alive():
             logger.warning("the engine process did not stop within %g s; killing it", STOP_TIMEOUT_S)
@@ -303,7 +303,7 @@ class EngineClient:
     def _post(self, message: ToEngine) -> None:
         """Send a message. Nothing is sent, and the encoder's error raised, if it cannot be encoded."""
         # Not awaited: without a high-water mark it is done at once, unless the engine is gone, when it never is.
-        self._outbox.send(encode(message))
+        self._outbox.send(encode_message(message))
 
     async def _read(self) -> None:
         try:

@@ -46,18 +46,18 @@ class PostLimits(Struct, frozen=True, tag=True):
     update: LimitsUpdate
 
 
-class Stop(Struct, frozen=True, tag=True):
+class StopEngine(Struct, frozen=True, tag=True):
     """Leave the loop now; whatever still runs is dropped (the client has answered for it)."""
 
 
-ToEngine = Submit | Abort | PostLimits | Stop
+ToEngine = Submit | Abort | PostLimits | StopEngine
 
 
 class _RequestId(Struct, frozen=True):
     request_id: str
 
 
-class Arrival(Struct, frozen=True, tag="Submit"):
+class SubmitHead(Struct, frozen=True, tag="Submit"):
     """A Submit of which only the id was decoded."""
 
     request: _RequestId
@@ -91,11 +91,11 @@ FromEngine = Ready | StepOutput | LimitsAnswer | LimitsMoved | Died
 
 _encoder = msgspec.msgpack.Encoder()
 _submit = msgspec.msgpack.Decoder(Submit)
-_head_to_engine = msgspec.msgpack.Decoder(Arrival | Abort | PostLimits | Stop)
+_head_to_engine = msgspec.msgpack.Decoder(SubmitHead | Abort | PostLimits | StopEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode_message(message: ToEngine | FromEngine) -> bytes:
     return _encoder.encode(message)
 
 
@@ -103,7 +103,7 @@ def decode_submit(frame: bytes) -> Submit:
     return _submit.decode(frame)
 
 
-def decode_head_to_engine(frame: bytes) -> Arrival | Abort | PostLimits | Stop:
+def decode_head_to_engine(frame: bytes) -> SubmitHead | Abort | PostLimits | StopEngine:
     """Decode a message, of a Submit no more than its id: the rest takes time in proportion to the prompt."""
     return _head_to_engine.decode(frame)
 
@@ -159,7 +159,7 @@ class Addresses:
 def run_engine(
     config: EngineConfig, addresses: Addresses, heartbeat: Heartbeat, parent_pid: int, spawned_at_s: float
 ) -> None:
-    """Entry point of the process. Its last message is Died when it ends for any reason but Stop.
+    """Entry point of the process. Its last message is Died when it ends for any reason but StopEngine.
 
     Args:
         parent_pid: the API process; the engine ends when that is gone, also if it went while the model was loading.
@@ -170,7 +170,7 @@ def run_engine(
 
     import_s = time.time() - spawned_at_s
     # Terminals send Ctrl-C, and systemd and some inits SIGTERM, to the whole group; when to stop is the API process's
-    # decision, which ends this one by Stop, by SIGKILL or by its own end.
+    # decision, which ends this one by StopEngine, by SIGKILL or by its own end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -185,11 +185,11 @@ def run_engine(
         freeze_startup_objects()
         EngineProcess(engine, inbox, outbox, heartbeat, parent_pid).serve()
     except ConfigError as error:
-        outbox.send(encode(Died(str(error), is_config_error=True)))
+        outbox.send(encode_message(Died(str(error), is_config_error=True)))
         raise SystemExit(1) from None
     except Exception as error:  # noqa: BLE001 - the loop's boundary: say why, then die loudly
         logger.critical("the engine died:\n%s", traceback.format_exc())
-        outbox.send(encode(Died(f"{type(error).__name__}: {error}", is_config_error=False)))
+        outbox.send(encode_message(Died(f"{type(error).__name__}: {error}", is_config_error=False)))
         raise SystemExit(1) from None
     finally:
         context.destroy(linger=1000)
@@ -198,7 +198,7 @@ def run_engine(
 
 
 class EngineProcess:
-    """Serves an engine over two sockets until Stop, or until the API process is gone."""
+    """Serves an engine over two sockets until StopEngine, or until the API process is gone."""
 
     def __init__(
         self, engine: "Engine", inbox: zmq.Socket, outbox: zmq.Socket, heartbeat: Heartbeat, parent_pid: int
@@ -241,9 +241,9 @@ class EngineProcess:
                 return
             self._handle(decode_head_to_engine(frame), frame)
 
-    def _handle(self, head: Arrival | ToEngine, frame: bytes) -> None:
+    def _handle(self, head: SubmitHead | ToEngine, frame: bytes) -> None:
         match head:
-            case Arrival(request):
+            case SubmitHead(request):
                 self._arrivals[request.request_id] = frame
             case Abort(request_id):
                 self._abort(request_id)
@@ -251,7 +251,7 @@ class EngineProcess:
                 ack = self._engine.post_limits(update)
                 self._send_state()  # before the answer, so that metrics show the limits to whoever waited for it
                 self._send(LimitsAnswer(post_id, ack, self._engine.limits()))
-            case Stop():
+            case StopEngine():
                 self._stopped = True
 
     def _take_arrivals(self) -> None:
@@ -295,4 +295,4 @@ class EngineProcess:
         self._send(output)
 
     def _send(self, message: FromEngine) -> None:
-        self._outbox.send(encode(message))
+        self._outbox.send(encode_message(message))

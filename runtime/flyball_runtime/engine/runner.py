@@ -107,7 +107,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedStep:
     """A step under way.
 
     Attributes:
@@ -220,7 +220,7 @@ class ModelRunner:
             longest_pause_s=self._longest_pause_s,
         )
 
-    def launch(self, plan: BatchPlan) -> Launched:
+    def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Run a step; on a GPU, return when its kernels are launched."""
         if plan.block_copies:
             copy_blocks(self._pool.tensors, plan.block_copies)
@@ -229,7 +229,7 @@ class ModelRunner:
             self._sampling.set_row(start.row, start.sampling)
         logits = self._model.forward(self._rows.inputs(plan), self._pool.tensors, self._on_progress)
         if not logits.shape[0]:
-            return Launched(None)
+            return LaunchedStep(None)
         samples = np.array(plan.samples)
         rows = np.array(plan.rows)[samples]
         ends = np.array(plan.starts)[samples] + np.array(plan.num_scheduled)[samples]
@@ -240,7 +240,7 @@ class ModelRunner:
     def resize(self, num_blocks: int) -> None:
         self._pool.resize(num_blocks)
 
-    def collect(self, handle: Launched) -> list[int | None]:
+    def collect(self, handle: LaunchedStep) -> list[int | None]:
         if handle.token_ids is None:
             return []
         if handle.done is not None:
@@ -250,15 +250,15 @@ class ModelRunner:
             return [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
         return token_ids
 
-    def _to_host(self, token_ids: Tensor) -> Launched:
+    def _to_host(self, token_ids: Tensor) -> LaunchedStep:
         """Have the tokens copied as soon as they are there, before any step that is launched later."""
         if self._device.type != "cuda":
-            return Launched(token_ids)
+            return LaunchedStep(token_ids)
         host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
         host.copy_(token_ids, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Launched(host, done)
+        return LaunchedStep(host, done)
 
 
 class _Stages:

@@ -26,6 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``flyball listener`` with parsed flags until SIGTERM; returns the exit code. Raises ConfigError."""
-    from flyball_runtime.listener.holder import run_command  # here: the other commands need none of it
+    from flyball_runtime.listener.holder import run_listener  # here: the other commands need none of it
 
-    return run_command(args)
+    return run_listener(args)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flyball_protocol import endpoints
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.listener.relay import Relay, Service
+from flyball_runtime.listener.relay import Relay, ServiceAddress
 
 logger = logging.getLogger(__name__)
 
@@ -132,19 +132,19 @@ async def _lend(listener: socket.socket, runtime: socket.socket) -> None:
         await asyncio.get_running_loop().sock_recv(runtime, 1)
 
 
-def run_command(args: argparse.Namespace) -> int:
+def run_listener(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     relay = Relay(parse_service(args.service))
     asyncio.run(_until_told(args.host, args.port, Path(args.socket), relay))
     return endpoints.EXIT_OK
 
 
-def parse_service(text: str) -> Service:
+def parse_service(text: str) -> ServiceAddress:
     """Read HOST:PORT. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ConfigError(f"--service is {text!r}; write HOST:PORT with a port from 1 to 65535, such as chat:80.")
-    return Service(host, int(port))
+    return ServiceAddress(host, int(port))
 
 
 async def _until_told(host: str, port: int, path: Path, relay: Relay) -> None:

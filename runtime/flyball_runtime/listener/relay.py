@@ -14,7 +14,7 @@ import h11
 
 from flyball_protocol import endpoints
 from flyball_protocol.quoting import one_line
-from flyball_runtime.core.room import GivenUp, NoRoom, Room, Share
+from flyball_runtime.core.room import GivenUp, Room, RoomFull, RoomShare
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ OWN_PATHS = {
 _NOT_PASSED_ON = {b"connection", b"keep-alive", b"expect"}
 
 
-class Service(NamedTuple):
+class ServiceAddress(NamedTuple):
     """Where all replicas answer."""
 
     host: str
@@ -59,7 +59,7 @@ class Relay:
 
     def __init__(
         self,
-        service: Service,
+        service: ServiceAddress,
         *,
         patience_s: float = 30.0,
         retry_s: float = 0.25,
@@ -94,7 +94,7 @@ class Relay:
                 await self._read_and_pass_on(Incoming(reader, writer), writer)
             except (TimeoutError, GivenUp):
                 writer.transport.abort()
-            except NoRoom:
+            except RoomFull:
                 await self._write(unavailable("too many others are waiting for another replica"), writer)
             except Unanswered as why:
                 await self._write(unavailable(str(why)), writer)
@@ -163,7 +163,7 @@ class Incoming:
             raise ConnectionResetError("the client left")
         return event
 
-    async def body(self, share: Share) -> bytes:
+    async def body(self, share: RoomShare) -> bytes:
         parts = []
         while isinstance(event := await self._next(), h11.Data):
             share.grow(len(event.data))

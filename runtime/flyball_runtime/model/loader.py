@@ -161,7 +161,7 @@ def _no_weights_message(path: Path) -> str:
 
 
 MAX_NAMES_IN_MESSAGE = 5
-DTYPES = ("BF16", "F16", "F32", "F64")
+SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 def load_model(
@@ -272,8 +272,8 @@ def _check(header: Header, shape: tuple[int, ...]) -> None:
             f"{header.file}: tensor {header.name} has shape {list(header.shape)}; config.json asks for {list(shape)}. "
             "Check that config.json and the weights belong together."
         )
-    if header.dtype not in DTYPES:
+    if header.dtype not in SAFETENSORS_DTYPES:
         raise ConfigError(
-            f"{header.file}: tensor {header.name} is {header.dtype}; it must be one of {', '.join(DTYPES)}. "
+            f"{header.file}: tensor {header.name} is {header.dtype}; it must be one of {', '.join(SAFETENSORS_DTYPES)}. "
             "Quantized checkpoints are not supported."
         )

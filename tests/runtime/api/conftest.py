@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api import ApiSettings, Metrics, create_admin_app, create_app
+from flyball_runtime.api import ApiSettings, MetricsCollector, create_admin_app, create_app
 from flyball_runtime.core.clock import FakeClock
 from runtime.api.support import ADMIN_TOKEN, MODEL, asgi_client, encode
 from runtime.fake_engine import FakeEngine
@@ -53,8 +53,8 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def metrics(clock: FakeClock) -> Metrics:
-    return Metrics(model_name=MODEL, clock=clock)
+def metrics(clock: FakeClock) -> MetricsCollector:
+    return MetricsCollector(model_name=MODEL, clock=clock)
 
 
 @pytest.fixture
@@ -70,7 +70,9 @@ def engine(tokenizer: PreTrainedTokenizerFast) -> FakeEngine:
 
 
 @pytest.fixture
-def app(engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, settings: ApiSettings, metrics: Metrics) -> FastAPI:
+def app(
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, settings: ApiSettings, metrics: MetricsCollector
+) -> FastAPI:
     return create_app(engine, tokenizer, settings, metrics)
 
 
@@ -81,7 +83,7 @@ async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def admin(engine: FakeEngine, metrics: Metrics) -> AsyncIterator[httpx.AsyncClient]:
+async def admin(engine: FakeEngine, metrics: MetricsCollector) -> AsyncIterator[httpx.AsyncClient]:
     async with asgi_client(create_admin_app(engine, metrics, ADMIN_TOKEN)) as client:
         client.headers["Authorization"] = f"Bearer {ADMIN_TOKEN}"
         yield client

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from flyball_protocol import Evidence, LimitsAck, LimitsReport, LimitsStatus
-from flyball_runtime.api import Metrics, create_admin_app
+from flyball_runtime.api import MetricsCollector, create_admin_app
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.measurements import RequestTimes
@@ -37,12 +37,12 @@ async def test_nothing_without_the_token(
 
 
 @pytest.mark.parametrize("token", ["", "  \n"])
-async def test_no_admin_app_with_an_empty_token(engine: FakeEngine, metrics: Metrics, token: str) -> None:
+async def test_no_admin_app_with_an_empty_token(engine: FakeEngine, metrics: MetricsCollector, token: str) -> None:
     with pytest.raises(ConfigError, match="FLYBALL_ADMIN_TOKEN"):
         create_admin_app(engine, metrics, token)
 
 
-async def test_a_token_file_may_end_in_a_newline(engine: FakeEngine, metrics: Metrics) -> None:
+async def test_a_token_file_may_end_in_a_newline(engine: FakeEngine, metrics: MetricsCollector) -> None:
     transport = httpx.ASGITransport(create_admin_app(engine, metrics, "secret\n"))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         assert (await client.get(LIMITS_PATH, headers={"Authorization": "bearer secret"})).status_code == 200
@@ -101,7 +101,9 @@ async def test_drain(admin: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert engine.draining
 
 
-async def test_evidence(admin: httpx.AsyncClient, engine: FakeEngine, metrics: Metrics, clock: FakeClock) -> None:
+async def test_evidence(
+    admin: httpx.AsyncClient, engine: FakeEngine, metrics: MetricsCollector, clock: FakeClock
+) -> None:
     measured = metrics.measured
     measured.step(step_stats())
     for blocked_by in ("none", "kv", "kv", "seqs"):

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from flyball_protocol import signing
-from flyball_runtime.api import Metrics, create_admin_app
+from flyball_runtime.api import MetricsCollector, create_admin_app
 from runtime.api.support import ADMIN_TOKEN, bounded, error_of
 from runtime.fake_engine import FakeEngine
 
@@ -34,7 +34,7 @@ def wall_clock() -> Clock:
 
 @asynccontextmanager
 async def asking(
-    engine: FakeEngine, metrics: Metrics, wall_clock: Clock, client: str = "10.0.0.9"
+    engine: FakeEngine, metrics: MetricsCollector, wall_clock: Clock, client: str = "10.0.0.9"
 ) -> AsyncIterator[httpx.AsyncClient]:
     app = create_admin_app(engine, metrics, ADMIN_TOKEN, wall_clock)
     transport = httpx.ASGITransport(bounded(app), client=(client, 40000))
@@ -43,7 +43,9 @@ async def asking(
 
 
 @pytest.fixture
-async def stranger(engine: FakeEngine, metrics: Metrics, wall_clock: Clock) -> AsyncIterator[httpx.AsyncClient]:
+async def stranger(
+    engine: FakeEngine, metrics: MetricsCollector, wall_clock: Clock
+) -> AsyncIterator[httpx.AsyncClient]:
     async with asking(engine, metrics, wall_clock) as client:
         yield client
 
@@ -110,7 +112,9 @@ async def test_a_request_is_taken_once(stranger: httpx.AsyncClient, wall_clock: 
     assert "sent before" in error_of(response)["message"]
 
 
-async def test_the_body_of_a_stranger_is_not_read(engine: FakeEngine, metrics: Metrics, wall_clock: Clock) -> None:
+async def test_the_body_of_a_stranger_is_not_read(
+    engine: FakeEngine, metrics: MetricsCollector, wall_clock: Clock
+) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b"x" * 65536
@@ -125,7 +129,7 @@ async def test_the_body_of_a_stranger_is_not_read(engine: FakeEngine, metrics: M
 
 @pytest.mark.parametrize("client", ["10.0.0.9", "fd00::9", "::ffff:10.0.0.9", "testclient"])
 async def test_a_bearer_token_from_elsewhere_is_refused_and_says_why(
-    engine: FakeEngine, metrics: Metrics, wall_clock: Clock, client: str
+    engine: FakeEngine, metrics: MetricsCollector, wall_clock: Clock, client: str
 ) -> None:
     async with asking(engine, metrics, wall_clock, client) as asked:
         for token in (ADMIN_TOKEN, "wrong"):
@@ -137,7 +141,7 @@ async def test_a_bearer_token_from_elsewhere_is_refused_and_says_why(
 
 @pytest.mark.parametrize("client", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
 async def test_a_bearer_token_from_loopback_is_taken(
-    engine: FakeEngine, metrics: Metrics, wall_clock: Clock, client: str
+    engine: FakeEngine, metrics: MetricsCollector, wall_clock: Clock, client: str
 ) -> None:
     async with asking(engine, metrics, wall_clock, client) as asked:
         response = await asked.get(PATH, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})

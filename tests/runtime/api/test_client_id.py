@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api import ApiSettings, Metrics, create_app
+from flyball_runtime.api import ApiSettings, MetricsCollector, create_app
 from flyball_runtime.core.errors import ConfigError
 from runtime.api.support import MODEL, served
 from runtime.fake_engine import FakeEngine
@@ -92,7 +92,11 @@ async def test_every_choice_is_its_clients(app: FastAPI, engine: FakeEngine) -> 
     [({}, True), ({"forwarded_allow_ips": "127.0.0.0/8"}, True), ({"forwarded_allow_ips": "192.0.2.0/24"}, False)],
 )
 async def test_only_a_trusted_proxy_names_the_client(
-    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: Metrics, trusted: dict[str, Any], believed: bool
+    engine: FakeEngine,
+    tokenizer: PreTrainedTokenizerFast,
+    metrics: MetricsCollector,
+    trusted: dict[str, Any],
+    believed: bool,
 ) -> None:
     settings = ApiSettings(served_model_names=(MODEL,), **trusted)
     app = create_app(engine, tokenizer, settings, metrics)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api import ApiSettings, Metrics, create_app
+from flyball_runtime.api import ApiSettings, MetricsCollector, create_app
 from flyball_runtime.core.errors import QueueFull
 from flyball_runtime.core.request import SamplingParams
 from runtime.api.support import MODEL, asgi_client, chat, encode, error_of, until
@@ -68,7 +68,7 @@ async def test_an_answer_can_be_sent_back_as_it_came(client: httpx.AsyncClient) 
 
 
 async def test_long_prompts_are_not_cut_and_take_the_thread(
-    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, settings: ApiSettings, metrics: Metrics
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, settings: ApiSettings, metrics: MetricsCollector
 ) -> None:
     cutting = copy.deepcopy(tokenizer)
     cutting.backend_tokenizer.enable_truncation(4)  # as some published tokenizer.json have
@@ -127,7 +127,7 @@ async def test_the_cache_salt_reaches_the_engine_with_every_choice(
 async def test_a_request_wins_over_the_defaults_of_the_checkpoint(
     engine: FakeEngine,
     tokenizer: PreTrainedTokenizerFast,
-    metrics: Metrics,
+    metrics: MetricsCollector,
     fields: dict[str, Any],
     expected: tuple[float, ...],
 ) -> None:

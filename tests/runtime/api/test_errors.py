@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api import ApiSettings, Metrics, create_app
+from flyball_runtime.api import ApiSettings, MetricsCollector, create_app
 from flyball_runtime.api.server import MAX_DROPPED_BODIES
 from flyball_runtime.core.errors import ConfigError, Draining, EngineDead, QueuedTokensFull, QueueFull, RequestError
 from runtime.api.support import asgi_client, chat, error_of
@@ -210,7 +210,7 @@ async def test_body_over_the_limit_announced_or_chunked(client: httpx.AsyncClien
 
 
 async def test_the_body_that_has_been_arriving_for_longest_gives_way(
-    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: Metrics
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: MetricsCollector
 ) -> None:
     async def slow() -> AsyncIterator[bytes]:
         yield b" " * 40_000
@@ -233,7 +233,7 @@ async def test_the_body_that_has_been_arriving_for_longest_gives_way(
 @pytest.mark.parametrize("error", [QueuedTokensFull(9, 9, 10, 3), QueueFull(10, 3), Draining(2), EngineDead("killed")])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_the_engine_refuses(
-    client: httpx.AsyncClient, engine: FakeEngine, metrics: Metrics, error: RequestError, stream: bool
+    client: httpx.AsyncClient, engine: FakeEngine, metrics: MetricsCollector, error: RequestError, stream: bool
 ) -> None:
     engine.refuse = (0, error)
     response = await client.post(CHAT, json=chat(stream=stream))
@@ -262,7 +262,7 @@ async def test_detokenize_out_of_vocabulary(client: httpx.AsyncClient) -> None:
 
 
 async def test_no_chat_template(
-    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, settings: ApiSettings, metrics: Metrics
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, settings: ApiSettings, metrics: MetricsCollector
 ) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     async with asgi_client(create_app(engine, plain, settings, metrics)) as client:
@@ -320,6 +320,8 @@ async def test_settings_out_of_range(changes: dict[str, Any]) -> None:
         ApiSettings(**({"served_model_names": ("m",)} | changes))
 
 
-async def test_tokenizer_without_a_fast_backend(engine: FakeEngine, settings: ApiSettings, metrics: Metrics) -> None:
+async def test_tokenizer_without_a_fast_backend(
+    engine: FakeEngine, settings: ApiSettings, metrics: MetricsCollector
+) -> None:
     with pytest.raises(ConfigError, match="a fast one"):
         create_app(engine, object(), settings, metrics)  # type: ignore[arg-type]

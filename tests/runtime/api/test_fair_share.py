@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from checkpoints import make_checkpoint
-from flyball_runtime.api import ApiSettings, Metrics, create_app
+from flyball_runtime.api import ApiSettings, MetricsCollector, create_app
 from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.engine.client import EngineClient
@@ -32,7 +32,7 @@ async def test_a_small_request_does_not_wait_for_four_times_256_choices(tmp_path
         num_threads=1,
         log_level="warning",
     )
-    metrics = Metrics(model_name=MODEL, clock=MonotonicClock())
+    metrics = MetricsCollector(model_name=MODEL, clock=MonotonicClock())
     async with EngineClient(config, observer=metrics.measured) as engine:
         await engine.wait_ready()
         app = create_app(engine, load_tokenizer(path), ApiSettings(served_model_names=(MODEL,)), metrics)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api import ApiSettings, Metrics, create_app, generation
+from flyball_runtime.api import ApiSettings, MetricsCollector, create_app, generation
 from flyball_runtime.api import server as server_module
 from flyball_runtime.api.app import MAX_TOKENIZED
 from flyball_runtime.api.text import MAX_WHOLE_CHARS, TextCodec
@@ -28,7 +28,7 @@ MAX_MODEL_LEN = 1024
 
 @pytest.fixture
 async def roomy(
-    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: Metrics
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: MetricsCollector
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an app that takes bodies of 4 MiB."""
     async with asgi_client(create_app(engine, tokenizer, ApiSettings(served_model_names=(MODEL,)), metrics)) as client:
@@ -83,7 +83,7 @@ async def test_too_many_values_are_refused_before_they_are_converted(
 async def test_nothing_is_done_for_a_body_that_finds_the_queue_full(
     roomy: httpx.AsyncClient,
     engine: FakeEngine,
-    metrics: Metrics,
+    metrics: MetricsCollector,
     monkeypatch: pytest.MonkeyPatch,
     path: str,
     body: Any,
@@ -238,7 +238,7 @@ async def test_a_request_that_is_cancelled_while_it_is_submitted_leaves_nothing_
 
 
 async def test_a_template_that_never_ends_is_the_requests_fault(
-    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, settings: ApiSettings, metrics: Metrics
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, settings: ApiSettings, metrics: MetricsCollector
 ) -> None:
     endless = copy.deepcopy(tokenizer)
     endless.chat_template = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"

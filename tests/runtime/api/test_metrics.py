@@ -10,10 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import prometheus_kit
 from flyball_protocol import KVBlocks, Limits
-from flyball_runtime.api import Metrics
+from flyball_runtime.api import MetricsCollector
 from flyball_runtime.api.metrics import VLLM_NAMES
 from flyball_runtime.core.clock import FakeClock
-from flyball_runtime.core.measurements import LATENCY_EDGES_S, Outcome, RequestTimes
+from flyball_runtime.core.measurements import LATENCY_EDGES_S, RequestOutcome, RequestTimes
 from runtime.api.support import MODEL, chat
 from runtime.fake_engine import FakeEngine, step_stats
 
@@ -44,7 +44,7 @@ increase(vllm:request_success_total) vllm:num_requests_running vllm:num_requests
 """What the panels of vLLM's own Grafana dashboard ask for, of what we measure; each with the label model_name."""
 
 
-def scrape(metrics: Metrics) -> dict[tuple[str, ...], float]:
+def scrape(metrics: MetricsCollector) -> dict[tuple[str, ...], float]:
     """Samples of the text format by name and label values."""
     text = metrics.exposition("")[0].decode()
     return {
@@ -54,7 +54,7 @@ def scrape(metrics: Metrics) -> dict[tuple[str, ...], float]:
     }
 
 
-def run_one_request(metrics: Metrics, clock: FakeClock) -> None:
+def run_one_request(metrics: MetricsCollector, clock: FakeClock) -> None:
     times = RequestTimes(clock.now(), 10)
     for gap_s, count in [(0.2, 1), (0.01, 1), (0.06, 3)]:
         clock.advance(gap_s)
@@ -62,7 +62,7 @@ def run_one_request(metrics: Metrics, clock: FakeClock) -> None:
     metrics.measured.ended(times, "stop", 5)
 
 
-def test_every_name_is_there_with_help_and_only_those(metrics: Metrics, engine: FakeEngine) -> None:
+def test_every_name_is_there_with_help_and_only_those(metrics: MetricsCollector, engine: FakeEngine) -> None:
     metrics.attach(engine)
     metrics.measured.step(step_stats(num_tokens=1))
     families = list(text_string_to_metric_families(metrics.exposition("")[0].decode()))
@@ -71,7 +71,7 @@ def test_every_name_is_there_with_help_and_only_those(metrics: Metrics, engine: 
     assert all(family.documentation for family in families)
 
 
-def test_latencies_of_a_request(metrics: Metrics, clock: FakeClock) -> None:
+def test_latencies_of_a_request(metrics: MetricsCollector, clock: FakeClock) -> None:
     run_one_request(metrics, clock)
     values = scrape(metrics)
     assert values["flyball_time_to_first_token_seconds_sum",] == pytest.approx(0.2)
@@ -85,7 +85,7 @@ def test_latencies_of_a_request(metrics: Metrics, clock: FakeClock) -> None:
     assert values["flyball_request_prompt_tokens_bucket", "10"] == 1, "an edge belongs to the bucket below it"
 
 
-def test_vllms_dashboard_finds_its_series_and_our_values(metrics: Metrics, clock: FakeClock) -> None:
+def test_vllms_dashboard_finds_its_series_and_our_values(metrics: MetricsCollector, clock: FakeClock) -> None:
     metrics.measured.step(step_stats(num_tokens=1, num_preemptions=2))
     run_one_request(metrics, clock)
     values = scrape(metrics)
@@ -99,14 +99,16 @@ def test_vllms_dashboard_finds_its_series_and_our_values(metrics: Metrics, clock
 
 
 @pytest.mark.parametrize("outcome", ["abort", "error"])
-def test_a_request_that_did_not_finish_counts_no_latency(metrics: Metrics, clock: FakeClock, outcome: Outcome) -> None:
+def test_a_request_that_did_not_finish_counts_no_latency(
+    metrics: MetricsCollector, clock: FakeClock, outcome: RequestOutcome
+) -> None:
     metrics.measured.ended(RequestTimes(clock.now(), 3), outcome, 0)
     values = scrape(metrics)
     assert values["flyball_requests_total", outcome] == 1
     assert values["flyball_e2e_request_latency_seconds_count",] == values["flyball_prompt_tokens_total",] == 0
 
 
-def test_window_gauges_leave_with_their_samples(metrics: Metrics, clock: FakeClock) -> None:
+def test_window_gauges_leave_with_their_samples(metrics: MetricsCollector, clock: FakeClock) -> None:
     name = "flyball_time_to_first_token_window_seconds"
     run_one_request(metrics, clock)
     metrics.measured.step(step_stats(num_tokens=1))
@@ -117,7 +119,7 @@ def test_window_gauges_leave_with_their_samples(metrics: Metrics, clock: FakeClo
     assert values["flyball_time_to_first_token_seconds_count",] == 1
 
 
-def test_step_state(metrics: Metrics) -> None:
+def test_step_state(metrics: MetricsCollector) -> None:
     target = Limits(max_num_seqs=4, kv_cache_fraction=0.5, max_num_batched_tokens=32, step_time_target_ms=20)
     blocks = KVBlocks(total=100, capacity=50, free=70, used=20, cached=10)
     state = {"kv_blocks": blocks, "target": target, "revision": 3, "num_waiting": 5}
@@ -138,14 +140,14 @@ def test_step_state(metrics: Metrics) -> None:
     assert values["flyball_step_tokens_sum",] == 40 and values["flyball_step_duration_seconds_count",] == 2
 
 
-def test_idle_steps_count_for_nothing(metrics: Metrics) -> None:
+def test_idle_steps_count_for_nothing(metrics: MetricsCollector) -> None:
     for _ in range(3):
         metrics.measured.step(step_stats())
     values = scrape(metrics)
     assert values["flyball_step_duration_seconds_count",] == values["flyball_blocked_steps_total", "none"] == 0
 
 
-def test_engine_facts(metrics: Metrics, engine: FakeEngine) -> None:
+def test_engine_facts(metrics: MetricsCollector, engine: FakeEngine) -> None:
     metrics.attach(engine)
     values = scrape(metrics)
     assert values["flyball_startup_seconds", "weights"] == 0.5 and values["flyball_draining",] == 0
@@ -161,8 +163,8 @@ def test_edges_are_fine_at_the_low_end() -> None:
 
 def test_registries_are_separate(clock: FakeClock) -> None:
     registry = CollectorRegistry()
-    Metrics(model_name="a", clock=clock, registry=registry).measured.rejected("queue_full")
-    other = Metrics(model_name="b", clock=clock)
+    MetricsCollector(model_name="a", clock=clock, registry=registry).measured.rejected("queue_full")
+    other = MetricsCollector(model_name="b", clock=clock)
     assert other.registry is not registry
     assert ("flyball_requests_rejected_total", "queue_full") not in scrape(other)
 
@@ -177,7 +179,7 @@ async def test_scrape_over_http(client: httpx.AsyncClient, accept: str) -> None:
     assert response.text.endswith("# EOF\n") == accept.startswith("application/openmetrics")
 
 
-def test_promtool_finds_nothing(metrics: Metrics, engine: FakeEngine, clock: FakeClock) -> None:
+def test_promtool_finds_nothing(metrics: MetricsCollector, engine: FakeEngine, clock: FakeClock) -> None:
     promtool = prometheus_kit.find("promtool")
     metrics.attach(engine)
     metrics.measured.step(step_stats(num_tokens=1))

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api import ApiSettings, Metrics, create_app
+from flyball_runtime.api import ApiSettings, MetricsCollector, create_app
 from runtime.api.support import MODEL, chat, encode, served, until
 from runtime.fake_engine import FakeEngine
 
@@ -107,7 +107,7 @@ async def test_client_that_hangs_up_aborts(app: FastAPI, engine: FakeEngine) -> 
 
 
 async def test_half_sent_requests_hurt_nobody_and_time_out(
-    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: Metrics
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast, metrics: MetricsCollector
 ) -> None:
     settings = ApiSettings(served_model_names=(MODEL,), body_timeout_s=0.5)
     app = create_app(engine, tokenizer, settings, metrics)

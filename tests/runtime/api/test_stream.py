@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api import Metrics
+from flyball_runtime.api import MetricsCollector
 from runtime.api.support import MODEL, asgi_client, bounded, chat, encode, error_of, sse_events, until
 from runtime.fake_engine import FakeEngine
 
@@ -178,7 +178,9 @@ async def test_stop_string_over_tokens_is_never_shown(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_disconnect_aborts_every_choice(app: FastAPI, engine: FakeEngine, metrics: Metrics, stream: bool) -> None:
+async def test_disconnect_aborts_every_choice(
+    app: FastAPI, engine: FakeEngine, metrics: MetricsCollector, stream: bool
+) -> None:
     engine.reply = None
     async with connect(app, COMPLETIONS, {"prompt": ["a", "b"], "stream": stream}) as (connection, task):
         await until(lambda: len(engine.requests) == 2)

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from flyball_runtime.core.room import GivenUp, NoRoom, Room
+from flyball_runtime.core.room import GivenUp, Room, RoomFull
 
 pytestmark = pytest.mark.anyio
 
@@ -64,7 +64,7 @@ async def test_as_many_give_way_as_there_must() -> None:
 async def fits(room: Room, num_bytes: int) -> bool:
     (one,) = await arrivals(room, num_bytes)
     one.end.set()
-    with contextlib.suppress(NoRoom):
+    with contextlib.suppress(RoomFull):
         return await one.task == "whole"
     return False
 
@@ -103,6 +103,6 @@ async def test_requests_are_bounded_too() -> None:
         held.enter_context(room.share())
         with pytest.raises(GivenUp):
             await third.task
-        with pytest.raises(NoRoom), room.share():
+        with pytest.raises(RoomFull), room.share():
             pytest.fail("there are two already, and both are whole")
         assert whole.num_bytes == 0

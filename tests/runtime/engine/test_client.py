@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint
 from engines import kv_block_bytes
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.api.app import check_live
-from flyball_runtime.api.errors import HttpError
+from flyball_runtime.api.errors import HttpRefusal
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import (
@@ -199,7 +199,7 @@ def test_a_stopped_engine_makes_no_progress_until_it_goes_on(path: Path) -> None
     def is_live(client: EngineClient) -> bool:
         try:
             check_live(client, max_heartbeat_age_s=1.0)
-        except HttpError as error:
+        except HttpRefusal as error:
             assert error.code == "engine_stuck"
             return False
         return True

@@ -24,11 +24,11 @@ from flyball_runtime.engine.process import (
     LimitsAnswer,
     PostLimits,
     Ready,
-    Stop,
+    StopEngine,
     Submit,
     ToEngine,
     decode_from_engine,
-    encode,
+    encode_message,
     run_engine,
 )
 from runtime.fake_engine import ENVELOPE, LIMITS, FakeEngine, step_stats
@@ -43,7 +43,7 @@ class Inbox:
         self.frames: deque[bytes] = deque()
 
     def put(self, *arrived: ToEngine) -> None:
-        self.frames += [encode(message) for message in arrived]
+        self.frames += [encode_message(message) for message in arrived]
 
     def recv(self, flags: int) -> bytes:
         if not self.frames:
@@ -51,7 +51,7 @@ class Inbox:
         return self.frames.popleft()
 
     def poll(self, timeout_ms: float) -> None:
-        self.put(Stop())  # nothing else will come
+        self.put(StopEngine())  # nothing else will come
 
 
 class Outbox:
@@ -178,7 +178,7 @@ def test_aborts_and_limits_overtake_requests_that_wait_to_be_taken() -> None:
 
 @pytest.mark.usefixtures("no_time")
 def test_stop_overtakes_everything() -> None:
-    engine, outbox = serve(*[submit(name) for name in "abc"], Stop())
+    engine, outbox = serve(*[submit(name) for name in "abc"], StopEngine())
     assert (engine.events, outbox.endings) == ([], [])
 
 

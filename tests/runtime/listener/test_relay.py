@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flyball_runtime.listener.relay import RELAYED_HEADER, Relay, Service, unavailable
+from flyball_runtime.listener.relay import RELAYED_HEADER, Relay, ServiceAddress, unavailable
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
 BODY = b'{"prompt": "hello"}'
@@ -30,11 +30,11 @@ class FakeService:
         self.requests: list[bytes] = []
         self._handle = handle or answer
         self._server: asyncio.Server | None = None
-        self.address = Service("127.0.0.1", 0)
+        self.address = ServiceAddress("127.0.0.1", 0)
 
     async def start(self, port: int = 0) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
-        self.address = Service("127.0.0.1", self._server.sockets[0].getsockname()[1])
+        self.address = ServiceAddress("127.0.0.1", self._server.sockets[0].getsockname()[1])
 
     def stop(self) -> None:
         if self._server is not None:
@@ -209,10 +209,10 @@ def test_what_is_not_passed_on_gets_a_503_at_once(request_: bytes, says: str) ->
 
 def test_a_service_that_leads_back_here_is_no_loop() -> None:
     async def check() -> None:
-        relay = Relay(Service("127.0.0.1", 0), patience_s=0.2, retry_s=0.05)
+        relay = Relay(ServiceAddress("127.0.0.1", 0), patience_s=0.2, retry_s=0.05)
         server = await asyncio.start_server(relay.answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        relay._service = Service("127.0.0.1", port)
+        relay._service = ServiceAddress("127.0.0.1", port)
         assert "every replica says" in problem_of(await ask(port))
         server.close()
 
