@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import aiohttp
 
-from flyball_operator import children
 from flyball_operator.children import Platform
 from flyball_operator.cluster.admin_token import AdminTokens, load_key
 from flyball_operator.cluster.api_server import (
@@ -35,7 +34,7 @@ from flyball_operator.cluster.connection import Connection
 from flyball_operator.cluster.election import LEASE_NAME, Election, LeaseLost, Terms
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.monitoring import Health, HealthServer, Metrics
-from flyball_operator.cluster.reconciler import Build, Outcome, Reconciler
+from flyball_operator.cluster.reconciler import Outcome, Reconciler
 from flyball_operator.cluster.store import Intake, Store, read_all
 from flyball_operator.cluster.tuner import ClusterTuner
 from flyball_operator.cluster.watches import WatchFailed, first_of, watch
@@ -91,13 +90,10 @@ class OperatorOptions:
 class Operator:
     """``run()`` serves until SIGTERM, and raises what makes going on pointless."""
 
-    def __init__(
-        self, connection: Connection, metrics: Metrics, options: OperatorOptions, build: Build = children.build
-    ) -> None:
+    def __init__(self, connection: Connection, metrics: Metrics, options: OperatorOptions) -> None:
         self._connection = connection
         self._metrics = metrics
         self._options = options
-        self._build = build
         self._election = self._find_election()
         self._client = Client(connection, time_to_write=self._time_to_write)
         self._store = Store()
@@ -204,7 +200,6 @@ class Operator:
             store=self._store,
             client=self._client,
             tokens=tokens,
-            build=self._build,
             platform=lambda: self._platform,
             tuner=tuner,
             event=self._events,

@@ -1,12 +1,11 @@
 """One level-triggered reconcile: look at everything, do what is missing, write down how it stands."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from enum import Enum
-from typing import Any, Protocol
 
-from flyball_operator import names
+from flyball_operator import children, names
 from flyball_operator.children import Platform, missing_kinds, token_secret
 from flyball_operator.cluster.admin_token import AdminTokens
 from flyball_operator.cluster.api_server import (
@@ -23,10 +22,11 @@ from flyball_operator.cluster.api_server import (
 from flyball_operator.cluster.client import Client
 from flyball_operator.cluster.events import Recorder
 from flyball_operator.cluster.store import Store
+from flyball_operator.cluster.tuner import ClusterTuner
 from flyball_operator.errors import SpecError
 from flyball_operator.observed import Child, Key, Object, Resource
 from flyball_operator.spec import LLMDeployment, manifest, schema
-from flyball_operator.status import Condition, Observation, Problem, status_of
+from flyball_operator.status import Observation, Problem, status_of
 from flyball_operator.status.autoscaling import autoscaling_status
 from flyball_operator.steps import Apply, Create, Delete, Leave, Step, compare, differences, find_steps, owned
 
@@ -48,32 +48,6 @@ class Outcome(Enum):
     FAILED = "to be tried again"
 
 
-class Build(Protocol):
-    """Makes the children of a deployment."""
-
-    def __call__(
-        self,
-        llm: LLMDeployment,
-        platform: Platform,
-        *,
-        admin_token_secret: str,
-        boot_prior: Mapping[str, Any] | None,
-    ) -> Sequence[Object]: ...
-
-
-class TunerView(Protocol):
-    """What the slow loop knows of a deployment."""
-
-    def status(self, key: Key) -> Mapping[str, Any] | None:
-        """Return status.tuning, None where tuning is off."""
-
-    def conditions(self, key: Key) -> Sequence[Condition]:
-        """Return TuningHealthy and SLOMet, none where tuning is off."""
-
-    def boot_prior(self, key: Key) -> Mapping[str, Any] | None:
-        """Return the limits that new replicas start with, None while none are known."""
-
-
 class Reconciler:
     """``reconcile(key)`` may run for many keys at once, for one key only once at a time."""
 
@@ -83,16 +57,14 @@ class Reconciler:
         store: Store,
         client: Client,
         tokens: AdminTokens,
-        build: Build,
         platform: Callable[[], Platform],
-        tuner: TunerView,
+        tuner: ClusterTuner,
         event: Recorder,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._store = store
         self._client = client
         self._tokens = tokens
-        self._build = build
         self._platform = platform
         self._tuner = tuner
         self._event = event
@@ -130,7 +102,7 @@ class Reconciler:
         return problems
 
     def _wanted(self, llm: LLMDeployment, resource: Resource) -> list[Object]:
-        built = self._build(
+        built = children.build(
             llm,
             self._platform(),
             admin_token_secret=self._tokens.secret_name(resource),
