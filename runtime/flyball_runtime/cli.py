@@ -173,7 +173,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds without progress, in a step or between two, after which /livez turns red; more if a step needs it",
     )
-    server.add_argument("--log-level", default="info", choices=settings.LOG_LEVELS, help="least severe level to log")
+    server.add_argument(
+        *("--log-level", "--uvicorn-log-level"),
+        default="info",
+        choices=settings.LOG_LEVELS,
+        help="least severe level to log",
+    )
     add_bound_arguments(parser.add_argument_group("bounds on requests"))
 
 

@@ -16,7 +16,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 KERNEL_BACKENDS = ("auto", "cpp", "torch", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 LOOPBACK_PROXIES = "127.0.0.1,::1"
 """Proxies on this machine, such as local mode's balancer."""
