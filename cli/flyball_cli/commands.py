@@ -23,6 +23,7 @@ COMMANDS = {
     "listener": Command("runtime", None),
     "local": Command("operator", "run an LLMDeployment as processes on this machine"),
     "status": Command("operator", "print the state of a deployment, on this machine or on a cluster"),
+    "explain": Command("operator", "tell what tuning did to a deployment, and why"),
     "logs": Command("operator", "print the logs of a deployment's replicas, on this machine or on a cluster"),
     "validate": Command("operator", "check the LLMDeployments in a file"),
     "render": Command("operator", "print the Kubernetes objects that an LLMDeployment stands for"),

@@ -26,6 +26,7 @@ COMMANDS = {
     "run": Command("run the operator on a cluster", "cluster.command"),
     "local": Command("run an LLMDeployment as processes on this machine", "local.command"),
     "status": Command("print the state of a deployment, on this machine or on a cluster", "commands.status"),
+    "explain": Command("tell what tuning did to a deployment, and why", "commands.explain"),
     "logs": Command("print the logs of a deployment's replicas, on this machine or on a cluster", "commands.logs"),
     "validate": Command("check the LLMDeployments in a file", "commands.validate"),
     "render": Command("print the Kubernetes objects that an LLMDeployment stands for", "commands.render"),

@@ -162,7 +162,7 @@ def test_limits_go_to_a_canary_then_to_all_and_new_pods_start_with_them(
     until(lambda: stage.tuning.get("state") == "Converged", "convergence")
     assert stage.tuning["target"] == stage.tuning["effective"]
     assert stage.tuning["target"] == {"maxNumSeqs": 64, "maxNumBatchedTokens": 358, "kvCachePercent": 100}
-    assert [one["action"] for one in stage.tuning["history"]] == ["promote", "try"]
+    assert [one["action"] for one in stage.tuning["decisions"]] == ["promote", "try"]
     assert condition(world.get(LLM_DEPLOYMENT), "TuningHealthy")["status"] == "True"
     until(lambda: condition(world.get(LLM_DEPLOYMENT), "SLOMet")["status"] == "True", "SLOMet")
     told = [one["reason"] for one in world.api.list(EVENT, world.namespace) if one["reason"].startswith("Limits")]
@@ -186,7 +186,7 @@ def test_an_operator_that_is_killed_in_the_middle_of_a_trial(
     assert stage.in_force == [(0, 512), (0, 512), (1, 358)]
     stack.enter_context(OperatorProcess(cluster, namespace, identity="two"))
     stage.until_in_force((1, 358), (1, 358), (1, 358))
-    until(lambda: stage.tuning["history"][0]["action"] == "promote", "the verdict")
+    until(lambda: stage.tuning["decisions"][0]["action"] == "promote", "the verdict")
     assert stage.tuning["revision"] == 1
 
 
@@ -202,4 +202,4 @@ def test_a_canary_that_goes_away_is_waited_for_then_the_change_is_taken_back(
     assert (frozen["status"], frozen["reason"]) == ("False", "CanarySilent")
     stage.shorten_windows()
     stage.until_in_force((2, 512), (2, 512))
-    assert stage.tuning["history"][0]["reason"] == "CanaryUnjudged"
+    assert stage.tuning["decisions"][0]["reason"] == "CanaryUnjudged"

@@ -28,8 +28,8 @@ def tuning(model: Model) -> dict[str, Any]:
 
 
 def last_action(model: Model) -> str:
-    history = tuning(model).get("history", [])
-    return str(history[0]["action"]) if history else ""
+    decisions = tuning(model).get("decisions", [])
+    return str(decisions[0]["action"]) if decisions else ""
 
 
 def in_force(model: Model) -> set[tuple[int, Limits]]:

@@ -159,6 +159,16 @@ def test_status_shows_conditions_tuning_and_pods(run: Run, capsys: pytest.Captur
     assert any("Ready False CrashLoop pod chat-b:" in line for line in shown)
 
 
+def test_explain_tells_what_tuning_did(run: Run, server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    made = LAST | {"verdict": "made", "moves": [{"limit": "maxNumSeqs", "from": 48, "to": 64}]}
+    server.deployments["team"]["status"]["tuning"]["decisions"] = [made]
+    assert run(["explain", "chat", "-n", "team"]) == 0
+    assert "Changed running sequences 48 -> 64 at every replica" in capsys.readouterr().out
+    assert run(["explain", "chat", "-n", "team", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["decisions"][0]["moves"][0]["to"] == 64
+    assert {method for method, _ in server.asked} == {"GET"}
+
+
 def test_status_only_reads(run: Run, server: ApiServer) -> None:
     run(["status", "chat", "-n", "team"], ["logs", "chat", "-n", "team"])
     assert {method for method, _ in server.asked} == {"GET"}

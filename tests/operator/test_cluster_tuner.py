@@ -146,8 +146,8 @@ class Scene:
 
     @property
     def actions(self) -> list[str]:
-        """Of the history, oldest first."""
-        return [one["action"] for one in reversed(self.tuning.get("history", []))]
+        """Of the decisions, oldest first."""
+        return [one["action"] for one in reversed(self.tuning.get("decisions", []))]
 
     def samples(self, name: str) -> dict[tuple[str, ...], float]:
         """The samples of a metric, by the values of its own labels; those of the deployment are checked."""
@@ -508,7 +508,7 @@ async def test_a_new_deployment_of_the_same_name_starts_afresh() -> None:
         now.uid, now.status, now.token = "uid-2", {}, "another"
         await now.rounds(2)
         assert now.condition("TuningHealthy") == ("False", "NoEvidence")  # it asks with the new token
-        assert now.tuning.get("history") is None
+        assert now.tuning.get("decisions") is None
         assert now.tuner.boot_prior(KEY) is None
 
 

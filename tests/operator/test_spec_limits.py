@@ -187,7 +187,7 @@ def test_the_status_has_target_and_effective_of_each_replica() -> None:
     )
     assert second["effective"]["maxNumSeqs"] == 8
     assert (status["state"], status["revision"], status["target"]["maxNumSeqs"]) == ("Disabled", 1, 8)
-    assert status["history"][0]["reason"] == "SpecLimits"
+    assert status["decisions"][0]["reason"] == "SpecLimits"
     assert scene.report.conditions == ()
 
 

@@ -253,7 +253,7 @@ def target(pod: Pod) -> Target:
 def remembered(resource: Resource, prior: BootPrior | None, now: datetime) -> Memory:
     """Return what an earlier process left in the status and the boot prior."""
     status = TuningStatus.from_object(resource.status.get("tuning", {})) or DISABLED
-    last = status.history[0] if status.history else None
+    last = status.decisions[0] if status.decisions else None
     age_s = None if last is None else max(0.0, (now - datetime.fromisoformat(last.time)).total_seconds())
     trying = last is not None and last.action == Action.TRY
     return Memory(revision=status.revision, trying=trying, change_age_s=age_s, prior=prior)

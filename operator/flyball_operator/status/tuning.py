@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from flyball_operator.spec import Tuning
 from flyball_operator.status import Condition
 from flyball_operator.tuning.decide import find_faults
-from flyball_operator.tuning.decision import Action, Decision, Reason
+from flyball_operator.tuning.decision import Action, Reason
 from flyball_operator.tuning.evidence import PodEvidence, fault
 from flyball_operator.tuning.loop import Round
-from flyball_operator.tuning.moved import is_made
+from flyball_operator.tuning.moved import Moved, is_made, moved_by, verdict_of
 from flyball_operator.tuning.signals import BUDGET, Signal, Standing, signals
 from flyball_protocol import Evidence, Limits
 
 State = Literal["Disabled", "Observing", "Adjusting", "Converged", "AtLimit", "Frozen"]
 
 HEALTHY, SLO_MET = "TuningHealthy", "SLOMet"
-MAX_HISTORY = 5
+MAX_DECISIONS = 10
 MAX_REPLICAS = 32
 RECOMMEND = "recommend"
 """What a change is called in mode Recommend, where it is not made."""
@@ -45,7 +45,7 @@ _STATES: dict[Reason, State] = {
     Reason.LIMITS_REFUSED: "Frozen",
 }
 
-_MEANINGS: dict[State, str] = {
+MEANINGS: dict[State, str] = {
     "Disabled": "tuning is disabled",
     "Observing": "there is not enough traffic to decide on, or mode Recommend leaves the limits as they are",
     "Adjusting": "limits are being changed, or a change is given time to show",
@@ -71,6 +71,14 @@ class ShownLimits(Struct, frozen=True, kw_only=True, rename="camel", omit_defaul
             kv_cache_percent=round(100 * limits.kv_cache_fraction),
             step_time_target_milliseconds=None if target_ms is None else round(target_ms),
         )
+
+    @property
+    def in_spec(self) -> dict[str, int | None]:
+        """The limits by their names in spec.tuning.limits."""
+        return {
+            name: getattr(self, ours)
+            for ours, name in zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
+        }
 
 
 class ShownReplica(Struct, frozen=True, kw_only=True):
@@ -100,8 +108,76 @@ class ShownDecision(Struct, frozen=True, kw_only=True):
     message: str
 
 
+class ShownMove(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A limit that moved, under its name in spec.tuning.limits and in the spec's unit; None is no step-time target."""
+
+    limit: str
+    before: int | None = field(name="from", default=None)
+    after: int | None = field(name="to", default=None)
+
+    @classmethod
+    def of(cls, moved: Moved) -> "ShownMove":
+        limit, factor = _IN_SPEC[moved.knob]
+        before, after = (None if value is None else round(factor * value) for value in (moved.before, moved.after))
+        return cls(limit=limit, before=before, after=after)
+
+
+class OverPerMille(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """Samples in a thousand that took longer than each objective; None with too few, or without an objective."""
+
+    ttft: int | None = None
+    inter_token_latency: int | None = None
+
+    @classmethod
+    def of(cls, ttft: Signal, itl: Signal) -> "OverPerMille":
+        return cls(ttft=_per_mille(ttft), inter_token_latency=_per_mille(itl))
+
+
+class MadeDecision(ShownDecision, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """A decision that changed limits.
+
+    Attributes:
+        verdict: made, tried, kept or reverted.
+        over_per_mille: what the evidence was.
+        limits: what follows; of a try, at the canary.
+    """
+
+    verdict: str = ""
+    moves: tuple[ShownMove, ...] = ()
+    over_per_mille: OverPerMille = OverPerMille()
+    limits: ShownLimits | None = None
+
+    @classmethod
+    def of(cls, tuning: Tuning, done: Round, now: str) -> "MadeDecision":
+        decision = done.decision
+        return cls(
+            time=now,
+            action=decision.action,
+            reason=decision.reason,
+            message=decision.why,
+            verdict=verdict_of(tuning, decision),
+            moves=tuple(map(ShownMove.of, moved_by(decision, done.evidence))),
+            over_per_mille=OverPerMille.of(*signals_of(tuning, done.evidence)),
+            limits=None if decision.limits is None else ShownLimits.of(decision.limits),
+        )
+
+
+def _per_mille(signal: Signal) -> int | None:
+    is_known = signal.standing not in (Standing.UNSET, Standing.UNKNOWN)
+    return round(1000 * signal.share) if is_known else None
+
+
+_IN_SPEC = {
+    "max_num_seqs": ("maxNumSeqs", 1),
+    "max_num_batched_tokens": ("maxNumBatchedTokens", 1),
+    "kv_cache_fraction": ("kvCachePercent", 100),
+    "step_time_target_ms": ("stepTimeTargetMilliseconds", 1),
+}
+"""By a limit's name in Limits: its name in the spec, and how many of the spec's units one is."""
+
+
 class TuningStatus(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """status.tuning. ``history`` holds the last changes, newest first."""
+    """status.tuning. ``decisions`` holds the last ones that changed limits, newest first."""
 
     state: State
     revision: int = 0
@@ -110,7 +186,7 @@ class TuningStatus(Struct, frozen=True, kw_only=True, rename="camel", omit_defau
     replicas: tuple[ShownReplica, ...] = ()
     recommended: ShownLimits | None = None
     last_decision: ShownDecision | None = None
-    history: tuple[ShownDecision, ...] = ()
+    decisions: tuple[MadeDecision, ...] = ()
 
     def as_object(self) -> dict[str, Any]:
         found: dict[str, Any] = msgspec.to_builtins(self)
@@ -186,7 +262,7 @@ def report(before: Report | None, tuning: Tuning, done: Round, now: str) -> Repo
     is_news = before is None or made or (theme == before.seen and theme != Theme.of_status(before.status))
     status = _facts(before.status if before else TuningStatus(state=theme.state), tuning, done)
     if is_news:
-        status = _told(status, theme, tuning, done.decision, now)
+        status = _told(status, theme, tuning, done, now)
     slo_seen, slo = (None, None) if tuning.mode == "Disabled" else _slo(before, tuning, done)
     return Report(status, slo, theme, slo_seen, is_news)
 
@@ -255,22 +331,23 @@ def _lowest(limits: Sequence[Limits]) -> Limits:
     )
 
 
-def _told(status: TuningStatus, theme: Theme, tuning: Tuning, decision: Decision, now: str) -> TuningStatus:
+def _told(status: TuningStatus, theme: Theme, tuning: Tuning, done: Round, now: str) -> TuningStatus:
     """Return ``status`` with the decision in it."""
+    decision = done.decision
     action = str(decision.action) if theme.recommended is None else RECOMMEND
-    shown = ShownDecision(time=now, action=action, reason=decision.reason, message=decision.why)
+    made = (MadeDecision.of(tuning, done, now),) if is_made(tuning, decision) else ()
     return structs.replace(
         status,
         state=theme.state,
         recommended=theme.recommended,
-        last_decision=shown,
-        history=(shown, *status.history)[:MAX_HISTORY] if is_made(tuning, decision) else status.history,
+        last_decision=ShownDecision(time=now, action=action, reason=decision.reason, message=decision.why),
+        decisions=(*made, *status.decisions)[:MAX_DECISIONS],
     )
 
 
 def _healthy(status: TuningStatus) -> Condition:
     if status.state != "Frozen":
-        return Condition(HEALTHY, "True", status.state, _MEANINGS[status.state])
+        return Condition(HEALTHY, "True", status.state, MEANINGS[status.state])
     last = status.last_decision
     reason, message = (
         ("Frozen", "evidence is missing or contradictory") if last is None else (last.reason, last.message)

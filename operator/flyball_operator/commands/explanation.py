@@ -1,0 +1,227 @@
+"""What tuning did to a deployment, in plain words and with a small chart. Pure."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flyball_operator.observed import Object
+from flyball_operator.spec import Objectives, schema
+from flyball_operator.status.tuning import (
+    MEANINGS,
+    MadeDecision,
+    ShownDecision,
+    ShownLimits,
+    ShownMove,
+    State,
+    TuningStatus,
+    report,
+)
+from flyball_operator.tuning.loop import Round
+from flyball_operator.tuning.record import DecisionRecord
+from flyball_operator.tuning.signals import BUDGET
+from flyball_protocol.quoting import one_line
+
+MAX_SHOWN = 10
+MAX_COLUMNS = 40
+MAX_MESSAGE_CHARS = 2000
+
+BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
+
+WORDS = {
+    "made": ("Changed", "at every replica", "cyan"),
+    "tried": ("Tried", "at one replica", "yellow"),
+    "kept": ("Kept", "and given to every replica", "green"),
+    "reverted": ("Taken back", "", "red"),
+    "recommended": ("Recommended", "and not made", "cyan"),
+    "held": ("Held", "", "dim"),
+}
+LIMITS = {
+    "maxNumSeqs": ("running sequences", ""),
+    "maxNumBatchedTokens": ("tokens a step", ""),
+    "kvCachePercent": ("share of the KV cache", " %"),
+    "stepTimeTargetMilliseconds": ("step time target", " ms"),
+}
+"""By name in spec.tuning.limits: what it is, and its unit."""
+
+_MOVES = re.compile(r"(\w+ \S+ -> \S+, )*\w+ \S+ -> \S+: ")
+
+
+class Explanation(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What there is to tell.
+
+    Attributes:
+        decisions: oldest first; on this machine those are among them that changed nothing.
+        last: the last decision that was a change or brought another state.
+    """
+
+    name: str
+    mode: str
+    objectives: Objectives
+    state: State
+    revision: int
+    effective: ShownLimits | None = None
+    recommended: ShownLimits | None = None
+    last: ShownDecision | None = None
+    decisions: tuple[MadeDecision, ...] = ()
+
+
+def of_status(deployment: Object) -> Explanation:
+    """Return what an LLMDeployment of a cluster tells."""
+    metadata, tuning = deployment["metadata"], schema.with_defaults(deployment["spec"])["tuning"]
+    objectives = tuning.get("objectives", {})
+    known = TuningStatus.from_object(deployment.get("status", {}).get("tuning", {})) or TuningStatus(state="Observing")
+    return Explanation(
+        name=f"{metadata['namespace']}/{metadata['name']}",
+        mode=tuning["mode"],
+        objectives=Objectives(
+            ttft_p95_milliseconds=objectives.get("ttftP95Milliseconds"),
+            inter_token_latency_p95_milliseconds=objectives.get("interTokenLatencyP95Milliseconds"),
+        ),
+        state=known.state,
+        revision=known.revision,
+        effective=known.effective,
+        recommended=known.recommended,
+        last=known.last_decision,
+        decisions=known.decisions[::-1],
+    )
+
+
+def of_records(name: str, records: Sequence[DecisionRecord]) -> Explanation:
+    """Return what the records of at least one round tell; they come oldest first."""
+    newest = records[-1]
+    known = report(None, newest.tuning, _round(newest), newest.time).status
+    return Explanation(
+        name=name,
+        mode=newest.tuning.mode,
+        objectives=newest.tuning.objectives,
+        state=known.state,
+        revision=known.revision,
+        effective=known.effective,
+        recommended=known.recommended,
+        last=known.last_decision,
+        decisions=tuple(MadeDecision.of(one.tuning, _round(one), one.time) for one in records),
+    )
+
+
+def _round(record: DecisionRecord) -> Round:
+    return Round(record.evidence, record.decision, (), True)
+
+
+def render(found: Explanation, *, plain: bool = False) -> RenderableType:
+    """Return title, charts, what was done, and what stands. Texts are cut, and hold no control characters.
+
+    Args:
+        plain: draw with ASCII alone.
+    """
+    title = Text(one_line(f"{found.name}  tuning {found.mode}, {found.state}, revision {found.revision}"), style="bold")
+    if found.mode == "Disabled" and not found.decisions:
+        return Group(title, "Tuning is disabled, so no limit is moved; spec.tuning.mode turns it on.")
+    made = [one for one in found.decisions if one.verdict != "held"]
+    done = [line for one in made[-MAX_SHOWN:] for line in _decision(one)] or [Text("  Nothing was changed yet.")]
+    return Group(
+        title, *_charts(found, PLAIN_BLOCKS if plain else BLOCKS), "", _heading("What was done"), *done, *_now(found)
+    )
+
+
+def _decision(one: MadeDecision) -> Iterator[RenderableType]:
+    word, where, style = WORDS.get(one.verdict, (one.verdict, "", ""))
+    moves = ", ".join(map(_move, one.moves)) or "limits"
+    line = Text(f"  {_clock(one.time)}  ")
+    line.append(word, style=style).append(one_line(f" {moves} {where}".rstrip()))
+    yield line
+    yield _indented(f"{one.reason}: {_MOVES.sub('', one.message, count=1)}")
+
+
+def _move(move: ShownMove) -> str:
+    what, unit = LIMITS.get(move.limit, (move.limit, ""))
+    before, after = ("none" if value is None else f"{value}{unit}" for value in (move.before, move.after))
+    return f"{what} {before} -> {after}"
+
+
+def _now(found: Explanation) -> Iterator[RenderableType]:
+    yield ""
+    yield _heading("What stands")
+    yield _indented(f"{found.state}: {MEANINGS.get(found.state, 'evidence is missing or contradictory')}.")
+    if found.last is not None:
+        yield _indented(f"{_clock(found.last.time)}  {found.last.reason}: {found.last.message}")
+    if found.recommended is not None:
+        yield _indented("Mode Recommend changes nothing; mode Auto would.")
+
+
+def _charts(found: Explanation, blocks: str) -> Iterator[RenderableType]:
+    """Yield a line for each objective and each limit, with a column for each decision."""
+    shown = found.decisions[-MAX_COLUMNS:]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for _ in range(4):
+        table.add_column(no_wrap=True)
+    for row in (*_objective_rows(found, shown, blocks), *_limit_rows(found, shown, blocks)):
+        table.add_row(*row)
+    if shown and table.row_count:
+        yield ""
+        yield table
+        yield Text(
+            f"  from {_clock(shown[0].time)} to {_clock(shown[-1].time)}, a column for each decision", style="dim"
+        )
+
+
+def _objective_rows(
+    found: Explanation, shown: Sequence[MadeDecision], blocks: str
+) -> Iterator[tuple[RenderableType, ...]]:
+    budget = 1000 * BUDGET
+    posed = (
+        ("TTFT", found.objectives.ttft_p95_milliseconds, [one.over_per_mille.ttft for one in shown]),
+        (
+            "inter-token latency",
+            found.objectives.inter_token_latency_p95_milliseconds,
+            [one.over_per_mille.inter_token_latency for one in shown],
+        ),
+    )
+    for what, objective_ms, shares in posed:
+        known = [share for share in shares if share is not None]
+        if objective_ms is not None and known:
+            chart = Text(_sparkline(shares, 0, max(2 * budget, *known), blocks))
+            for i, share in enumerate(shares):
+                chart.stylize("red" if share is not None and share > budget else "green", i, i + 1)
+            last = f"{known[-1] / 10:g} % over {objective_ms} ms"
+            yield (
+                f"  {what}",
+                chart,
+                Text(last, style="red" if known[-1] > budget else "green"),
+                f"(may be {BUDGET:.0%})",
+            )
+
+
+def _limit_rows(found: Explanation, shown: Sequence[MadeDecision], blocks: str) -> Iterator[tuple[RenderableType, ...]]:
+    for name, (what, unit) in LIMITS.items():
+        values = [None if one.limits is None else one.limits.in_spec[name] for one in shown]
+        known = [value for value in values if value is not None]
+        if known:
+            low, high = min(known), max(known)
+            span = "" if low == high else f"({low} to {high}{unit})"
+            yield f"  {what}", Text(_sparkline(values, 0, high, blocks), style="cyan"), f"{known[-1]}{unit}", span
+
+
+def _sparkline(values: Sequence[int | None], low: float, high: float, blocks: str) -> str:
+    """Return a character for each value; a space for None."""
+    top = len(blocks) - 1
+    return "".join(" " if value is None else blocks[round(top * (value - low) / (high - low))] for value in values)
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _indented(text: str) -> RenderableType:
+    table = Table(box=None, show_header=False, padding=(0, 0, 0, 4))
+    table.add_column(overflow="fold")
+    table.add_row(Text(one_line(text, max_chars=MAX_MESSAGE_CHARS)))
+    return table
+
+
+def _clock(time: str) -> str:
+    """Return ``2026-01-01 10:02:11`` of an RFC 3339 time in UTC."""
+    return one_line(time[:19].replace("T", " "))
