@@ -7,7 +7,7 @@ import pytest
 from chart_kit import Helm, goldens
 from chart_kit.helm import Manifest, objects
 from flyball_operator import cli
-from flyball_operator.cluster import kinds
+from flyball_operator.cluster import api_server
 from flyball_operator.cluster.admin_token import KEY_SECRET
 from flyball_operator.cluster.election import LEASE_NAME
 
@@ -38,15 +38,15 @@ def roles(rendered: str) -> dict[tuple[str, str, str], set[Rule]]:
 
 def serving() -> set[Rule]:
     """What the operator's own code says it does."""
-    children = (*kinds.BUILT_IN_CHILDREN, *kinds.OPTIONAL_CHILDREN)
+    children = (*api_server.BUILT_IN_CHILDREN, *api_server.OPTIONAL_CHILDREN)
     return {
-        *((kinds.LLM_DEPLOYMENT.resource, verb, "") for verb in READ),
+        *((api_server.LLM_DEPLOYMENT.resource, verb, "") for verb in READ),
         ("llmdeployments/status.flyball.dev", "patch", ""),
-        *((kinds.POD.resource, verb, "") for verb in READ),
+        *((api_server.POD.resource, verb, "") for verb in READ),
         *((child.resource, verb, "") for child in children for verb in CHILD),
-        (kinds.SECRET.resource, "create", ""),
-        (kinds.EVENT.resource, "create", ""),
-        (kinds.EVENT.resource, "patch", ""),
+        (api_server.SECRET.resource, "create", ""),
+        (api_server.EVENT.resource, "create", ""),
+        (api_server.EVENT.resource, "patch", ""),
     }
 
 

@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _on_cluster(arguments: argparse.Namespace) -> Explanation:
-    from flyball_operator.commands import cluster  # here: Kopf and kubernetes take a second to import
+    from flyball_operator.commands import on_cluster  # here: Kopf and kubernetes take a second to import
 
-    found = asyncio.run(cluster.find(arguments.name, arguments.namespace, arguments.context))
+    found = asyncio.run(on_cluster.find(arguments.name, arguments.namespace, arguments.context))
     return of_status(found.deployment)
 
 
