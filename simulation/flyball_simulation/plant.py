@@ -24,6 +24,7 @@ class Plant(Struct, frozen=True, kw_only=True):
         overhead_s: of every step.
         weights_s: reading the weights once.
         token_s: computing one token, attention aside.
+        decode_s: of each sequence that decodes, beside its token.
         context_token_s: reading one token of the KV cache, for a decode.
         attention_pair_s: a prefill token that attends to one other.
     """
@@ -32,6 +33,7 @@ class Plant(Struct, frozen=True, kw_only=True):
     overhead_s: float
     weights_s: float
     token_s: float
+    decode_s: float = 0.0
     context_token_s: float
     attention_pair_s: float
 
@@ -100,10 +102,11 @@ PROFILES: dict[str, Profile] = {
         plant=Plant(
             shape="linear",
             overhead_s=1.0e-3,
-            weights_s=8.0e-3,
-            token_s=4.0e-4,
-            context_token_s=3.0e-7,
-            attention_pair_s=8.0e-8,
+            weights_s=4.5e-3,
+            token_s=1.5e-4,
+            decode_s=1.5e-4,
+            context_token_s=6.0e-7,
+            attention_pair_s=1.65e-7,
         ),
         kv_tokens=32_768,
         max_model_len=8192,

@@ -1,0 +1,65 @@
+"""The simulator tells what was measured: runs of our own runtime on a CPU, as they are in benchmarks/results, run again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from flyball_simulation.controllers import Static
+from flyball_simulation.plant import PROFILES, Disturbances
+from flyball_simulation.replica import percentile
+from flyball_simulation.result import Bounds
+from flyball_simulation.workload import Arrival
+from flyball_simulation.world import Setup, World, simulate
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+CPU = Setup(
+    name="cpu",
+    plant=PROFILES["cpu"].plant,
+    disturbances=Disturbances(noise=0.0),
+    kv_tokens=65_536,
+    max_model_len=10_240,
+    objectives=Bounds(),
+)
+
+
+def measured(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_bytes())
+    return result
+
+
+@pytest.mark.parametrize("concurrency", [8, 32, 64])
+def test_throughput_by_concurrency_is_within_a_fifth(concurrency: int) -> None:
+    """96 requests at once, 64 tokens in, 32 out (``benchmarks/batching.py``)."""
+    setup = structs.replace(CPU, max_num_seqs=concurrency)
+    world = World(setup, [Arrival(0.0, 64, 32)] * 96, Static(), 0)
+    world.run()
+    told = 96 * 32 / max(one.end_s for one in world.outcomes())
+    assert told == pytest.approx(measured("batching")["by_concurrency"][str(concurrency)]["median"], rel=0.2)
+
+
+@pytest.mark.parametrize("budget", [128, 512, 2048])
+def test_what_a_long_prompt_does_to_streams_is_within_a_fifth(budget: int) -> None:
+    """50 streams decode while a prompt of 10,000 tokens comes (``benchmarks/interference.py``)."""
+    setup = structs.replace(CPU, max_num_seqs=51, max_num_batched_tokens=budget)
+    world = World(setup, [*[Arrival(0.0, 32, 200)] * 50, Arrival(2.0, 10_000, 1)], Static(), 0)
+    world.run()
+    seen = measured("interference")["by_budget"][f"chunks, {budget} tokens a step"]
+    long_s = world.outcomes()[-1].ttft_s
+    assert long_s == pytest.approx(seen["ttft_of_long_prompt_s"]["median"], rel=0.2)
+    replica = world.replicas[0]
+    assert replica is not None
+    while_it_ran = [gap for gap in replica.gaps if gap > 0.03]  # a step of the streams alone takes less
+    assert percentile(while_it_ran, 0.5) == pytest.approx(seen["itl_p50_s"]["median"], rel=0.2)
+    assert percentile(while_it_ran, 0.99) == pytest.approx(seen["itl_p99_s"]["median"], rel=0.2)
+
+
+def test_one_stream_alone_is_within_a_fifth() -> None:
+    result = simulate(
+        structs.replace(CPU, max_num_seqs=1), [Arrival(0.0, 64, 32)] * 8, Static(), label="one", seed=0, duration_s=1.0
+    )
+    tokens_per_s = 1 / (result.itl_p50_s or 1)
+    assert tokens_per_s == pytest.approx(measured("batching")["by_concurrency"]["1"]["median"], rel=0.3)
