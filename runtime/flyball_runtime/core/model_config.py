@@ -208,10 +208,6 @@ class ModelConfig:
         """Bytes of keys and values of one token in one layer."""
         return 2 * self.num_key_value_heads * self.head_dim * DTYPE_BYTES[dtype]
 
-    def weight_bytes(self, dtype: DType) -> int:
-        """Bytes of the checkpoint's parameters as ``dtype``; kernels may hold more (see ``CausalLM.pack``)."""
-        return self.num_parameters * DTYPE_BYTES[dtype]
-
     def _parameters_per_layer(self) -> int:
         hidden, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim

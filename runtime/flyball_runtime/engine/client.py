@@ -186,7 +186,7 @@ class EngineClient:
         if not self._router:
             self._retry_after.forget()
         self._post(Submit(request))
-        return self._router.open(request.request_id, self.abort, request.client, len(request.prompt_token_ids))
+        return self._router.open(request.request_id, request.client, len(request.prompt_token_ids))
 
     def abort(self, request_id: str) -> None:
         if request_id in self._router:

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
@@ -96,11 +96,10 @@ class RequestStream:
     ids (at most ``max_tokens``) and never for events.
     """
 
-    def __init__(self, request_id: str, on_close: Callable[[str], None], client: str, num_prompt_tokens: int) -> None:
+    def __init__(self, request_id: str, client: str, num_prompt_tokens: int) -> None:
         self.request_id = request_id
         self.client = client
         self.num_queued_tokens = num_prompt_tokens  # 0 from the first output token on
-        self._on_close = on_close
         self.num_cached_tokens = 0
         self._token_ids: list[int] = []
         self._ending: Finished | Failed | None = None
@@ -134,12 +133,6 @@ class RequestStream:
             raise RuntimeError(f"stream of {self.request_id} woke without news")
         return self._ending
 
-    async def aclose(self) -> None:
-        """Stop reading. A request that has not ended is aborted."""
-        self._exhausted = True
-        if self._ending is None:
-            self._on_close(self.request_id)
-
 
 class Router:
     """The open streams by request id. Lives on one event loop."""
@@ -170,10 +163,8 @@ class Router:
     def num_queued_tokens_of(self, client: str) -> int:
         return self._num_queued_tokens_of[client]
 
-    def open(
-        self, request_id: str, on_close: Callable[[str], None], client: str = "", num_prompt_tokens: int = 0
-    ) -> RequestStream:
-        stream = RequestStream(request_id, on_close, client, num_prompt_tokens)
+    def open(self, request_id: str, client: str = "", num_prompt_tokens: int = 0) -> RequestStream:
+        stream = RequestStream(request_id, client, num_prompt_tokens)
         self._streams[request_id] = stream
         self._num_streams_of[client] += 1
         self._num_queued_tokens_of[client] += num_prompt_tokens

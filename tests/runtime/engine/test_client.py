@@ -124,12 +124,6 @@ def test_streams_abort_limits_and_drain(path: Path) -> None:
         assert isinstance(ending, Finished)
         assert (ending.reason, ending.num_prompt_tokens) == ("abort", 5)
 
-        dropped = client.submit(request("dropped", max_tokens=500))
-        await anext(dropped)
-        await dropped.aclose()
-        while client.num_unfinished:
-            await asyncio.sleep(0.01)
-
         ack = await client.post_limits(LimitsUpdate(revision=3, limits=LimitsChange(max_num_seqs=2), ttl_s=0.3))
         assert (ack.status, client.limits().effective.max_num_seqs) == (LimitsStatus.APPLIED, 2)
         stale = await client.post_limits(LimitsUpdate(revision=2, limits=LimitsChange(max_num_seqs=4)))
@@ -194,7 +188,7 @@ def test_a_stopped_engine_makes_no_progress_until_it_goes_on(path: Path) -> None
         os.kill(client.engine_pid, signal.SIGCONT)
         while not is_live(client):
             await asyncio.sleep(0.01)
-        await stream.aclose()
+        client.abort("busy")
 
     def is_live(client: EngineClient) -> bool:
         try:

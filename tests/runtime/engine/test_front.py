@@ -18,7 +18,7 @@ def collect(stream: RequestStream) -> list[object]:
 
 
 def open_stream(router: Router, request_id: str = "a") -> RequestStream:
-    return router.open(request_id, on_close=lambda request_id: None)
+    return router.open(request_id)
 
 
 def test_tokens_that_wait_for_the_reader_merge_and_the_ending_comes_last() -> None:
@@ -71,25 +71,10 @@ def test_fail_all_ends_every_open_stream_once() -> None:
     assert endings == [FINISHED, *(Failed(name, 500, "engine_dead", "gone") for name in "bc")]
 
 
-@pytest.mark.parametrize(("ended", "aborts"), [(False, ["a"]), (True, [])])
-def test_closing_a_stream_aborts_what_still_runs(ended: bool, aborts: list[str]) -> None:
-    async def scenario() -> list[str]:
-        closed: list[str] = []
-        router = Router()
-        stream = router.open("a", on_close=closed.append)
-        if ended:
-            router.end(FINISHED)
-        await stream.aclose()
-        assert [event async for event in stream] == []
-        return closed
-
-    assert asyncio.run(scenario()) == aborts
-
-
 def test_prompt_tokens_wait_until_the_first_token_or_the_end() -> None:
     router = Router()
     for name, client in (("a", "first"), ("b", "first"), ("c", "second")):
-        router.open(name, lambda _: None, client, num_prompt_tokens=10)
+        router.open(name, client, num_prompt_tokens=10)
     assert (router.num_queued_tokens, router.num_queued_tokens_of("first")) == (30, 20)
     router.push_tokens(["a"], [1])
     router.push_tokens(["a"], [2])
