@@ -35,6 +35,15 @@ def _quantiles(metric: str) -> tuple[Query, ...]:
     return tuple(Query(f"histogram_quantile({share / 100:g}, {rate})", f"p{share} {NAMED}") for share in (50, 95, 99))
 
 
+def _objective(name: str) -> Query:
+    """Return the tuner's objective for a latency, to be drawn beside it."""
+    selected = f'{TUNED}, objective="{name}"'
+    return Query(
+        f"max by (namespace, llmdeployment) (flyball_tuner_objective_seconds{{{selected}}})",
+        "objective {{namespace}}/{{llmdeployment}}",
+    )
+
+
 def _rate(metric: str, *by: str, selector: str = OF) -> str:
     return f"sum by ({', '.join(by)}) (rate({metric}{{{selector}}}[$__rate_interval]))"
 
@@ -62,13 +71,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Time to first token",
             "s",
             "From a request's complete body to its first token.",
-            _quantiles("flyball_time_to_first_token_seconds"),
+            (*_quantiles("flyball_time_to_first_token_seconds"), _objective("ttft")),
         ),
         Panel(
             "Inter-token latency",
             "s",
             "Gap between two consecutive tokens of a request.",
-            _quantiles("flyball_inter_token_latency_seconds"),
+            (*_quantiles("flyball_inter_token_latency_seconds"), _objective("inter_token_latency")),
         ),
         Panel(
             "Duration of an engine step",
