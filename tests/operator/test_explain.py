@@ -16,7 +16,7 @@ from flyball_operator.tuning.core import LoopCore
 from flyball_operator.tuning.record import DecisionRecord, to_line
 from operator_kit.evidence import LIMITS, TUNING, make_evidence, pods
 
-MADE = {
+MADE: dict[str, Any] = {
     "time": "2026-01-01T10:00:00Z",
     "action": "try",
     "verdict": "tried",
@@ -113,6 +113,12 @@ def test_before_the_first_change_it_says_so() -> None:
     hold = {"time": "2026-01-01T10:00:00Z", "action": "hold", "reason": "FewSamples", "message": "3 of 100"}
     shown = text(of_status(deployment(state="Observing", decisions=[], lastDecision=hold)))
     assert "Nothing was changed yet." in shown and "2026-01-01 10:00:00 FewSamples: 3 of 100" in shown
+
+
+def test_a_recommendation_is_told_as_what_auto_would_do() -> None:
+    limits = MADE["limits"]
+    shown = text(of_status(deployment(effective=limits, recommended=limits | {"kvCachePercent": 60}, decisions=[])))
+    assert "Mode Auto would change share of the KV cache 80 % -> 60 %." in shown
 
 
 def test_where_tuning_is_off_it_says_so() -> None:

@@ -149,7 +149,14 @@ def _now(found: Explanation) -> Iterator[RenderableType]:
     if found.last is not None:
         yield _indented(f"{_clock(found.last.time)}  {found.last.reason}: {found.last.message}")
     if found.recommended is not None:
-        yield _indented("Mode Recommend changes nothing; mode Auto would.")
+        yield _indented(f"Mode Auto would change {_differences(found.effective, found.recommended)}.")
+
+
+def _differences(present: ShownLimits | None, other: ShownLimits) -> str:
+    """Return what the other limits change, in words."""
+    before = {} if present is None else present.in_spec
+    moves = (ShownMove(limit=name, before=before.get(name), after=value) for name, value in other.in_spec.items())
+    return ", ".join(_move(move) for move in moves if move.before != move.after) or "nothing"
 
 
 def _charts(found: Explanation, blocks: str) -> Iterator[RenderableType]:
