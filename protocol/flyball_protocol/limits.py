@@ -37,16 +37,18 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LimitsChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The limits to move; a field left out keeps its present target."""
+    """The limits to move; a field left out keeps its present target. A step-time target of 0 lifts it."""
 
     max_num_seqs: Count | None = None
     kv_cache_fraction: Fraction | None = None
     max_num_batched_tokens: Count | None = None
-    step_time_target_ms: Annotated[float, Meta(gt=0)] | None = None
+    step_time_target_ms: Annotated[float, Meta(ge=0)] | None = None
 
     def applied_to(self, limits: Limits) -> Limits:
         """Return ``limits`` with the fields that this change names replaced."""
         changes = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        if changes.get("step_time_target_ms") == 0:
+            changes["step_time_target_ms"] = None
         return msgspec.structs.replace(limits, **changes)
 
 

@@ -38,7 +38,7 @@ from flyball_runtime.api.metrics import VLLM_NAMES
 from flyball_runtime.api.schemas import CHAT_NOOPS, COMPLETION_NOOPS, ChatRequest, CompletionRequest
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.errors import RequestError
-from runtime.fake_engine import FakeEngine, step_stats
+from runtime.fake_engine import STEP_MODEL, FakeEngine, step_stats
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -136,7 +136,7 @@ def exported_metrics() -> dict[str, str]:
     """Type by name of what /metrics of a replica has."""
     metrics = MetricsCollector(model_name="test", clock=FakeClock())
     metrics.attach(FakeEngine(vocab_size=384))
-    metrics.measured.step(step_stats(num_tokens=1))
+    metrics.measured.step(step_stats(num_tokens=1, step_model=STEP_MODEL))
     families = text_string_to_metric_families(metrics.exposition("")[0].decode())
     return {
         family.name + ("_total" if family.type == "counter" else ""): family.type

@@ -69,7 +69,7 @@ def test_a_change_travels_without_the_fields_it_leaves_alone():
         ('{"revision": 1, "limits": {"kv_cache_fraction": 1.01}}', r"<= 1.*\$.limits.kv_cache_fraction"),
         ('{"revision": 1, "limits": {"kv_cache_fraction": NaN}}', "malformed"),
         ('{"revision": 1, "limits": {"max_num_batched_tokens": -5}}', r"\$.limits.max_num_batched_tokens"),
-        ('{"revision": 1, "limits": {"step_time_target_ms": 0}}', r"> 0.*\$.limits.step_time_target_ms"),
+        ('{"revision": 1, "limits": {"step_time_target_ms": -1}}', r">= 0.*\$.limits.step_time_target_ms"),
         (f'{{"revision": {2**53}, "limits": {{}}}}', r"<= 9007199254740991.*\$.revision"),
         (f'{{"revision": {2**64}, "limits": {{}}}}', r"<= 9007199254740991.*\$.revision"),
         (f'{{"revision": 1, "limits": {{"max_num_seqs": {10**30}}}}}', r"<= 2147483647.*\$.limits.max_num_seqs"),

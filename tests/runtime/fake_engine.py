@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from flyball_protocol import Envelope, KVBlocks, Limits, LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate
+from flyball_protocol import Envelope, KVBlocks, Limits, LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate, StepModel
 from flyball_runtime.core.errors import Draining, EmptyPrompt, EngineDead, NotReady, PromptTooLong, TokenOutOfVocabulary
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Prompt, Request, RequestEvent, Tokens
 from flyball_runtime.core.stats import EngineInfo, StepStats
@@ -18,6 +18,9 @@ ENVELOPE = Envelope(
     block_size=16,
     max_model_len=1024,
 )
+
+
+STEP_MODEL = StepModel(base_s=0.01, token_s=1e-4, residual_p50=0.04, residual_p95=0.1, num_steps=300, settled=True)
 
 
 def step_stats(**changes: object) -> StepStats:

@@ -94,7 +94,7 @@ def as_change(limits: Limits) -> LimitsChange:
         max_num_seqs=limits.max_num_seqs,
         kv_cache_fraction=limits.kv_cache_fraction,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        step_time_target_ms=limits.step_time_target_ms,
+        step_time_target_ms=limits.step_time_target_ms or 0.0,  # none is to be none there too
     )
 
 

@@ -13,7 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from flyball_protocol import KVBlocks, LatencyWindow, Limits
+from flyball_protocol import KVBlocks, LatencyWindow, Limits, StepModel
 from flyball_protocol.endpoints import REQUESTS_RUNNING_RATIO, REQUESTS_WAITING
 from flyball_runtime import __version__
 from flyball_runtime.core import measurements
@@ -124,6 +124,8 @@ class MetricsCollector(Collector):
         if self.measured.latest is not None:
             yield from _kv_gauges(self.measured.latest.kv_blocks)
             yield from _limit_gauges(self.measured.latest)
+        if self.measured.step_model is not None:
+            yield from _step_model_gauges(self.measured.step_model)
         if self._front is not None:
             yield _gauge("flyball_draining", "1 from the beginning of a drain on.", self._front.draining)
             if self._front.ready:
@@ -150,6 +152,11 @@ class MetricsCollector(Collector):
             ("flyball_time_per_output_token_seconds", tpot, measured.tpot),
             ("flyball_e2e_request_latency_seconds", E2E, measured.e2e),
             ("flyball_step_duration_seconds", "One engine step: plan, run and commit.", measured.step_time),
+            (
+                "flyball_step_predicted_seconds",
+                "Time to the next tokens that was predicted for a step when it was launched.",
+                measured.predicted_step_time,
+            ),
             ("flyball_step_tokens", "Tokens computed in one engine step.", measured.step_tokens),
             ("flyball_request_prompt_tokens", "Prompt tokens of finished requests.", measured.request_prompt_tokens),
             (
@@ -214,6 +221,22 @@ def _limit_gauges(stats: StepStats) -> Iterator[Metric]:
     yield _by_label("flyball_limit_target", "The limit asked for.", "limit", _limit_values(stats.target))
     yield _by_label("flyball_limit_effective", "The limit in force now.", "limit", _limit_values(stats.effective))
     yield _gauge("flyball_limits_revision", "Revision of the limits in force.", stats.revision)
+
+
+def _step_model_gauges(model: StepModel) -> Iterator[Metric]:
+    terms = ("base_s", "token_s", "knee_tokens", "context_token_s", "attention_pair_s", "interaction_s")
+    yield _by_label(
+        "flyball_step_model",
+        "The learned model of the step time, by coefficient.",
+        "coefficient",
+        {term: getattr(model, term) for term in terms},
+    )
+    residual = Metric("flyball_step_residual_ratio", "|measured - predicted| / predicted of recent steps.", "summary")
+    for quantile, value in (("0.5", model.residual_p50), ("0.95", model.residual_p95)):
+        if value is not None:
+            residual.add_sample(residual.name, {"quantile": quantile}, value)
+    yield residual
+    yield _gauge("flyball_step_model_settled", "1 if step times can be planned with.", model.settled)
 
 
 def _limit_values(limits: Limits) -> dict[str, float]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flyball_protocol import Evidence, LimitsReport
+from flyball_protocol import Evidence, LimitsReport, StepModel
 from flyball_protocol.endpoints import TEMPLATE_ENV
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.errors import NotReady
@@ -67,7 +67,8 @@ class Measurements:
     Attributes:
         boot_id, template: see Evidence.
         latest: stats of the last step, None before the first.
-        ttft, itl, tpot, e2e, step_time: seconds.
+        step_model: the one that the engine reported last.
+        ttft, itl, tpot, e2e, step_time, predicted_step_time: seconds.
         step_tokens, request_prompt_tokens, request_generation_tokens: tokens.
     """
 
@@ -77,9 +78,12 @@ class Measurements:
         self.boot_id = uuid.uuid4().hex
         self.template = os.environ.get(TEMPLATE_ENV, "")
         self.latest: StepStats | None = None
+        self.step_model: StepModel | None = None
         self._first_step_s = 0.0
         self.counts = Counts(window_s)
-        self.ttft, self.itl, self.tpot, self.e2e, self.step_time = (Series(LATENCY_EDGES_S, window_s) for _ in range(5))
+        self.ttft, self.itl, self.tpot, self.e2e, self.step_time, self.predicted_step_time = (
+            Series(LATENCY_EDGES_S, window_s) for _ in range(6)
+        )
         self.step_tokens, self.request_prompt_tokens, self.request_generation_tokens = (
             Series(TOKEN_EDGES, window_s) for _ in range(3)
         )
@@ -94,11 +98,14 @@ class Measurements:
         if self.latest is None:
             self._first_step_s = now
         self.latest = stats
+        self.step_model = stats.step_model or self.step_model
         if stats.num_tokens or stats.blocked_by != "none":
             count(now, (BLOCKED_STEPS, stats.blocked_by))
         if stats.num_tokens:
             self.step_time.add(now, [stats.duration_s])
             self.step_tokens.add(now, [stats.num_tokens])
+            if stats.predicted_s is not None:
+                self.predicted_step_time.add(now, [stats.predicted_s])
         count(now, PREEMPTIONS, stats.num_preemptions)
         count(now, RECOMPUTED, stats.num_recomputed_tokens)
         count(now, PREFIX_QUERIED, stats.num_prefix_queried_tokens)
@@ -192,4 +199,5 @@ class Measurements:
             num_steps=steps.count,
             step_time_p50_s=steps.p50_s,
             step_time_p95_s=steps.p95_s,
+            step_model=self.step_model,
         )

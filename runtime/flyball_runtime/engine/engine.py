@@ -16,6 +16,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidLogits, RequestError
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, with_seed
 from flyball_runtime.core.stats import EngineInfo, StepOutput, StepStats
+from flyball_runtime.governor import Governor, usable_prior
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, Ending, LimitsLedger, Scheduler, SchedulerConfig, Step
 
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 Handle = Any
 """What ``launch`` gives back, for its own executor only."""
+
+
+MODEL_STEPS = 64
+"""Steps between two reports of the step-time model; an idle engine reports it with its state."""
 
 
 class Executor(Protocol):
@@ -91,6 +96,8 @@ class _InFlight:
     step: Step
     handle: Handle
     started_s: float
+    predicted_s: float | None
+    after_idle: bool
 
 
 class Engine:
@@ -101,6 +108,7 @@ class Engine:
         clock: steps are timed by it, and leases run by it.
     Attributes:
         info: the executor's.
+        governor: learns the step time, and paces steps by it.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, clock: Clock | None = None) -> None:
@@ -109,6 +117,10 @@ class Engine:
         self._clock = clock or MonotonicClock()
         info = self.info = executor.info
         self.kv_cache = KVCache(info.num_kv_blocks, info.block_size, config.enable_prefix_caching, info.kv_windows)
+        prior, refused = usable_prior(config.boot_prior, info.key)
+        if refused:
+            logger.warning("%s. Starting without it; step times are learned anew.", refused)
+        self.governor = Governor(prior)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=info.max_model_len,
@@ -120,6 +132,7 @@ class Engine:
                 fair_share=config.fair_share,
             ),
             self.kv_cache,
+            pace=self.governor,
         )
         self._ledger = LimitsLedger(self.scheduler, self._clock, config.boot_prior)
         self._sequences: dict[str, Sequence] = {}
@@ -127,6 +140,8 @@ class Engine:
         self._max_in_flight = 2 if config.async_scheduling else 1
         self._in_flight: deque[_InFlight] = deque()
         self._last_end_s = self._clock.now()
+        self._idle = True
+        self._num_disturbed = 0  # steps to come whose time says little about what they compute
         self._num_blocks_there = info.num_start_kv_blocks  # as the executor was told last
         self._kv_drain_timeout_s = config.kv_drain_timeout_s
         self._kv_drains_since_s: float | None = None
@@ -194,7 +209,10 @@ class Engine:
             return False
         if self.kv_cache.size > self._num_blocks_there:
             self._fit_memory()
-        self._in_flight.append(_InFlight(step, self._executor.launch(step.plan), started_s))
+        predicted_s, after_idle = self.governor.predict(step.plan), self._idle
+        handle = self._executor.launch(step.plan)
+        self._in_flight.append(_InFlight(step, handle, started_s, predicted_s, after_idle))
+        self._idle = False
         self._fit_memory()  # the step may have moved blocks out of what is given back
         return True
 
@@ -212,6 +230,7 @@ class Engine:
         if self.kv_cache.size != self._num_blocks_there:
             self._num_blocks_there = self.kv_cache.size
             self._executor.resize(self._num_blocks_there)
+            self._num_disturbed = self._max_in_flight + 1
 
     def _collect(self) -> StepOutput:
         """Wait for the oldest step in flight, and record what it computed."""
@@ -221,15 +240,28 @@ class Engine:
         endings = [self._end(seq, ending) for seq, ending in results if ending]
         tokens = [seq for seq, ending in results if ending != "failed"]
         now_s = self._clock.now()
+        self._learn(oldest, now_s - self._last_end_s)
         # a step that was launched behind another one began when that ended
         duration_s, self._last_end_s = now_s - max(oldest.started_s, self._last_end_s), now_s
+        self._idle = not self.has_work()
         return StepOutput(
             request_ids=[seq.request_id for seq in tokens],
             token_ids=[seq.token_ids[-1] for seq in tokens],
             endings=endings,
-            stats=self._stats(step, duration_s),
+            stats=self._stats(step, duration_s, oldest.predicted_s),
             num_cached_tokens=step.num_cached_tokens,
         )
+
+    def _learn(self, done: _InFlight, seconds: float) -> None:
+        """Have the governor learn from a step, unless its time says little about what it computed.
+
+        Args:
+            seconds: from the end of the step before to its own, as a stream sees it.
+        """
+        if self._num_disturbed:
+            self._num_disturbed -= 1
+        elif not done.after_idle and not done.step.plan.block_copies:
+            self.governor.observe(done.step.plan, seconds)
 
     def _end(self, seq: Sequence, ending: Ending) -> Finished | Failed:
         del self._sequences[seq.request_id]
@@ -239,10 +271,13 @@ class Engine:
         logger.error("request_id=%s failed: %s", seq.request_id, error)
         return Failed(seq.request_id, error.status, error.code, error.message)
 
-    def _stats(self, step: Step | None, duration_s: float) -> StepStats:
+    def _stats(self, step: Step | None, duration_s: float, predicted_s: float | None = None) -> StepStats:
         scheduler = self.scheduler
+        is_due = step is None or step.plan.number % MODEL_STEPS == 0
         return StepStats(
             duration_s=duration_s,
+            predicted_s=predicted_s,
+            step_model=self.governor.model if is_due else None,
             num_tokens=step.num_tokens if step else 0,
             num_prefill_tokens=step.plan.num_prefill_tokens if step else 0,
             num_decodes=step.num_decodes if step else 0,

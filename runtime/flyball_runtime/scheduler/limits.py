@@ -21,6 +21,8 @@ from flyball_runtime.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+MAX_STEP_TIME_TARGET_MS = 600_000.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -255,18 +257,13 @@ def violations(change: LimitsChange | Limits, envelope: Envelope) -> list[str]:
             envelope.max_num_batched_tokens,
             "start with a higher --max-num-batched-tokens, or with chunked prefill to go lower",
         ),
+        ("step_time_target_ms", change.step_time_target_ms, 0.0, MAX_STEP_TIME_TARGET_MS, "lift it with 0"),
     )
-    reasons = [
+    return [
         f"{name} is {value}; this runtime takes {low:.6g} to {high:.6g}. Stay inside, or {way_out}."
         for name, value, low, high, way_out in ranges
         if value is not None and not low <= value <= high
     ]
-    if change.step_time_target_ms is not None:
-        reasons.append(
-            f"step_time_target_ms is {change.step_time_target_ms:g}; this runtime does not support it yet. "
-            "Leave it out and move max_num_batched_tokens."
-        )
-    return reasons
 
 
 def inside(limits: Limits, envelope: Envelope) -> Limits:
@@ -277,6 +274,9 @@ def inside(limits: Limits, envelope: Envelope) -> Limits:
         max_num_batched_tokens=min(
             max(limits.max_num_batched_tokens, envelope.min_num_batched_tokens), envelope.max_num_batched_tokens
         ),
+        step_time_target_ms=None
+        if limits.step_time_target_ms is None
+        else min(limits.step_time_target_ms, MAX_STEP_TIME_TARGET_MS),
     )
 
 

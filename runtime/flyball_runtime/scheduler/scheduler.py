@@ -3,13 +3,14 @@
 import heapq
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
-from typing import Literal
+from typing import Literal, Protocol
 
 from flyball_protocol import Envelope, Limits
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.request import FinishReason, Sequence, SequenceStatus
+from flyball_runtime.governor import MIN_CHUNK
 from flyball_runtime.kv_cache import Computed, KVCache, PrefixMatch
 from flyball_runtime.scheduler.limits import SchedulerConfig, inside, violations
 from flyball_runtime.scheduler.plan import BlockCopy, BlockedBy, RowStart, Step, TableWrite
@@ -19,8 +20,17 @@ logger = logging.getLogger(__name__)
 
 Ending = FinishReason | Literal["failed"]
 
-Pace = Callable[[Step], int]
-"""From a step with nothing but its decodes to how many tokens it may compute in all. Decodes run whatever it says."""
+
+class Pace(Protocol):
+    """Keeps steps within a step-time target: ``governor.Governor``. Decodes run whatever it says."""
+
+    target_s: float | None
+    """Set to what the limits say."""
+
+    def chunk(self, step: Step, start: int, most: int, least: int = 0) -> int:
+        """Return how many more tokens of a sequence, from ``start`` on, a step has time for."""
+        ...
+
 
 MAX_BLOCK_COPIES = 64
 """Blocks that one step moves at most: some 100 MiB in a model of 8B parameters."""
@@ -55,7 +65,7 @@ class Scheduler:
 
         Args:
             policy: the order of requests, in the place of ``config.policy``.
-            pace: asked in each step, which may get fewer tokens than ``max_num_batched_tokens`` by it.
+            pace: asked for each chunk of a prompt; without chunked prefill nobody is.
         Raises:
             ConfigError: the KV cache cannot hold one sequence of ``max_model_len`` tokens.
         """
@@ -145,12 +155,15 @@ class Scheduler:
         """Aim at ``limits``. Raising one works at once; lowering one drains.
 
         Raises:
-            ValueError: outside the envelope, or with a step-time target.
+            ValueError: outside the envelope.
         """
         reasons = violations(limits, self.envelope)
         if reasons:
             raise ValueError(" ".join(reasons))
         self._limits = limits
+        if self._pace is not None:
+            target_ms = limits.step_time_target_ms
+            self._pace.target_s = None if target_ms is None else target_ms / 1000
         self._kv.set_capacity(round(limits.kv_cache_fraction * self._kv.num_blocks))
 
     def hurry(self) -> None:
@@ -199,16 +212,13 @@ class Scheduler:
         if planned is None:
             return None
         step, prefills = planned
-        most = self._limits.max_num_batched_tokens
-        paced = most if self._pace is None else min(most, self._pace(step))
-        budget = paced - step.num_tokens
+        budget = self._limits.max_num_batched_tokens - step.num_tokens
         for seq in prefills:
-            budget -= self._add_chunk(step, seq, budget)
+            least = 0 if step.num_tokens > step.num_decodes else MIN_CHUNK
+            budget -= self._add_chunk(step, seq, budget, least)
         if self._kv.has_surplus:
             self._compact(step)
         step.blocked_by = self._admit(step, budget)
-        if step.blocked_by is BlockedBy.BUDGET and paced < most:
-            step.blocked_by = BlockedBy.STEP_TIME
         self._blocked_by = step.blocked_by
         if not step.sequences:
             return None
@@ -369,8 +379,11 @@ class Scheduler:
             match = self._look_up(seq, budget)
             if not self._kv.can_admit(match):
                 return BlockedBy.KV
-            if self._chunk_len(len(seq.token_ids) - match.num_tokens, budget) == 0:
+            num_remaining = len(seq.token_ids) - match.num_tokens
+            if self._chunk_len(num_remaining, budget) == 0:
                 return BlockedBy.BUDGET
+            if self._paced(step, match.num_tokens, num_remaining, budget) == 0:
+                return BlockedBy.STEP_TIME
             self._last_look_up = None  # it would not hold any more if the sequence were preempted
             self._start_running(step, self._waiting.admit_head(match.num_tokens), match)
             _count_admission(step, seq, match, self._kv.enable_prefix_caching)
@@ -387,9 +400,10 @@ class Scheduler:
         self._last_look_up = (seq.arrival_index, match)
         return match
 
-    def _add_chunk(self, step: Step, seq: Sequence, budget: int) -> int:
-        """Schedule as much of the sequence as the budget allows; return how many tokens that is."""
-        num_tokens = self._chunk_len(len(seq.token_ids) - seq.num_computed_tokens, budget)
+    def _add_chunk(self, step: Step, seq: Sequence, budget: int, least: int = 0) -> int:
+        """Schedule as much of the sequence as budget and pace allow; return how many tokens that is."""
+        start = seq.num_computed_tokens
+        num_tokens = self._paced(step, start, len(seq.token_ids) - start, budget, least)
         if num_tokens > 0:
             step.add_chunk(seq, num_tokens)
         return num_tokens
@@ -398,6 +412,12 @@ class Scheduler:
         if self.config.enable_chunked_prefill:
             return max(0, min(num_remaining, budget))
         return num_remaining if num_remaining <= budget else 0
+
+    def _paced(self, step: Step, start: int, num_remaining: int, budget: int, least: int = 0) -> int:
+        num_tokens = self._chunk_len(num_remaining, budget)
+        if self._pace is None or not self.config.enable_chunked_prefill:
+            return num_tokens
+        return self._pace.chunk(step, start, num_tokens, least)
 
     def _preempt(self) -> Sequence:
         """Take the blocks of the sequence that the policy would run last; it waits and is computed again."""

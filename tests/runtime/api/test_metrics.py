@@ -15,7 +15,7 @@ from flyball_runtime.api.metrics import VLLM_NAMES
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.measurements import LATENCY_EDGES_S, RequestOutcome, RequestTimes
 from runtime.api.support import MODEL, chat
-from runtime.fake_engine import FakeEngine, step_stats
+from runtime.fake_engine import STEP_MODEL, FakeEngine, step_stats
 
 EXPECTED_NAMES = """
 flyball_requests_running flyball_requests_running_ratio flyball_requests_waiting
@@ -25,7 +25,8 @@ flyball_prefix_cache_queried_tokens flyball_prefix_cache_hit_tokens flyball_pree
 flyball_prompt_tokens flyball_generation_tokens flyball_requests flyball_requests_rejected flyball_requests_arrived
 flyball_time_to_first_token_seconds flyball_inter_token_latency_seconds flyball_time_per_output_token_seconds
 flyball_e2e_request_latency_seconds flyball_request_prompt_tokens flyball_request_generation_tokens
-flyball_step_duration_seconds flyball_step_tokens flyball_time_to_first_token_window_seconds
+flyball_step_duration_seconds flyball_step_predicted_seconds flyball_step_model
+flyball_step_residual_ratio flyball_step_model_settled flyball_step_tokens flyball_time_to_first_token_window_seconds
 flyball_inter_token_latency_window_seconds flyball_e2e_request_latency_window_seconds flyball_startup_seconds
 flyball_draining flyball_build_info vllm:num_requests_waiting vllm:num_requests_running vllm:kv_cache_usage_perc
 vllm:cache_config_info vllm:request_success vllm:prompt_tokens vllm:generation_tokens vllm:prefix_cache_queries
@@ -64,7 +65,7 @@ def run_one_request(metrics: MetricsCollector, clock: FakeClock) -> None:
 
 def test_every_name_is_there_with_help_and_only_those(metrics: MetricsCollector, engine: FakeEngine) -> None:
     metrics.attach(engine)
-    metrics.measured.step(step_stats(num_tokens=1))
+    metrics.measured.step(step_stats(num_tokens=1, step_model=STEP_MODEL))
     families = list(text_string_to_metric_families(metrics.exposition("")[0].decode()))
     ours = {family.name for family in families if not family.name.startswith("process_")}
     assert ours == set(EXPECTED_NAMES.split())
@@ -189,3 +190,13 @@ def test_promtool_finds_nothing(metrics: MetricsCollector, engine: FakeEngine, c
     checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
     problems = [line for line in (checked.stdout + checked.stderr).splitlines() if not re.match(r"vllm:\S+ ", line)]
     assert problems == [], "vLLM's names have colons, which promtool's linter reserves for recording rules"
+
+
+def test_predicted_and_measured_step_times_stand_side_by_side(metrics: MetricsCollector) -> None:
+    metrics.measured.step(step_stats(num_tokens=1, duration_s=0.011, predicted_s=0.01, step_model=STEP_MODEL))
+    metrics.measured.step(step_stats(num_tokens=1, duration_s=0.012))
+    values = scrape(metrics)
+    assert values["flyball_step_predicted_seconds_count",] == 1
+    assert values["flyball_step_duration_seconds_count",] == 2
+    assert values["flyball_step_residual_ratio", "0.95"] == 0.1
+    assert values["flyball_step_model", "token_s"] == 1e-4 and values["flyball_step_model_settled",] == 1

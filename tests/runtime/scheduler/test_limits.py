@@ -142,7 +142,8 @@ def test_an_equal_revision_that_asks_for_the_same_in_other_words_is_the_same(
         ({"kv_cache_fraction": 1.5}, "kv_cache_fraction is 1.5"),
         ({"kv_cache_fraction": math.nan}, "kv_cache_fraction is nan"),
         ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens is 4096; this runtime takes 1 to 2048"),
-        ({"step_time_target_ms": 20.0}, "step_time_target_ms is 20; this runtime does not support it yet"),
+        ({"step_time_target_ms": 1e6}, "step_time_target_ms is 1000000.0; this runtime takes 0 to 600000"),
+        ({"step_time_target_ms": math.nan}, "step_time_target_ms is nan"),
     ],
 )
 def test_limits_outside_the_envelope_are_rejected_whole(
@@ -154,13 +155,12 @@ def test_limits_outside_the_envelope_are_rejected_whole(
 
 
 def test_every_reason_is_given(ledger: LimitsLedger):
-    reason = ledger.post(update(1, max_num_seqs=65, kv_cache_fraction=0.1, step_time_target_ms=20.0)).reason
+    reason = ledger.post(update(1, max_num_seqs=65, kv_cache_fraction=0.1, step_time_target_ms=1e6)).reason
     assert reason == (
         "max_num_seqs is 65; this runtime takes 1 to 64. Stay inside, or start with a higher --max-num-seqs. "
         "kv_cache_fraction is 0.1; this runtime takes 0.25 to 1. "
         "Stay inside, or one sequence of 4000 tokens must fit; start with a lower --max-model-len. "
-        "step_time_target_ms is 20; this runtime does not support it yet. "
-        "Leave it out and move max_num_batched_tokens."
+        "step_time_target_ms is 1000000.0; this runtime takes 0 to 600000. Stay inside, or lift it with 0."
     )
     reason = ledger.post(update(1, max_num_batched_tokens=2049)).reason
     assert reason == (
@@ -254,6 +254,13 @@ def test_a_refused_update_leaves_the_lease_alone(ledger: LimitsLedger, clock: Fa
     assert ledger.report().lease_expires_in_s == 20.0
 
 
+def test_a_step_time_target_is_taken_kept_and_lifted(ledger: LimitsLedger):
+    assert ledger.post(update(1, step_time_target_ms=20.0)).target == limits(step_time_target_ms=20.0)
+    assert ledger.post(update(2, max_num_seqs=8)).target == limits(max_num_seqs=8, step_time_target_ms=20.0)
+    assert ledger.post(update(3, step_time_target_ms=0.0)).target == limits(max_num_seqs=8)
+    assert ledger.post(update(3, ttl_s=30, step_time_target_ms=0.0)).status is LimitsStatus.APPLIED
+
+
 def test_objectives_stay_until_an_accepted_update_names_others(ledger: LimitsLedger, clock: FakeClock):
     asked = Objectives(ttft_s=1.0, itl_s=0.05)
     assert ledger.report().objectives is None
@@ -305,7 +312,7 @@ def test_a_boot_prior_outside_the_envelope_starts_at_the_nearest_inside(
 ):
     outside = Limits(max_num_seqs=100, kv_cache_fraction=0.1, max_num_batched_tokens=512, step_time_target_ms=20.0)
     report = LimitsLedger(scheduler, clock, BootPrior(revision=7, limits=outside)).report()
-    assert report.target == limits(kv_cache_fraction=0.25, max_num_batched_tokens=512)
+    assert report.target == limits(kv_cache_fraction=0.25, max_num_batched_tokens=512, step_time_target_ms=20.0)
     assert (report.revision, report.last_known_good) == (7, report.target)
     (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert error == (

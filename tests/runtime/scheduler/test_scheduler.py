@@ -1,10 +1,12 @@
 import logging
 
 import pytest
+from msgspec import structs
 
 from flyball_protocol import Limits
 from flyball_runtime.core.errors import ConfigError, EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.request import Sequence, SequenceStatus
+from flyball_runtime.governor import MIN_CHUNK
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
 from flyball_runtime.scheduler import BlockCopy, BlockedBy, RowStart, Scheduler, SchedulerConfig, Step, TableWrite
 from sequences import make_sequence
@@ -248,22 +250,35 @@ def test_blocked_by_nothing_when_nobody_waits():
 # what a governor and a simulator need
 
 
+class Tokens:
+    """A pace of so many tokens in a step with decodes."""
+
+    target_s: float | None = None
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.seen: list[tuple[int, int, int, int]] = []
+
+    def chunk(self, step: Step, start: int, most: int, least: int = 0) -> int:
+        self.seen.append((step.num_decodes, step.num_tokens, start, most))
+        return max(min(most, self.num_tokens - step.num_tokens), min(least, most), 0) if step.num_decodes else most
+
+
 def test_a_pace_takes_tokens_from_a_step_and_is_named_for_it():
-    seen = []
-
-    def pace(step: Step) -> int:
-        seen.append((step.num_decodes, step.num_context_tokens))
-        return 5
-
+    pace = Tokens(5)
     config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, max_num_batched_tokens=64)
     scheduler = Scheduler(config, KVCache(64, BLOCK_SIZE), pace=pace)
-    submit(scheduler, 4, 8)
+    submit(scheduler, 4)
+    step(scheduler)
+    submit(scheduler, 8)
     plan = step(scheduler)
     assert (plan.num_tokens, plan.blocked_by) == (5, BlockedBy.NONE)
     (late,) = submit(scheduler, 3)
     plan = step(scheduler)
-    assert (plan.num_tokens, plan.blocked_by) == (5, BlockedBy.STEP_TIME)
-    assert seen == [(0, 0), (1, 5)]
+    assert (plan.num_tokens, plan.blocked_by) == (5, BlockedBy.STEP_TIME), (
+        "the rest of the prompt, whatever the pace says"
+    )
+    assert list(dict.fromkeys(pace.seen)) == [(0, 0, 0, 4), (1, 1, 0, 8), (1, 1, 4, 4), (1, 5, 0, 3)]
     assert scheduler.head is late
     assert list(scheduler.waiting) == [late]
     assert len(list(scheduler.running)) == 2
@@ -272,13 +287,43 @@ def test_a_pace_takes_tokens_from_a_step_and_is_named_for_it():
 def test_a_pace_never_raises_the_budget_nor_holds_decodes_back():
     for tokens, expected in ((1000, 64), (0, 2)):
         config = SchedulerConfig(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=64)
-        scheduler = Scheduler(
-            config, KVCache(64, BLOCK_SIZE), pace=lambda step, tokens=tokens: tokens if step.num_decodes else 64
-        )
+        scheduler = Scheduler(config, KVCache(64, BLOCK_SIZE), pace=Tokens(tokens))
         submit(scheduler, 2, 2)
         step(scheduler)
         scheduler.submit(make_sequence(90, max_model_len=96))
         assert step(scheduler).num_tokens == expected
+
+
+def test_a_prompt_once_begun_goes_on_however_slow_the_steps_are():
+    config = SchedulerConfig(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=64)
+    pace = Tokens(3)
+    scheduler = Scheduler(config, KVCache(64, BLOCK_SIZE), pace=pace)
+    submit(scheduler, 2)
+    step(scheduler)
+    scheduler.submit(make_sequence(90, max_model_len=96))
+    assert step(scheduler).num_tokens == 3
+    pace.num_tokens = 0
+    assert step(scheduler).num_tokens == 1 + MIN_CHUNK
+
+
+def test_without_chunked_prefill_nobody_asks_the_pace():
+    config = SchedulerConfig(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=96, enable_chunked_prefill=False)
+    pace = Tokens(3)
+    scheduler = Scheduler(config, KVCache(64, BLOCK_SIZE), pace=pace)
+    submit(scheduler, 2)
+    step(scheduler)
+    scheduler.submit(make_sequence(90, max_model_len=96))
+    assert (step(scheduler).num_tokens, pace.seen) == (91, [])
+
+
+def test_the_pace_aims_at_what_the_limits_say():
+    config = SchedulerConfig(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=64)
+    pace = Tokens(3)
+    scheduler = Scheduler(config, KVCache(64, BLOCK_SIZE), pace=pace)
+    scheduler.set_limits(structs.replace(scheduler.limits, step_time_target_ms=20.0))
+    assert pace.target_s == 0.02
+    scheduler.set_limits(structs.replace(scheduler.limits, step_time_target_ms=None))
+    assert pace.target_s is None
 
 
 def test_another_policy_may_be_given():
@@ -742,7 +787,7 @@ def test_raising_a_limit_works_in_the_next_step():
 
 @pytest.mark.parametrize(
     "change",
-    [{"max_num_seqs": 5}, {"kv_cache_fraction": 0.1}, {"max_num_batched_tokens": 65}, {"step_time_target_ms": 20.0}],
+    [{"max_num_seqs": 5}, {"kv_cache_fraction": 0.1}, {"max_num_batched_tokens": 65}, {"step_time_target_ms": 1e6}],
 )
 def test_limits_outside_the_envelope_are_refused(change: dict[str, float]):
     scheduler = make_scheduler()

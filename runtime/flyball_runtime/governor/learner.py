@@ -1,0 +1,198 @@
+"""Learns how long steps take, from the steps that are taken."""
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from statistics import median
+
+from msgspec import structs
+
+from flyball_protocol import StepModel
+from flyball_runtime.governor.recursive import RecursiveFit
+from flyball_runtime.governor.store import StepStore, rescaled
+from flyball_runtime.governor.work import Work
+
+REFIT_STEPS = 64
+KEPT_RESIDUALS = 256
+SETTLED_STEPS = 256
+SETTLED_STEPS_WITH_PRIOR = 32
+SETTLED_ERROR = 0.35
+"""Largest mean relative error of a model that may be planned with."""
+
+PREFERENCE = 0.85
+OUTLIER_SIGMAS = 5.0
+SHIFT_STEPS = 16
+SHIFT_SIGMAS = 4.0
+MIN_SHIFT = 0.1
+KNOWN = 0.2
+"""Largest leverage of a step that says something about everything: one that is known well enough."""
+
+_TINY_S = 1e-9
+_LONGEST_S = 3600.0
+_LARGEST = 2**53
+
+
+class _Candidate:
+    """One source of models: what it predicts, and how well it did lately.
+
+    Attributes:
+        error: mean of ``|log(measured / predicted)|``, each at most 1.
+    """
+
+    def __init__(self, model: StepModel | None, error: float) -> None:
+        self.model = model
+        self.error = error
+        self._num_scored = 0
+        self._ratios: deque[float] = deque(maxlen=SHIFT_STEPS)
+
+    def score(self, work: Work, seconds: float, *, well_known: bool) -> None:
+        """Compare a step with what this predicts."""
+        if self.model is None:
+            return
+        ratio = seconds / max(_TINY_S, self.model.predict(*work))
+        distance = abs(math.log(ratio))
+        self._num_scored += 1
+        self.error += (min(1.0, distance) - self.error) / min(64, self._num_scored + 4)
+        if well_known:
+            self._ratios.append(ratio)
+
+    def shift(self) -> float:
+        """Return the factor by which all well-known steps differ lately from what this predicts; 1.0 if it may be chance."""
+        if len(self._ratios) < SHIFT_STEPS or abs(math.log(self._ratios[-1])) < MIN_SHIFT:
+            return 1.0
+        shift = median(self._ratios)
+        noise = 1.25 * max(_spread(self._ratios) / shift, 1.25 * self.error) / math.sqrt(SHIFT_STEPS)
+        if abs(math.log(shift)) <= max(MIN_SHIFT, SHIFT_SIGMAS * noise):
+            return 1.0
+        return shift
+
+    def forget_ratios(self) -> None:
+        self._ratios.clear()
+
+
+class StepTimeLearner:
+    """Three models side by side, of which the one that predicted best lately is used.
+
+    They are the prior, a recursive fit that follows drift, and a fit of stored steps of all kinds, which finds knees and
+    interactions. A single long step (a hiccup) is cut down to what is likely. If the latest well-known steps all took
+    longer or shorter than a model predicts, everything is taken to have changed its speed, as beside a busy neighbour,
+    and the model is rescaled at once.
+
+    Args:
+        prior: what another runtime of the same key has learned.
+    """
+
+    def __init__(self, prior: StepModel | None = None) -> None:
+        self.num_steps = 0
+        self._recursive = RecursiveFit(prior)
+        self._store = StepStore()
+        self._prior = _Candidate(None if prior is None else rescaled(prior, 1.0), 0.3)
+        self._linear = _Candidate(None, 0.5)
+        self._fitted = _Candidate(None, 0.5)
+        self._used = self._prior if prior is not None else self._linear
+        self._refit: Iterator[None] = iter(())
+        self._residuals: deque[float] = deque(maxlen=KEPT_RESIDUALS)
+        self._sigma = 0.5
+
+    @property
+    def coefficients(self) -> StepModel | None:
+        """The model in use, without what is known about it; None before the first step, if there was no prior."""
+        return self._used.model
+
+    @property
+    def model(self) -> StepModel | None:
+        """The model in use, with its residuals and covariance."""
+        if (used := self._used.model) is None:
+            return None
+        ordered = sorted(self._residuals)
+        return structs.replace(
+            used,
+            residual_p50=_quantile(ordered, 0.5),
+            residual_p95=_quantile(ordered, 0.95),
+            num_steps=self.num_steps,
+            covariance=self._recursive.covariance() if self.num_steps else (),
+            settled=self.is_settled,
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        needed = SETTLED_STEPS_WITH_PRIOR if self._used is self._prior else SETTLED_STEPS
+        return self.num_steps >= needed and self._used.error <= SETTLED_ERROR
+
+    @property
+    def margin(self) -> float:
+        """Share to add to predicted times for their errors: half a standard deviation, at least 2 %."""
+        return max(0.02, 0.5 * self._sigma)
+
+    def observe(
+        self, prefill_tokens: int, decodes: int, context_tokens: int, attention_pairs: int, seconds: float
+    ) -> None:
+        """Learn from one step. What no step can be (nothing computed, no time or an hour, NaN) is left out."""
+        work = Work(prefill_tokens, decodes, context_tokens, attention_pairs)
+        if not (_TINY_S < seconds < _LONGEST_S) or not all(0 <= one < _LARGEST for one in work) or not work.num_tokens:
+            return
+        self.num_steps += 1
+        expected_s = 0.0
+        if (model := self._used.model) is not None:
+            expected_s = max(_TINY_S, model.predict(*work))
+            seconds = self._judge(work, seconds, expected_s)
+        self._learn(work, seconds, expected_s)
+        self._used = self._best()
+
+    def _judge(self, work: Work, seconds: float, expected_s: float) -> float:
+        """Compare a step with what was predicted; return its time, cut down if it is an outlier."""
+        residual = abs(seconds / expected_s - 1.0)
+        self._residuals.append(residual)
+        self._score(work, seconds, expected_s)
+        likely = 1.0 + OUTLIER_SIGMAS * self._sigma
+        self._sigma += (min(1.25 * residual, likely) - self._sigma) / 64
+        return min(seconds, expected_s * likely) if self.num_steps > SHIFT_STEPS else seconds
+
+    def _score(self, work: Work, seconds: float, expected_s: float) -> None:
+        well_known = self._recursive.leverage(work, 1.0 / expected_s) <= KNOWN
+        self._prior.score(work, seconds, well_known=True)
+        self._linear.score(work, seconds, well_known=well_known)
+        self._fitted.score(work, seconds, well_known=well_known)
+        if self._prior.model is not None and (factor := self._prior.shift()) != 1.0:
+            self._prior.model = rescaled(self._prior.model, factor)
+            self._prior.forget_ratios()
+        self._follow_shift()
+
+    def _follow_shift(self) -> None:
+        """Rescale both fits if both say so: where only one does, it is that one that is wrong."""
+        shifts = [one.shift() for one in (self._linear, self._fitted) if one.model is not None]
+        if not shifts or 1.0 in shifts or len({one > 1.0 for one in shifts}) > 1:
+            return
+        factor = min(shifts, key=lambda one: abs(math.log(one)))
+        self._recursive.rescale(factor)
+        self._store.rescale(factor)
+        self._refit = iter(())  # it was of the old speed
+        for one in (self._linear, self._fitted):
+            one.forget_ratios()
+
+    def _learn(self, work: Work, seconds: float, expected_s: float) -> None:
+        self._recursive.observe(work, seconds, 1.0 / max(expected_s, 0.25 * seconds))
+        self._linear.model = self._recursive.model
+        self._store.add(work, seconds)
+        if self.num_steps % REFIT_STEPS == 0:
+            self._refit = self._store.refit(self._used.model)
+        next(self._refit, None)
+        self._fitted.model = self._store.model
+
+    def _best(self) -> _Candidate:
+        """Return the best candidate. The recursive fit has to be clearly better than the others: it has forgotten more."""
+        known = [one for one in (self._prior, self._fitted) if one.model is not None]
+        if not known:
+            return self._linear
+        best = min(known, key=lambda one: one.error)
+        return self._linear if self._linear.error < PREFERENCE * best.error else best
+
+
+def _spread(ratios: deque[float]) -> float:
+    """Return the standard deviation that normal samples with this interquartile range have."""
+    ordered = sorted(ratios)
+    return (ordered[len(ordered) * 3 // 4] - ordered[len(ordered) // 4]) / 1.35
+
+
+def _quantile(ordered: list[float], share: float) -> float | None:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None

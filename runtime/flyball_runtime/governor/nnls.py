@@ -1,0 +1,70 @@
+"""Least squares with coefficients that are not negative."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_RIDGE = 1e-9
+"""Added to the diagonal of the scaled matrix: features that were always alike share their coefficient."""
+
+
+def nnls(gram: Array, moment: Array) -> Array:
+    """Return the ``c >= 0`` that minimizes ``c @ gram @ c - 2 * moment @ c`` (Lawson and Hanson 1974; Bro and de Jong 1997).
+
+    Args:
+        gram: ``X.T @ X``, float64 ``[n, n]``, positive semidefinite. A feature that was always 0 gets the coefficient 0.
+        moment: ``X.T @ y``, float64 ``[n]``.
+    """
+    scale = np.sqrt(np.maximum(np.diagonal(gram), 0.0))
+    used = np.flatnonzero(scale > 0.0)
+    found = np.zeros(len(moment))
+    if len(used):
+        size = scale[used]
+        unit = gram[used][:, used] / (size[:, None] * size)
+        unit.flat[:: len(used) + 1] += _RIDGE
+        found[used] = _active_set(unit, moment[used] / size) / size
+    return found
+
+
+def inverse(gram: Array) -> Array:
+    """Return the inverse of a positive semidefinite matrix without a 0 on its diagonal; see ``_RIDGE``."""
+    size = np.sqrt(np.diagonal(gram))
+    outer = size[:, None] * size
+    unit = gram / outer
+    unit.flat[:: len(size) + 1] += _RIDGE
+    found: Array = np.linalg.inv(unit) / outer
+    return found
+
+
+def _active_set(gram: Array, moment: Array) -> Array:
+    """Return the solution for a positive definite matrix of unit diagonal."""
+    everything: Array = np.linalg.solve(gram, moment)
+    if everything.min() >= 0.0:
+        return everything
+    found, free = np.zeros(len(moment)), np.zeros(len(moment), dtype=bool)
+    tolerance = 1e-10 * float(np.abs(moment).max())
+    for _ in range(3 * len(moment)):
+        gradient = np.where(free, -np.inf, moment - gram @ found)
+        if gradient.max() <= tolerance:
+            break
+        free[gradient.argmax()] = True
+        found = _step_back(gram, moment, found, free)
+    return found
+
+
+def _step_back(gram: Array, moment: Array, found: Array, free: Array) -> Array:
+    """Move from ``found`` to the solution over the free coefficients; those that would turn negative stop at 0."""
+    while free.any():
+        wanted = np.zeros(len(moment))
+        wanted[free] = np.linalg.solve(gram[free][:, free], moment[free])
+        falling = free & (wanted <= 0.0)
+        if not falling.any():
+            return wanted
+        way = found[falling] / np.maximum(found[falling] - wanted[falling], 1e-300)
+        found = np.maximum(found + float(way.min()) * (wanted - found), 0.0)
+        free &= found > 0.0
+        found[~free] = 0.0
+    return found

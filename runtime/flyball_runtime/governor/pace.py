@@ -1,0 +1,136 @@
+"""How much a step computes, so that it takes no longer than it should."""
+
+from typing import Protocol
+
+from flyball_protocol import BootPrior, StepModel
+from flyball_runtime.governor.learner import StepTimeLearner
+from flyball_runtime.governor.work import Work
+
+MIN_CHUNK = 16
+"""Prompt tokens that a step computes however long it takes, so that a prompt once begun goes on."""
+
+CHUNK_MULTIPLE = 16
+"""Chunks that time cuts short have a multiple of this: a step has few kernels to run for a remainder."""
+
+FIRST_CHUNK = 128
+"""Largest chunk beside decodes before larger ones were learned from; from then on, twice the largest."""
+
+
+class Planned(Protocol):
+    """A step, as far as it is planned: ``scheduler.Step``, or a whole ``BatchPlan``."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_decodes(self) -> int: ...
+
+    @property
+    def num_context_tokens(self) -> int: ...
+
+    @property
+    def prefill_work(self) -> int: ...
+
+
+def work_of(step: Planned) -> Work:
+    return Work(step.num_tokens - step.num_decodes, step.num_decodes, step.num_context_tokens, int(step.prefill_work))
+
+
+class Governor:
+    """Learns the step time, and says what fits into a step-time target. Without a target all does; learning goes on.
+
+    A time is what passes between the tokens of two steps, so it includes what the engine does between them. Predicted
+    times get the learner's margin on top.
+
+    Args:
+        prior: model of a runtime of the same key.
+
+    Attributes:
+        target_s: the step time to stay within; None: no target.
+    """
+
+    def __init__(self, prior: StepModel | None = None) -> None:
+        self.target_s: float | None = None
+        self._learner = StepTimeLearner(prior)
+        self._largest_chunk = 0 if prior is None else 1 << 30
+
+    @property
+    def model(self) -> StepModel | None:
+        """What has been learned; None before the first step without a prior."""
+        return self._learner.model
+
+    @property
+    def num_steps(self) -> int:
+        """Learned from."""
+        return self._learner.num_steps
+
+    def observe(self, step: Planned, seconds: float) -> None:
+        """Learn from a step. The caller leaves out those that took their time for another reason than their work."""
+        work = work_of(step)
+        self._largest_chunk = max(self._largest_chunk, work.prefill_tokens)
+        self._learner.observe(*work, seconds)
+
+    def predict(self, step: Planned) -> float | None:
+        """Return the seconds that a step is expected to take, None before anything is known."""
+        model = self._learner.coefficients
+        return None if model is None else model.predict(*work_of(step))
+
+    def chunk(self, step: Planned, start: int, most: int, least: int = 0) -> int:
+        """Return how many more prompt tokens of one sequence a step has time for.
+
+        A step without decodes delays no stream, so it has time for all.
+
+        Args:
+            step: what is planned so far, all its decodes included.
+            start: tokens of the sequence that are computed.
+            most: what is left of it and of the token budget.
+            least: what the step computes however long it takes, if ``most`` allows.
+        """
+        if self.target_s is None or not step.num_decodes or most <= 0:
+            return most
+        work, least = work_of(step), min(least, most)
+        known = max(FIRST_CHUNK, 2 * self._largest_chunk) - work.prefill_tokens
+        high = min(most, max(known, least))
+        model = self._learner.coefficients
+        if model is None:
+            return high
+        available_s = self.target_s / (1.0 + self._learner.margin)
+        low = _most_tokens(model, work, start, high, available_s)
+        if low < most:
+            low -= low % CHUNK_MULTIPLE
+        return max(low, least)
+
+    def fits(self, num_decodes: int, num_context_tokens: int) -> bool:
+        """Return whether so many sequences can decode within the target, beside the smallest chunk of a prompt.
+
+        Args:
+            num_decodes: all running sequences, those whose prompts are not computed yet and the one to admit included.
+            num_context_tokens: their tokens.
+        """
+        model = self._learner.coefficients
+        if self.target_s is None or model is None or num_decodes <= 1:
+            return True
+        seconds = model.predict(MIN_CHUNK, num_decodes, num_context_tokens, MIN_CHUNK * MIN_CHUNK)
+        return seconds * (1.0 + self._learner.margin) <= self.target_s
+
+
+def usable_prior(prior: BootPrior | None, key: str) -> tuple[StepModel | None, str]:
+    """Return the prior's model if it is of this key; else None, and why it is refused, if there is one."""
+    if prior is None or prior.step_model is None:
+        return None, ""
+    if prior.key != key:
+        return None, f"the boot prior's step-time model is of {prior.key!r}, and this runtime is {key!r}"
+    return prior.step_model, ""
+
+
+def _most_tokens(model: StepModel, work: Work, start: int, most: int, seconds: float) -> int:
+    """Return the most prompt tokens from ``start`` on, by bisection, with which a step takes no longer than this."""
+    prefill, decodes, context, pairs = work
+    low, high = 0, most
+    while low < high:
+        num = (low + high + 1) // 2
+        if model.predict(prefill + num, decodes, context, pairs + num * start + num * (num + 1) // 2) <= seconds:
+            low = num
+        else:
+            high = num - 1
+    return low

@@ -1,0 +1,167 @@
+"""Steps of all kinds that were seen, a few of each, and the model that fits them best."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import numpy as np
+
+from flyball_protocol import StepModel
+from flyball_runtime.governor.nnls import Array, nnls
+from flyball_runtime.governor.work import SCALES, Work
+
+NUM_BUCKETS = 128
+PER_BUCKET = 6
+KNEES = (0.0, 64.0, 128.0, 192.0, 256.0, 384.0, 512.0)
+PAYS = 0.08
+"""A knee or an interaction is used if it takes this share off the squared error."""
+CHANGES = 0.04
+"""And another knee than before if it takes this share off."""
+MIN_STEPS = 24
+INERTIA = 0.02
+"""Weight of the model before in each fit: what the stored steps say little about changes little from fit to fit."""
+
+_KNEE_SCALE = 256.0
+_INTERACTION_SCALE = 2.0**13
+_CONTEXT, _PAIRS, _INTERACTION = 1 + len(KNEES), 2 + len(KNEES), 3 + len(KNEES)
+
+
+class StepStore:
+    """The latest steps by kind: P, D, K and Q to a power of 2. The kind that was seen longest ago makes room.
+
+    Rare kinds of steps keep their say beside the common one, whatever the load is now.
+
+    Attributes:
+        model: the last fit, None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.model: StepModel | None = None
+        self._slots: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._num_in_slot = [0] * NUM_BUCKETS
+        self._rows = np.zeros((NUM_BUCKETS * PER_BUCKET, 5))  # P, D, K, Q, seconds; seconds 0: empty
+
+    def add(self, work: Work, seconds: float) -> None:
+        kind = tuple(count.bit_length() for count in work)
+        slot = self._slots.get(kind)
+        if slot is None:
+            slot = self._slots[kind] = self._new_slot()
+        else:
+            self._slots.move_to_end(kind)
+        self._rows[slot * PER_BUCKET + self._num_in_slot[slot] % PER_BUCKET] = (*work, seconds)
+        self._num_in_slot[slot] += 1
+
+    def rescale(self, factor: float) -> None:
+        """Everything takes ``factor`` times as long from now on."""
+        self._rows[:, 4] *= factor
+        if self.model is not None:
+            self.model = rescaled(self.model, factor)
+
+    def refit(self, weighting: StepModel | None) -> Iterator[None]:
+        """Fit the stored steps anew, a small part of the work at a time.
+
+        Args:
+            weighting: the model in use, if there is one. Errors are relative to the times that it predicts.
+        """
+        rows = self._rows[self._rows[:, 4] > 0.0]
+        if len(rows) < MIN_STEPS:
+            return
+        gram, moment, total = _moments(rows, weighting)
+        yield
+        best: tuple[float, StepModel] | None = None
+        for interaction in (False, True):
+            for index in range(len(KNEES)):
+                error, model = _fit(gram, moment, total, index, interaction, weighting)
+                cost = error * (1.0 + PAYS * ((index > 0) + interaction) + CHANGES * _differs(model, self.model))
+                if best is None or cost < best[0]:
+                    best = cost, model
+                yield
+        if best is not None:
+            self.model = best[1]
+
+    def _new_slot(self) -> int:
+        if len(self._slots) < NUM_BUCKETS:
+            return len(self._slots)
+        _, slot = self._slots.popitem(last=False)
+        self._num_in_slot[slot] = 0
+        self._rows[slot * PER_BUCKET : (slot + 1) * PER_BUCKET] = 0.0
+        return slot
+
+
+def _differs(model: StepModel, before: StepModel | None) -> bool:
+    return before is not None and model.knee_tokens != before.knee_tokens
+
+
+def rescaled(model: StepModel, factor: float) -> StepModel:
+    return StepModel(
+        base_s=model.base_s * factor,
+        token_s=model.token_s * factor,
+        knee_tokens=model.knee_tokens,
+        context_token_s=model.context_token_s * factor,
+        attention_pair_s=model.attention_pair_s * factor,
+        interaction_s=model.interaction_s * factor,
+    )
+
+
+def _moments(rows: Array, weighting: StepModel | None) -> tuple[Array, Array, float]:
+    """Return ``X.T @ X``, ``X.T @ y`` and ``y @ y`` over all features that a fit may choose from, each row weighted."""
+    prefill, decodes, context, pairs, seconds = rows.T
+    tokens = prefill + decodes
+    features = np.empty((len(rows), 4 + len(KNEES)))
+    features[:, 0] = 1.0
+    features[:, 1:_CONTEXT] = np.maximum(tokens[:, None] - np.array(KNEES), 0.0) / _KNEE_SCALE
+    features[:, _CONTEXT] = context / SCALES[2]
+    features[:, _PAIRS] = pairs / SCALES[3]
+    features[:, _INTERACTION] = prefill * decodes / _INTERACTION_SCALE
+    expected = seconds if weighting is None else np.maximum(_predicted(weighting, rows), 0.25 * seconds)
+    features /= expected[:, None]
+    relative = seconds / expected
+    return features.T @ features, features.T @ relative, float(relative @ relative)
+
+
+def _predicted(model: StepModel, rows: Array) -> Array:
+    prefill, decodes, context, pairs, _ = rows.T
+    above = np.maximum(prefill + decodes - model.knee_tokens, 0.0)
+    seconds: Array = (
+        model.base_s
+        + model.token_s * above
+        + model.context_token_s * context
+        + model.attention_pair_s * pairs
+        + model.interaction_s * prefill * decodes
+    )
+    return seconds
+
+
+def _fit(
+    gram: Array, moment: Array, total: float, knee: int, interaction: bool, before: StepModel | None
+) -> tuple[float, StepModel]:
+    """Return the squared error and the model of one choice of features."""
+    chosen = [0, 1 + knee, _CONTEXT, _PAIRS, *([_INTERACTION] if interaction else [])]
+    part, aim = gram[chosen][:, chosen], moment[chosen]
+    held, pull = part, aim
+    if before is not None:
+        weights = INERTIA * np.diagonal(part)
+        held, pull = part + np.diag(weights), aim + weights * _scaled(before)[: len(chosen)]
+    found = nnls(held, pull)
+    error = max(0.0, total - 2.0 * float(aim @ found) + float(found @ part @ found))
+    base, token, context, pairs, *rest = found.tolist()
+    return error, StepModel(
+        base_s=base,
+        token_s=token / _KNEE_SCALE,
+        knee_tokens=KNEES[knee],
+        context_token_s=context / float(SCALES[2]),
+        attention_pair_s=pairs / float(SCALES[3]),
+        interaction_s=rest[0] / _INTERACTION_SCALE if rest else 0.0,
+    )
+
+
+def _scaled(model: StepModel) -> Array:
+    """Return the coefficients in the order and units of a fit's features."""
+    return np.array(
+        (
+            model.base_s,
+            model.token_s * _KNEE_SCALE,
+            model.context_token_s * float(SCALES[2]),
+            model.attention_pair_s * float(SCALES[3]),
+            model.interaction_s * _INTERACTION_SCALE,
+        )
+    )

@@ -1,0 +1,37 @@
+"""Made-up machines: what their steps cost, and loads to run on them."""
+
+import random
+from collections.abc import Iterator
+
+from flyball_protocol import StepModel
+from flyball_runtime.governor.work import Work
+
+LINEAR = StepModel(base_s=0.011, token_s=6e-5, context_token_s=8e-8, attention_pair_s=3e-9)
+KNEE = StepModel(base_s=0.011, token_s=6e-5, knee_tokens=160, context_token_s=8e-8, attention_pair_s=3e-9)
+INTERACTION = StepModel(base_s=0.011, token_s=6e-5, context_token_s=8e-8, attention_pair_s=3e-9, interaction_s=4e-7)
+CPU = StepModel(base_s=0.004, token_s=1.2e-3, context_token_s=2e-6, attention_pair_s=1e-7)
+PLANTS = {"linear": LINEAR, "knee": KNEE, "interaction": INTERACTION, "cpu": CPU}
+
+
+def decodes_only(rng: random.Random, num_steps: int) -> Iterator[Work]:
+    """Yield what steady serving computes: every regressor moves with the number of sequences."""
+    decodes = 40
+    for _ in range(num_steps):
+        decodes = min(100, max(1, decodes + rng.choice((-1, 0, 0, 1))))
+        yield Work(0, decodes, int(decodes * 1200 * rng.uniform(0.9, 1.1)), 0)
+
+
+def mixed(rng: random.Random, num_steps: int) -> Iterator[Work]:
+    """Yield steps with between 1 and 100 decodes, four of ten with a chunk of a prompt."""
+    for _ in range(num_steps):
+        decodes = rng.randint(1, 100)
+        context = int(decodes * rng.uniform(600, 1800))
+        chunk = rng.randint(16, 512) if rng.random() < 0.4 else 0
+        start = rng.choice((0, 0, 512, 2048, 8000))
+        yield Work(chunk, decodes, context, chunk * start + chunk * (chunk + 1) // 2)
+
+
+def took(rng: random.Random, plant: StepModel, work: Work, noise: float, slower: float = 1.0) -> float:
+    """Return a measured time: noise is a share of it, and one step in 2000 hiccups."""
+    hiccup = 4.0 if rng.random() < 0.0005 else 1.0
+    return slower * plant.predict(*work) * max(0.2, rng.gauss(1.0, noise)) * hiccup

@@ -1,0 +1,128 @@
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flyball_protocol import BootPrior, Limits, StepModel
+from flyball_runtime.governor import MIN_CHUNK, Governor, usable_prior
+from flyball_runtime.governor.pace import FIRST_CHUNK, work_of
+from runtime.governor.plants import LINEAR, mixed, took
+
+
+@dataclass
+class Step:
+    num_tokens: int
+    num_decodes: int = 0
+    num_context_tokens: int = 0
+    prefill_work: int = 0
+
+
+def governor(target_ms: float | None, model: StepModel | None = LINEAR) -> Governor:
+    made = Governor(model)
+    made.target_s = None if target_ms is None else target_ms / 1000
+    return made
+
+
+COEFFICIENT = st.floats(0, 1e-3)
+MODEL = st.builds(
+    StepModel,
+    base_s=st.floats(0, 0.1),
+    token_s=COEFFICIENT,
+    knee_tokens=st.floats(0, 500),
+    context_token_s=st.floats(0, 1e-6),
+    attention_pair_s=st.floats(0, 1e-8),
+    interaction_s=st.floats(0, 1e-6),
+)
+
+
+@settings(deadline=None)
+@given(
+    model=MODEL,
+    target_ms=st.floats(0.1, 500),
+    decodes=st.integers(1, 256),
+    start=st.integers(0, 100_000),
+    most=st.integers(0, 4096),
+    least=st.integers(0, 64),
+)
+def test_a_chunk_is_the_longest_that_stays_within_the_target(
+    model: StepModel, target_ms: float, decodes: int, start: int, most: int, least: int
+):
+    paced = governor(target_ms, model)
+    step = Step(decodes, decodes, decodes * 1000)
+    found = paced.chunk(step, start, most, least)
+    assert min(least, most) <= found <= most
+
+    def seconds(chunk: int) -> float:
+        pairs = chunk * start + chunk * (chunk + 1) // 2
+        return 1.25 * model.predict(chunk, decodes, decodes * 1000, pairs)  # the margin of what was never measured
+
+    if found > min(least, most):
+        assert seconds(found) <= target_ms / 1000 * 1.0001
+    if found < most:
+        assert seconds(found + MIN_CHUNK) >= target_ms / 1000 * 0.9999
+
+
+def test_without_a_target_or_decodes_a_step_has_time_for_all():
+    assert governor(None).chunk(Step(8, 8, 8000), 0, 2048) == 2048
+    assert governor(1.0).chunk(Step(0), 0, 2048) == 2048
+    assert governor(1.0).chunk(Step(512, 0, 0, 10**6), 0, 512) == 512
+
+
+def test_a_prompt_once_begun_gets_its_least():
+    assert governor(1.0).chunk(Step(8, 8, 8000), 0, 2048) == 0
+    assert governor(1.0).chunk(Step(8, 8, 8000), 0, 2048, MIN_CHUNK) == MIN_CHUNK
+    assert governor(1.0).chunk(Step(8, 8, 8000), 0, 5, MIN_CHUNK) == 5
+
+
+def test_a_long_context_makes_chunks_shorter():
+    paced, step = governor(50.0), Step(20, 20, 20_000)
+    assert paced.chunk(step, 100_000, 2048) < paced.chunk(step, 0, 2048) < 2048
+
+
+def test_before_anything_is_known_chunks_grow_with_what_was_seen():
+    paced = governor(50.0, model=None)
+    step = Step(4, 4, 400)
+    assert (paced.predict(step), paced.chunk(step, 0, 2048)) == (None, FIRST_CHUNK)
+    paced.observe(Step(304, 4, 400, 45_000), 0.02)
+    assert paced.predict(step) is not None
+    paced.target_s = 1e6
+    assert paced.chunk(step, 0, 2048) == 600 // 16 * 16
+
+
+def test_admission_asks_whether_all_could_decode_in_time():
+    paced = governor(30.0)
+    assert paced.fits(10, 10_000)
+    assert not paced.fits(200, 400_000)
+    assert paced.fits(1, 400_000), "a lone sequence runs, whatever it takes"
+    assert governor(None).fits(200, 400_000)
+    assert governor(30.0, model=None).fits(200, 400_000)
+
+
+def test_what_it_learns_is_what_steps_took():
+    paced, rng = Governor(), Random(1)
+    for work in mixed(rng, 400):
+        step = Step(work.num_tokens, work.decodes, work.context_tokens, work.attention_pairs)
+        paced.observe(step, took(rng, LINEAR, work, 0.02))
+    assert paced.num_steps == 400 and paced.model is not None and paced.model.settled
+    step = Step(140, 40, 40_000, 5050)
+    assert paced.predict(step) == pytest.approx(LINEAR.predict(*work_of(step)), rel=0.05)
+
+
+LIMITS = Limits(max_num_seqs=8, kv_cache_fraction=0.5, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("prior", "model", "says"),
+    [
+        (None, None, ""),
+        (BootPrior(revision=1, limits=LIMITS, key="m/bf16/gpu/1"), None, ""),
+        (BootPrior(revision=1, limits=LIMITS, key="m/bf16/gpu/1", step_model=LINEAR), LINEAR, ""),
+        (BootPrior(revision=1, limits=LIMITS, key="m/bf16/gpu/0", step_model=LINEAR), None, "'m/bf16/gpu/0'"),
+        (BootPrior(revision=1, limits=LIMITS, step_model=LINEAR), None, "is of '', and this runtime is 'm/bf16/gpu/1'"),
+    ],
+)
+def test_a_prior_of_another_key_is_not_used(prior: BootPrior | None, model: StepModel | None, says: str):
+    found, why = usable_prior(prior, "m/bf16/gpu/1")
+    assert found == model and says in why and bool(why) == bool(says)
