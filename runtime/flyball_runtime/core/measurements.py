@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flyball_protocol import Evidence, LimitsReport, StepModel
+from flyball_protocol import Evidence, Lengths, LimitsReport, StepModel
 from flyball_protocol.endpoints import TEMPLATE_ENV
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.errors import NotReady
@@ -67,7 +67,7 @@ class Measurements:
     Attributes:
         boot_id, template: see Evidence.
         latest: stats of the last step, None before the first.
-        step_model: the one that the engine reported last.
+        step_model, lengths: those that the engine reported last.
         ttft, itl, tpot, e2e, step_time, predicted_step_time: seconds.
         step_tokens, request_prompt_tokens, request_generation_tokens: tokens.
     """
@@ -79,6 +79,7 @@ class Measurements:
         self.template = os.environ.get(TEMPLATE_ENV, "")
         self.latest: StepStats | None = None
         self.step_model: StepModel | None = None
+        self.lengths: Lengths | None = None
         self._first_step_s = 0.0
         self.counts = Counts(window_s)
         self.ttft, self.itl, self.tpot, self.e2e, self.step_time, self.predicted_step_time = (
@@ -99,6 +100,7 @@ class Measurements:
             self._first_step_s = now
         self.latest = stats
         self.step_model = stats.step_model or self.step_model
+        self.lengths = stats.lengths or self.lengths
         if stats.num_tokens or stats.blocked_by != "none":
             count(now, (BLOCKED_STEPS, stats.blocked_by))
         if stats.num_tokens:
@@ -200,4 +202,5 @@ class Measurements:
             step_time_p50_s=steps.p50_s,
             step_time_p95_s=steps.p95_s,
             step_model=self.step_model,
+            lengths=self.lengths,
         )

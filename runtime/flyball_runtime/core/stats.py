@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from flyball_protocol import KVBlocks, Limits, StepModel
+from flyball_protocol import KVBlocks, Lengths, Limits, StepModel
 from flyball_runtime import __version__
 from flyball_runtime.core.request import Failed, Finished
 
@@ -15,7 +15,7 @@ class StepStats(Struct, frozen=True, kw_only=True):
         blocked_by: why the head of the queue was not admitted in this step: none, seqs, kv, budget, step_time.
         num_prefix_queried_tokens, num_prefix_hit_tokens: prompt tokens looked up at admission in this step, and found.
         predicted_s: time from the end of the step before to its own, as predicted when it was launched; None without a model.
-        step_model: what has been learned so far; None if it was reported a few steps before, or nothing is known.
+        step_model, lengths: what has been learned so far; None if it was reported a few steps before, or nothing is known.
     """
 
     duration_s: float
@@ -35,6 +35,7 @@ class StepStats(Struct, frozen=True, kw_only=True):
     effective: Limits
     predicted_s: float | None = None
     step_model: StepModel | None = None
+    lengths: Lengths | None = None
 
 
 class StepOutput(Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidLogits, RequestError
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, with_seed
 from flyball_runtime.core.stats import EngineInfo, StepOutput, StepStats
-from flyball_runtime.governor import Governor, usable_prior
+from flyball_runtime.governor import Governor, OutputLengths, usable_prior
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, Ending, LimitsLedger, Scheduler, SchedulerConfig, Step
 
@@ -109,6 +109,7 @@ class Engine:
     Attributes:
         info: the executor's.
         governor: learns the step time, and paces steps by it.
+        lengths: of the requests that ended, whatever ended them.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, clock: Clock | None = None) -> None:
@@ -121,6 +122,7 @@ class Engine:
         if refused:
             logger.warning("%s. Starting without it; step times are learned anew.", refused)
         self.governor = Governor(prior)
+        self.lengths = OutputLengths()
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=info.max_model_len,
@@ -166,7 +168,9 @@ class Engine:
         """End a request now; None when it has ended already. Its blocks are free once no step in flight touches them."""
         if not self.scheduler.abort(request_id):
             return None
-        return _finished(self._sequences.pop(request_id), "abort")
+        seq = self._sequences.pop(request_id)
+        self._learn_length(seq)
+        return _finished(seq, "abort")
 
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight)
@@ -263,9 +267,15 @@ class Engine:
         elif not done.after_idle and not done.step.plan.block_copies:
             self.governor.observe(done.step.plan, seconds)
 
+    def _learn_length(self, seq: Sequence) -> None:
+        self.lengths.observe(
+            seq.num_prompt_tokens, seq.num_output_tokens, num_cached_tokens=seq.num_cached_tokens, route=seq.client
+        )
+
     def _end(self, seq: Sequence, ending: Ending) -> Finished | Failed:
         del self._sequences[seq.request_id]
         if ending != "failed":
+            self._learn_length(seq)
             return _finished(seq, ending)
         error = InvalidLogits(seq.num_output_tokens)
         logger.error("request_id=%s failed: %s", seq.request_id, error)
@@ -278,6 +288,7 @@ class Engine:
             duration_s=duration_s,
             predicted_s=predicted_s,
             step_model=self.governor.model if is_due else None,
+            lengths=self.lengths.snapshot() if is_due else None,
             num_tokens=step.num_tokens if step else 0,
             num_prefill_tokens=step.plan.num_prefill_tokens if step else 0,
             num_decodes=step.num_decodes if step else 0,

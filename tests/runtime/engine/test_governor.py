@@ -146,3 +146,17 @@ def test_a_prior_is_used_if_it_is_of_this_runtime(fits: bool, caplog: pytest.Log
     assert engine.limits().target == limits
     assert (engine.governor.model is not None) == fits
     assert fits or f"is of '{KEY}another', and this runtime is '{KEY}" in caplog.text
+
+
+def test_lengths_are_those_of_what_ended_and_of_what_was_given_up() -> None:
+    engine, _ = make()
+    load(engine, 30)
+    drain(engine)
+    before = engine.state().lengths
+    assert before is not None and before.num_requests == pytest.approx(30, rel=0.05)
+    engine.submit(Request(request_id="a", prompt_token_ids=[1] * 10, sampling=SamplingParams(max_tokens=90)))
+    for _ in range(5):
+        engine.step()
+    engine.abort("a")
+    after = engine.state().lengths
+    assert after is not None and after.num_requests > before.num_requests
