@@ -35,6 +35,11 @@ def _quantiles(metric: str) -> tuple[Query, ...]:
     return tuple(Query(f"histogram_quantile({share / 100:g}, {rate})", f"p{share} {NAMED}") for share in (50, 95, 99))
 
 
+def _p95(metric: str, what: str) -> Query:
+    rate = f"sum by (le, {BY}) (rate({metric}_bucket{{{OF}}}[$__rate_interval]))"
+    return Query(f"histogram_quantile(0.95, {rate})", f"{what} {NAMED}")
+
+
 def _objective(name: str) -> Query:
     """Return the tuner's objective for a latency, to be drawn beside it."""
     selected = f'{TUNED}, objective="{name}"'
@@ -127,6 +132,30 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         _limit("max_num_seqs", "running sequences", "short"),
         _limit("max_num_batched_tokens", "tokens a step", "short"),
         _limit("kv_cache_fraction", "share of the KV cache", "percentunit"),
+    ),
+    "Step time": (
+        Panel(
+            "Predicted and measured",
+            "s",
+            "p95 of the time to the next tokens as predicted when a step is launched, and of the steps as they were.",
+            (
+                _p95("flyball_step_predicted_seconds", "predicted"),
+                _p95("flyball_step_duration_seconds", "measured"),
+                Query(f'flyball_limit_effective{{{OF}, limit="step_time_target_ms"}} / 1000', "target {{pod}}"),
+            ),
+        ),
+        Panel(
+            "Error of the prediction",
+            "percentunit",
+            "Over the predicted time, of the last 256 steps.",
+            (Query(f"flyball_step_residual_ratio{{{OF}}}", "p{{quantile}} {{pod}}"),),
+        ),
+        Panel(
+            "Step time of an empty step",
+            "s",
+            "The learned model's fixed part. If it rises at one replica alone, something else slows that node down.",
+            (Query(f'flyball_step_model{{{OF}, coefficient="base_s"}}', "{{pod}}"),),
+        ),
     ),
     "Tuning": (
         Panel(

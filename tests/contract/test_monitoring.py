@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from msgspec import structs
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,7 +25,7 @@ from flyball_runtime.api import MetricsCollector
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.measurements import RequestTimes
 from operator_kit.evidence import TUNING, make_evidence, pods
-from runtime.fake_engine import FakeEngine, step_stats
+from runtime.fake_engine import LIMITS, STEP_MODEL, FakeEngine, step_stats
 
 VARIABLES = {"$__rate_interval": "1m", "$namespace": ".*", "$deployment": ".*"}
 REPLICA = {"namespace": "team-a", "pod": "chat-1", "app_kubernetes_io_instance": "chat"}
@@ -45,7 +46,14 @@ class Replica:
         self._clock.advance(0.1)
         measured.step(
             step_stats(
-                num_tokens=8, num_prefix_queried_tokens=10, num_prefix_hit_tokens=4, num_preemptions=1, blocked_by="kv"
+                num_tokens=8,
+                num_prefix_queried_tokens=10,
+                num_prefix_hit_tokens=4,
+                num_preemptions=1,
+                blocked_by="kv",
+                effective=structs.replace(LIMITS, step_time_target_ms=25.0),
+                step_model=STEP_MODEL,
+                predicted_s=0.02,
             )
         )
         for _ in range(3):

@@ -133,7 +133,7 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ("tuning: {limits: {maxNumSeqs: 300}}", ["spec.tuning.limits.maxNumSeqs is 300", "256", "envelope"]),
         ("tuning: {limits: {maxNumBatchedTokens: 4096}}", ["limits.maxNumBatchedTokens is 4096", "2048"]),
         ("tuning: {limits: {kvCachePercent: 0}}", ["spec.tuning.limits.kvCachePercent is 0", "1"]),
-        ("tuning: {limits: {stepTimeTargetMilliseconds: 0}}", ["limits.stepTimeTargetMilliseconds is 0", "1"]),
+        ("tuning: {limits: {stepTimeTargetMilliseconds: -1}}", ["limits.stepTimeTargetMilliseconds is -1", "0"]),
         ("tuning: {limits: {maxSeqs: 4}}", ["spec.tuning.limits.maxSeqs is not a field", "maxNumSeqs"]),
         (
             "tuning: {limits: {maxNumSeqs: 3}, bounds: {maxNumSeqs: {min: 4}}}",

@@ -110,6 +110,14 @@ def test_without_limits_mode_disabled_posts_nothing() -> None:
     assert (done.decision.action, scene.replicas.updates, scene.records) == (Action.HOLD, [], [])
 
 
+def test_a_step_target_of_0_is_lifted_once() -> None:
+    scene = Scene(fresh(target=structs.replace(LIMITS, step_time_target_ms=25.0)))
+    tuning = structs.replace(DISABLED, limits=LiveLimits(step_time_target_milliseconds=0))
+    assert scene.round(tuning).decision.why == "step_time_target_ms 25 -> none: spec.tuning.limits says so"
+    scene.round(tuning)
+    assert len(scene.replicas.updates) == 1
+
+
 def test_a_replica_that_started_since_gets_the_revision_that_the_others_have() -> None:
     scene = Scene(make_evidence(limits=WITH_EIGHT), fresh())
     scene.round()

@@ -94,12 +94,16 @@ def settled(evidence: Sequence[PodEvidence], state: TunerState) -> Decision:
 def _moved(change: LimitsChange, behind: dict[str, Evidence]) -> str:
     """Return ``max_num_seqs 64 -> 8`` for each limit that changes at a replica."""
     words: dict[str, str] = {}
-    for one in behind.values():
-        for name, value in structs.asdict(change).items():
-            present = getattr(one.target, name)
-            if value is not None and value != present:
-                words.setdefault(name, f"{name} {'none' if present is None else format(present, 'g')} -> {value:g}")
+    for target in (one.target for one in behind.values()):
+        before, after = structs.asdict(target), structs.asdict(change.applied_to(target))
+        for name in before:
+            if before[name] != after[name]:
+                words.setdefault(name, f"{name} {_number(before[name])} -> {_number(after[name])}")
     return ", ".join(words.values())
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
 
 
 def _problem(posted: Posted) -> str:
