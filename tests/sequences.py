@@ -20,6 +20,8 @@ def make_sequence(
     hashed_by: int | None = None,
     cache_salt: str | None = None,
     client: str = "",
+    ttft_deadline_ms: float | None = None,
+    e2e_deadline_ms: float | None = None,
 ) -> Sequence:
     """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt.
 
@@ -35,5 +37,7 @@ def make_sequence(
         block_hashes=[] if hashed_by is None else hash_prompt(token_ids, hashed_by, cache_salt),
         cache_salt=cache_salt,
         client=client,
+        ttft_deadline_ms=ttft_deadline_ms,
+        e2e_deadline_ms=e2e_deadline_ms,
     )
     return Sequence(request, max_model_len=max_model_len, eos_token_ids=frozenset(eos_token_ids))

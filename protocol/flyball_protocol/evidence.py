@@ -181,7 +181,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
         uptime_s: seconds since the runtime became ready.
         num_arrived: requests accepted, and those refused because the queue was full.
         ttft, itl, e2e: arrival to first token, gap between two tokens, arrival to last token.
-        blocked_by: share of steps (0 to 1) by why the head of the queue was not admitted: none, seqs, kv, budget, step_time.
+        blocked_by: share of steps (0 to 1) by why the head of the queue was not admitted: none, seqs, kv, reserve,
+            budget, step_time.
         num_preemptions, num_recomputed_tokens: preemptions, and computed tokens thrown away by them.
         step_time_p50_s, step_time_p95_s: duration of one engine step, None without steps.
         step_model: what the runtime has learned of its step time.

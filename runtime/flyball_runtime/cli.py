@@ -98,7 +98,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--scheduling-policy",
         default="fcfs",
         choices=settings.SCHEDULING_POLICIES,
-        help="priority runs requests with a lower priority number first",
+        help="the order of requests: by arrival, priority, output or prompt length, deadline, or for batches",
     )
     engine.add_argument(
         "--async-scheduling",

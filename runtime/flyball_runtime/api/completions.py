@@ -22,11 +22,12 @@ from flyball_runtime.api.schemas import (
     GenerationFields,
     StreamOptions,
     sampling_params,
+    urgency_of,
     without_noops,
 )
 from flyball_runtime.api.server import Json, Server, convert
 from flyball_runtime.core.errors import InvalidRequest, RequestError, UnfitPrompt
-from flyball_runtime.core.request import Prompt, SamplingParams, validate_cache_salt
+from flyball_runtime.core.request import Prompt, SamplingParams, validate_cache_salt, validate_deadlines
 
 T = TypeVar("T")
 
@@ -289,6 +290,7 @@ class CompletionRoutes:
         body.check_stream_options()
         self._sampling(body)
         validate_cache_salt(body.cache_salt)
+        validate_deadlines(body.ttft_deadline_ms, body.e2e_deadline_ms)
         most = self._server.settings.max_choices // num_prompts
         if not 1 <= body.num_choices <= most:
             raise InvalidRequest(
@@ -322,7 +324,7 @@ class CompletionRoutes:
             prompts=prompts,
             sampling=self._sampling(body),
             num_choices=body.num_choices,
-            priority=body.priority or 0,
+            urgency=urgency_of(body, request.headers),
             client=client_of(request),
             cache_salt=body.cache_salt,
         )

@@ -16,7 +16,7 @@ from msgspec import Struct
 from starlette.types import Receive
 
 from flyball_runtime.api.errors import HttpRefusal, from_failed
-from flyball_runtime.api.schemas import choice_sampling
+from flyball_runtime.api.schemas import Urgency, choice_sampling
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import EngineError, RequestError
 from flyball_runtime.core.measurements import Measurements, RequestOutcome, RequestTimes
@@ -131,7 +131,7 @@ class CheckedRequest:
     prompts: list[Prompt]
     sampling: SamplingParams
     num_choices: int
-    priority: int
+    urgency: Urgency
     client: str
     cache_salt: str | None
 
@@ -144,7 +144,9 @@ class CheckedRequest:
                 prompt_token_ids=prompt.token_ids,
                 block_hashes=prompt.block_hashes,
                 sampling=choice_sampling(self.sampling, choice),
-                priority=self.priority,
+                priority=self.urgency.priority,
+                ttft_deadline_ms=self.urgency.ttft_deadline_ms,
+                e2e_deadline_ms=self.urgency.e2e_deadline_ms,
                 client=self.client,
                 cache_salt=self.cache_salt,
             )

@@ -5,13 +5,13 @@ generation_config.json), else OpenAI's: temperature 1, top_p 1.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct, structs
 
 from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line, quoted, quoted_list
 from flyball_runtime.core.errors import InvalidRequest
-from flyball_runtime.core.request import MAX_SEED, SamplingParams
+from flyball_runtime.core.request import MAX_SEED, SamplingParams, validate_deadlines
 
 # Fields that clients know and this server does not serve, of three kinds. Values that ask for nothing are let through, so that
 # clients which always send a field work. Hints about who asks and how to cache cannot change an answer and are ignored.
@@ -97,7 +97,8 @@ def _same(value: object, noop: object) -> bool:
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions when the field is absent, OpenAI's default; null asks for all the context allows."""
 
-Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+MAX_PRIORITY = 2**31
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, lt=MAX_PRIORITY)]
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,7 +115,8 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         top_k: -1 is off too, as vLLM's clients send it.
         add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
-        priority: lower runs first, under ``--scheduling-policy priority``.
+        priority: lower runs first, under ``--scheduling-policy priority`` and ``edf``.
+        ttft_deadline_ms, e2e_deadline_ms: milliseconds to the first and to the last token, under ``edf``.
         cache_salt: keeps the prefix cache of those who share it apart from everyone else's.
     """
 
@@ -133,6 +135,8 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
+    ttft_deadline_ms: float | None = None
+    e2e_deadline_ms: float | None = None
     cache_salt: str | None = None
 
     @property
@@ -151,6 +155,49 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "stream_options.include_obfuscation is not supported by this server. Leave it out or send false.",
                 param="stream_options.include_obfuscation",
             )
+
+
+class Urgency(NamedTuple):
+    """How soon a request wants to be served; see ``core.request.Request``."""
+
+    priority: int
+    ttft_deadline_ms: float | None
+    e2e_deadline_ms: float | None
+
+
+_URGENCY_HEADERS = {
+    "X-Priority": ("priority", int),
+    "X-TTFT-Deadline-Ms": ("ttft_deadline_ms", float),
+    "X-E2E-Deadline-Ms": ("e2e_deadline_ms", float),
+}
+
+
+def urgency_of(body: GenerationFields, headers: Mapping[str, str]) -> Urgency:
+    """Return what the headers say, and the body where they say nothing: a gateway knows better than its clients.
+
+    Raises:
+        InvalidRequest: a header that is not a number, or out of range.
+    """
+    wanted: dict[str, Any] = {
+        "priority": body.priority or 0,
+        "ttft_deadline_ms": body.ttft_deadline_ms,
+        "e2e_deadline_ms": body.e2e_deadline_ms,
+    }
+    for header, (name, number) in _URGENCY_HEADERS.items():
+        if (text := headers.get(header)) is None:
+            continue
+        try:
+            wanted[name] = number(text)
+        except ValueError:
+            kind = "a whole number" if number is int else "a number"
+            raise InvalidRequest(f"the header {header} is {quoted(text)}; it must be {kind}.", param=name) from None
+    if not -MAX_PRIORITY <= wanted["priority"] < MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority is {quoted(wanted['priority'])}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY - 1}.",
+            param="priority",
+        )
+    validate_deadlines(wanted["ttft_deadline_ms"], wanted["e2e_deadline_ms"])
+    return Urgency(**wanted)
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

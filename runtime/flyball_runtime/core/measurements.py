@@ -22,7 +22,7 @@ from flyball_runtime.core.window import Counts, Series
 
 RequestOutcome = Literal["stop", "length", "abort", "error"]
 OUTCOMES: tuple[RequestOutcome, ...] = ("stop", "length", "abort", "error")
-BLOCKED_REASONS = ("none", "seqs", "kv", "budget", "step_time")
+BLOCKED_REASONS = ("none", "seqs", "kv", "reserve", "budget", "step_time")
 
 # fmt: off
 LATENCY_EDGES_S = (

@@ -112,7 +112,10 @@ class Request(Struct, frozen=True, kw_only=True):
     """A tokenized request.
 
     Attributes:
-        priority: lower runs first; used by the ``priority`` policy only.
+        priority: lower runs first; used by the policies ``priority`` and ``edf``.
+        ttft_deadline_ms: milliseconds from its arrival in which its first token is wanted; used by ``edf``. None: those of
+            the objective, if there is one.
+        e2e_deadline_ms: the same for its last token.
         block_hashes: names of the prompt's first full KV blocks (``kv_cache/kv_cache.py``), as many as somebody had the
             time for; the KV cache adds those that it needs. The API process does, so that no step waits for it. They come
             with a Prompt, so the ids of a request that has them were checked.
@@ -124,6 +127,8 @@ class Request(Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     priority: int = 0
+    ttft_deadline_ms: float | None = None
+    e2e_deadline_ms: float | None = None
     client: str = ""
     block_hashes: list[bytes] = []
     cache_salt: str | None = None
@@ -160,6 +165,7 @@ RequestEvent = Tokens | Finished | Failed
 
 
 MAX_CACHE_SALT_CHARS = 1024
+MAX_DEADLINE_MS = 86_400_000
 
 
 def validate_request(request: Request, *, max_model_len: int, vocab_size: int) -> None:
@@ -182,9 +188,27 @@ def validate_settings(request: Request, *, max_model_len: int, vocab_size: int) 
     """Check everything but the prompt's ids. Raises a RequestError that names the first fault."""
     request.sampling.validate(vocab_size)
     validate_cache_salt(request.cache_salt)
+    validate_deadlines(request.ttft_deadline_ms, request.e2e_deadline_ms)
     num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     if max_tokens is not None and num_prompt_tokens + max_tokens > max_model_len:
         raise PromptTooLong(num_prompt_tokens, max_tokens, max_model_len)
+
+
+def validate_deadlines(ttft_deadline_ms: float | None, e2e_deadline_ms: float | None) -> None:
+    """Raise InvalidRequest for a deadline that has passed when the request comes, that is no number, or before the other."""
+    for name, value in (("ttft_deadline_ms", ttft_deadline_ms), ("e2e_deadline_ms", e2e_deadline_ms)):
+        if value is not None and not 0 < value <= MAX_DEADLINE_MS:
+            raise InvalidRequest(
+                f"{name} is {quoted(value)}; it counts from the request's arrival and must be above 0, at most "
+                f"{MAX_DEADLINE_MS} (a day). Leave it out for no deadline.",
+                param=name,
+            )
+    if ttft_deadline_ms is not None and e2e_deadline_ms is not None and e2e_deadline_ms < ttft_deadline_ms:
+        raise InvalidRequest(
+            f"e2e_deadline_ms is {e2e_deadline_ms:g}, before ttft_deadline_ms {ttft_deadline_ms:g}: the last token cannot "
+            "come before the first. Raise it or leave one out.",
+            param="e2e_deadline_ms",
+        )
 
 
 def validate_cache_salt(salt: str | None) -> None:
@@ -221,10 +245,15 @@ class Sequence:
         cache_salt: what the first of those hashes starts from.
         row: index into the engine's persistent batch tensors while running, else None.
         num_cached_tokens: tokens found in the prefix cache at the first admission.
+        ttft_deadline_s, e2e_deadline_s: the request's, from ``arrived_s`` on.
         arrived_s: when it was submitted, by the engine's clock.
         arrival_index: how many sequences were submitted before this one; unique within an engine.
         num_charged_tokens: tokens that its client has been charged for; see WaitingQueue.
         num_lost_tokens: computed tokens that the last preemption threw away; 0 while running.
+        num_predicted_tokens: how many output tokens it is expected to get.
+        due_s: when its first token has to be there for its deadlines to be met, by the engine's clock; infinity without one.
+        level, rank: its place among others; see ``scheduler/policies.py``.
+        is_late: whether it was found unable to meet its deadline; see WaitingQueue.
     """
 
     __slots__ = (
@@ -234,6 +263,10 @@ class Sequence:
         "block_tables",
         "cache_salt",
         "client",
+        "due_s",
+        "e2e_deadline_s",
+        "is_late",
+        "level",
         "max_total_tokens",
         "num_cached_tokens",
         "num_charged_tokens",
@@ -241,21 +274,26 @@ class Sequence:
         "num_freed_blocks",
         "num_lost_tokens",
         "num_pending_tokens",
+        "num_predicted_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
+        "rank",
         "request_id",
         "row",
         "sampling",
         "status",
         "stop_token_ids",
         "token_ids",
+        "ttft_deadline_s",
     )
 
     def __init__(self, request: Request, *, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
         self.request_id = request.request_id
         self.sampling = request.sampling
         self.priority = request.priority
+        self.ttft_deadline_s = _seconds(request.ttft_deadline_ms)
+        self.e2e_deadline_s = _seconds(request.e2e_deadline_ms)
         self.client = request.client
         self.token_ids = array("I", request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -278,6 +316,11 @@ class Sequence:
         self.num_lost_tokens = 0
         self.arrival_index = 0
         self.arrived_s = 0.0
+        self.num_predicted_tokens = 0.0
+        self.due_s = math.inf
+        self.level: tuple[float | bytes, ...] = ()
+        self.rank: tuple[float | bytes, ...] = ()
+        self.is_late = False
 
     @property
     def block_table(self) -> list[int]:
@@ -293,3 +336,7 @@ class Sequence:
             f"Sequence({self.request_id}, {self.status.value}, {self.num_computed_tokens}/{len(self.token_ids)} computed, "
             f"{len(self.block_table)} blocks)"
         )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

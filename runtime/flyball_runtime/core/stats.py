@@ -12,7 +12,7 @@ class StepStats(Struct, frozen=True, kw_only=True):
 
     Attributes:
         duration_s: plan, run and commit together.
-        blocked_by: why the head of the queue was not admitted in this step: none, seqs, kv, budget, step_time.
+        blocked_by: why the head of the queue was not admitted in this step: none, seqs, kv, reserve, budget, step_time.
         num_prefix_queried_tokens, num_prefix_hit_tokens: prompt tokens looked up at admission in this step, and found.
         predicted_s: time from the end of the step before to its own, as predicted when it was launched; None without a model.
         step_model, lengths: what has been learned so far; None if it was reported a few steps before, or nothing is known.

@@ -187,7 +187,9 @@ class Engine:
         return self._collect()
 
     def post_limits(self, update: LimitsUpdate) -> LimitsAck:
-        return self._ledger.post(update)
+        ack = self._ledger.post(update)
+        self.scheduler.objectives = self._ledger.objectives
+        return ack
 
     def limits(self) -> LimitsReport:
         return self._ledger.report()
@@ -208,7 +210,7 @@ class Engine:
         """Plan and launch the next step; False when there is none, or none before another is collected."""
         started_s = self._clock.now()
         self._watch_drain(started_s)
-        step = self.scheduler.plan()
+        step = self.scheduler.plan(started_s)
         if step is None:
             return False
         if self.kv_cache.size > self._num_blocks_there:

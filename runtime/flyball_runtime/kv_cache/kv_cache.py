@@ -204,8 +204,9 @@ class KVCache:
         num_needed = self.num_blocks_for(num_tokens) - sum(num_holes) - num_used
         return PrefixMatch(num_matched, tables, num_holes, num_needed)
 
-    def can_admit(self, match: PrefixMatch) -> bool:
-        return match.num_blocks_needed <= self._pool.num_admissible
+    def can_admit(self, match: PrefixMatch, num_reserved: int = 0) -> bool:
+        """Whether a sequence can be admitted so that as many blocks are left."""
+        return match.num_blocks_needed + num_reserved <= self._pool.num_admissible
 
     def still_blocked(self, seq: Sequence, match: PrefixMatch) -> bool:
         """Tell without a look-up whether a waiting sequence cannot be admitted; False if only a look-up can tell.

@@ -2,6 +2,7 @@
 
 from flyball_runtime.scheduler.limits import LimitsLedger, SchedulerConfig
 from flyball_runtime.scheduler.plan import BatchPlan, BlockCopy, BlockedBy, RowStart, Step, TableWrite
+from flyball_runtime.scheduler.policies import Order, Policy
 from flyball_runtime.scheduler.scheduler import Ending, Scheduler
 
 __all__ = [
@@ -10,6 +11,8 @@ __all__ = [
     "BlockedBy",
     "Ending",
     "LimitsLedger",
+    "Order",
+    "Policy",
     "RowStart",
     "Scheduler",
     "SchedulerConfig",

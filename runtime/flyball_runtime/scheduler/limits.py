@@ -36,7 +36,7 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens in one step.
         enable_chunked_prefill: False computes each prompt whole, in one step.
         num_start_blocks: KV blocks at the start; None takes all that there may be.
-        policy: ``fcfs`` or ``priority``; see queue.py.
+        policy: the name of one in policies.py.
         fair_share: clients take turns within a priority; see queue.py.
 
     Raises:

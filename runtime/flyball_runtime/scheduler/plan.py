@@ -92,6 +92,8 @@ class BlockedBy(StrEnum):
     """max_num_seqs sequences are running."""
     KV = "kv"
     """Too few KV blocks for the prompt, or running sequences had to be preempted for blocks in this step."""
+    RESERVE = "reserve"
+    """The blocks for the prompt are there, but would be taken from what running sequences are expected to need."""
     BUDGET = "budget"
     """The step's tokens are spent; without chunked prefill: too few are left for the whole prompt."""
     STEP_TIME = "step_time"

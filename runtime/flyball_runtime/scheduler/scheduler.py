@@ -3,18 +3,20 @@
 import heapq
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
+from math import inf
 from typing import Literal, Protocol
 
-from flyball_protocol import Envelope, Limits
+from flyball_protocol import Envelope, Limits, Objectives
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.request import FinishReason, Sequence, SequenceStatus
 from flyball_runtime.governor import MIN_CHUNK
 from flyball_runtime.kv_cache import Computed, KVCache, PrefixMatch
 from flyball_runtime.scheduler.limits import SchedulerConfig, inside, violations
 from flyball_runtime.scheduler.plan import BlockCopy, BlockedBy, RowStart, Step, TableWrite
-from flyball_runtime.scheduler.queue import POLICIES, Policy, WaitingQueue, choose_victim
+from flyball_runtime.scheduler.policies import POLICIES, Policy, choose_victim, edf, order_of, srpf
+from flyball_runtime.scheduler.queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,30 @@ class Pace(Protocol):
         """Return how many more tokens of a sequence, from ``start`` on, a step has time for."""
         ...
 
+
+class Forecast(Protocol):
+    """What is known about the time ahead."""
+
+    def first_token_s(self, step: Step, num_tokens: int) -> float:
+        """Return the seconds in which so many prompt tokens are computed beside a step's decodes; 0 if nothing is known."""
+        ...
+
+
+class Lengths(Protocol):
+    """What is known about the lengths of outputs."""
+
+    def expected_remaining(self, num_output_tokens: int) -> float | None:
+        """Return how many more tokens a request gets that has so many; None if nothing is known."""
+        ...
+
+    def reserve(self, running: Iterable[Sequence]) -> int:
+        """Return for how many more tokens there should be room in the KV cache, so that these hardly ever lack it."""
+        ...
+
+
+CAUTION_STEPS = 64
+"""A preemption has admission leave some blocks free: one for each running sequence, and twice as many with each further one.
+Each step gives up one in so many of them. So what was just preempted is not admitted only to be preempted again."""
 
 MAX_BLOCK_COPIES = 64
 """Blocks that one step moves at most: some 100 MiB in a model of 8B parameters."""
@@ -59,13 +85,23 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCache, *, policy: Policy | None = None, pace: Pace | None = None
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCache,
+        *,
+        policy: Policy | None = None,
+        pace: Pace | None = None,
+        forecast: Forecast | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
         """Start with nothing to do.
 
         Args:
             policy: the order of requests, in the place of ``config.policy``.
             pace: asked for each chunk of a prompt; without chunked prefill nobody is.
+            forecast: tells whether a deadline can be met; without it, one is lost when it has passed.
+            lengths: of outputs; without it, requests are expected to get all tokens that they may, and no KV blocks are
+                held back for what runs.
         Raises:
             ConfigError: the KV cache cannot hold one sequence of ``max_model_len`` tokens.
         """
@@ -74,6 +110,9 @@ class Scheduler:
         self._kv = kv_cache
         self._policy = policy or POLICIES[config.policy]
         self._pace = pace
+        self._forecast = forecast
+        self._lengths = lengths
+        self.objectives: Objectives | None = None
         self._waiting = WaitingQueue(self._policy, config.fair_share)
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._unfinished: dict[str, Sequence] = {}
@@ -87,6 +126,7 @@ class Scheduler:
         ] = []  # blocks of what has ended, by the last step that may touch them
         self._hurry = False
         self._blocked_by = BlockedBy.NONE
+        self._caution = 0  # blocks held back after preemptions
         self._last_look_up: tuple[int, PrefixMatch] | None = None  # of the waiting sequence with this arrival index
         self.set_limits(inside(config.start_limits(kv_cache.num_blocks), self.envelope))
 
@@ -192,6 +232,7 @@ class Scheduler:
         seq.arrival_index = self._num_submitted
         self._num_submitted += 1
         self._unfinished[seq.request_id] = seq
+        self._predict(seq)
         self._waiting.push(seq)
 
     def abort(self, request_id: str) -> bool:
@@ -206,19 +247,25 @@ class Scheduler:
         self._finish(seq)
         return True
 
-    def plan(self) -> Step | None:
-        """Decide the next step; None when there is nothing to compute, or not before a step in flight is committed."""
+    def plan(self, now_s: float = 0.0) -> Step | None:
+        """Decide the next step; None when there is nothing to compute, or not before a step in flight is committed.
+
+        Args:
+            now_s: by the clock of the sequences' ``arrived_s``.
+        """
         planned = self._plan_decodes()
         if planned is None:
             return None
         step, prefills = planned
         budget = self._limits.max_num_batched_tokens - step.num_tokens
+        if self._policy in (edf, srpf):
+            prefills.sort(key=lambda seq: (seq.is_late, order_of(seq)))
         for seq in prefills:
             least = 0 if step.num_tokens > step.num_decodes else MIN_CHUNK
             budget -= self._add_chunk(step, seq, budget, least)
         if self._kv.has_surplus:
             self._compact(step)
-        step.blocked_by = self._admit(step, budget)
+        step.blocked_by = self._admit(step, budget, now_s)
         self._blocked_by = step.blocked_by
         if not step.sequences:
             return None
@@ -302,6 +349,7 @@ class Scheduler:
         None when there are too few blocks, and what is in flight may free some.
         """
         preempted: list[Sequence] = []
+        self._caution -= -(-self._caution // CAUTION_STEPS)
         step, growing, prefills = self._sort_running()
         while len(growing) * self._kv.num_groups > self._kv.num_growable_blocks or (self._hurry and self.kv_drains):
             if self._in_flight:
@@ -309,6 +357,8 @@ class Scheduler:
             preempted.append(self._preempt())
             step, growing, prefills = self._sort_running()
         self._hurry = False
+        if preempted:
+            self._caution = min(self._kv.capacity, max(len(self._running), 2 * self._caution))
         self._kv.grow(growing)
         step.table_writes += [
             TableWrite(_row(seq), len(table) - 1, table[-1:], group)
@@ -366,8 +416,9 @@ class Scheduler:
             seq.num_computed_tokens += num
             seq.num_pending_tokens += samples
 
-    def _admit(self, step: Step, budget: int) -> BlockedBy:
+    def _admit(self, step: Step, budget: int, now_s: float) -> BlockedBy:
         """Admit from the head of the queue while limits allow; return what keeps the next one out."""
+        reserve: int | None = None
         if len(self._running) < self._limits.max_num_seqs:
             self._waiting.settle()
         while self._waiting:
@@ -376,9 +427,16 @@ class Scheduler:
             if len(self._running) >= self._limits.max_num_seqs:
                 return BlockedBy.SEQS
             seq = self._waiting.head()
+            if self._is_too_late(seq, step, now_s):
+                self._waiting.demote_head()
+                continue
             match = self._look_up(seq, budget)
             if not self._kv.can_admit(match):
                 return BlockedBy.KV
+            if self._running:
+                reserve = self._num_reserved_blocks() if reserve is None else reserve
+                if not self._kv.can_admit(match, reserve):
+                    return BlockedBy.RESERVE
             num_remaining = len(seq.token_ids) - match.num_tokens
             if self._chunk_len(num_remaining, budget) == 0:
                 return BlockedBy.BUDGET
@@ -389,6 +447,35 @@ class Scheduler:
             _count_admission(step, seq, match, self._kv.enable_prefix_caching)
             budget -= self._add_chunk(step, seq, budget)
         return BlockedBy.NONE
+
+    def _predict(self, seq: Sequence) -> None:
+        """Note what a new sequence is expected to put out, and when its first token is due."""
+        expected = self._lengths.expected_remaining(0) if self._lengths else None
+        most = seq.max_total_tokens - seq.num_prompt_tokens
+        seq.num_predicted_tokens = most if expected is None else min(most, expected)
+        ttft_s, e2e_s, objectives = seq.ttft_deadline_s, seq.e2e_deadline_s, self.objectives
+        if ttft_s is None and e2e_s is None and objectives is not None:
+            ttft_s = objectives.ttft_s
+        gap_s = objectives.itl_s if objectives is not None and objectives.itl_s else 0.0
+        seq.due_s = seq.arrived_s + min(
+            inf if ttft_s is None else ttft_s,
+            inf if e2e_s is None else e2e_s - (seq.num_predicted_tokens - 1) * gap_s,
+        )
+
+    def _is_too_late(self, seq: Sequence, step: Step, now_s: float) -> bool:
+        """Tell whether the head of the queue would not meet its deadline if it were admitted now."""
+        if self._policy is not edf or seq.is_late or seq.due_s == inf or seq.num_output_tokens:
+            return False
+        if now_s > seq.due_s or self._forecast is None:
+            return now_s > seq.due_s
+        prefills = (one for one in self._running.values() if one.num_computed_tokens < one.num_prompt_tokens)
+        num_tokens = seq.num_prompt_tokens + sum(one.num_prompt_tokens - one.num_computed_tokens for one in prefills)
+        return now_s + self._forecast.first_token_s(step, num_tokens) > seq.due_s
+
+    def _num_reserved_blocks(self) -> int:
+        """Return how many blocks admission leaves to what runs."""
+        num_tokens = self._lengths.reserve(self._running.values()) if self._lengths else 0
+        return max(self._caution, self._kv.num_blocks_for(num_tokens))
 
     def _look_up(self, seq: Sequence, budget: int) -> PrefixMatch:
         """Look the head of the queue up in the prefix cache; return its last look-up if that is enough to refuse it again."""
@@ -422,7 +509,7 @@ class Scheduler:
     def _preempt(self) -> Sequence:
         """Take the blocks of the sequence that the policy would run last; it waits and is computed again."""
         assert len(self._running) > 1, "a lone sequence always fits: the envelope says so"
-        seq = choose_victim(self._running.values(), self._policy)
+        seq = choose_victim(self._running.values())
         logger.debug(
             "request_id=%s preempted: no free KV block for decodes; %r, %s", seq.request_id, seq, self._kv.counts()
         )

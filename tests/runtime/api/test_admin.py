@@ -119,7 +119,14 @@ async def test_evidence(
     assert evidence.uptime_s == pytest.approx(0.01) and evidence.window_s == 60
     assert (evidence.num_running, evidence.num_waiting, evidence.num_steps) == (3, 2, 4)
     assert (evidence.num_finished, evidence.num_failed) == (1, 1)
-    assert evidence.blocked_by == {"none": 0.25, "seqs": 0.25, "kv": 0.5, "budget": 0.0, "step_time": 0.0}
+    assert evidence.blocked_by == {
+        "none": 0.25,
+        "seqs": 0.25,
+        "kv": 0.5,
+        "reserve": 0.0,
+        "budget": 0.0,
+        "step_time": 0.0,
+    }
     assert (evidence.num_prompt_tokens, evidence.num_generated_tokens) == (7, 3)
     assert (evidence.num_prefix_queried_tokens, evidence.num_prefix_hit_tokens) == (8, 4)
     assert (evidence.num_preemptions, evidence.num_recomputed_tokens) == (4, 20)

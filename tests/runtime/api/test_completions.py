@@ -106,6 +106,38 @@ async def test_sampling_fields_reach_the_engine(
     assert {name: getattr(sampling, name) for name in expected} == expected
 
 
+async def test_urgency_reaches_the_engine_with_every_choice_and_headers_come_before_the_body(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    fields = {"priority": 3, "ttft_deadline_ms": 250, "e2e_deadline_ms": 4000.5}
+    headers = {"X-Priority": "-2", "X-TTFT-Deadline-Ms": "99.5", "x-e2e-deadline-ms": "8000"}
+    assert (await client.post("/v1/chat/completions", json=chat(n=2, **fields))).status_code == 200
+    assert (await client.post("/v1/completions", json={"prompt": "Hi"} | fields, headers=headers)).status_code == 200
+    assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
+    got = [(one.priority, one.ttft_deadline_ms, one.e2e_deadline_ms) for one in engine.requests]
+    assert got == [(3, 250.0, 4000.5), (3, 250.0, 4000.5), (-2, 99.5, 8000.0), (0, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "says"),
+    [
+        ("X-Priority", "high", "the header X-Priority is 'high'; it must be a whole number"),
+        ("X-Priority", "1.5", "the header X-Priority is '1.5'"),
+        ("X-Priority", str(2**40), "priority is 1099511627776; it must be from"),
+        ("X-TTFT-Deadline-Ms", "-1", "ttft_deadline_ms is -1.0; it counts from the request's arrival"),
+        ("X-TTFT-Deadline-Ms", "nan", "ttft_deadline_ms is nan"),
+        ("X-E2E-Deadline-Ms", "", "the header X-E2E-Deadline-Ms is ''; it must be a number"),
+    ],
+)
+async def test_a_header_that_says_no_urgency_is_refused_by_name(
+    client: httpx.AsyncClient, engine: FakeEngine, header: str, value: str, says: str
+) -> None:
+    response = await client.post("/v1/chat/completions", json=chat(), headers={header: value})
+    assert response.status_code == 400
+    assert says in error_of(response)["message"]
+    assert not engine.requests
+
+
 @pytest.mark.parametrize("salt", [None, "x", "ä" * 1024])
 async def test_the_cache_salt_reaches_the_engine_with_every_choice(
     client: httpx.AsyncClient, engine: FakeEngine, salt: str | None

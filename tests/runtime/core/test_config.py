@@ -4,7 +4,7 @@ import pytest
 
 from flyball_runtime.core.config import SCHEDULING_POLICIES, EngineConfig, parse_bytes
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.scheduler.queue import POLICIES
+from flyball_runtime.scheduler.policies import POLICIES
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,10 @@ from flyball_runtime.scheduler.queue import POLICIES
         ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of auto, bfloat16, float16, float32"),
         ({"device": "tpu"}, "--device is 'tpu'"),
         ({"kernel_backend": "magic"}, "--kernel-backend is 'magic'"),
-        ({"scheduling_policy": "lifo"}, "--scheduling-policy is 'lifo'; it must be one of fcfs, priority"),
+        (
+            {"scheduling_policy": "lifo"},
+            "--scheduling-policy is 'lifo'; it must be one of fcfs, priority, sjf, srpf, edf, dpr",
+        ),
         ({"log_level": "loud"}, "--log-level is 'loud'"),
         ({"block_size": 12}, "--block-size is 12; it must be one of 8, 16, 32, 64, 128"),
         ({"max_model_len": 1}, "--max-model-len is 1; it must be from 2 to"),

@@ -9,7 +9,8 @@ import pytest
 from flyball_runtime.core.request import Sequence
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BlockedBy, Scheduler, SchedulerConfig
-from flyball_runtime.scheduler.queue import MAX_IDLE_CLIENTS, OUTPUT_TOKEN_WEIGHT, POLICIES, Policy, WaitingQueue
+from flyball_runtime.scheduler.policies import POLICIES, Policy
+from flyball_runtime.scheduler.queue import MAX_IDLE_CLIENTS, OUTPUT_TOKEN_WEIGHT, WaitingQueue
 from sequences import make_sequence
 
 TOKEN = 999_999

@@ -1,5 +1,6 @@
 from flyball_runtime.core.request import Sequence
-from flyball_runtime.scheduler.queue import WaitingQueue, choose_victim, fcfs, priority
+from flyball_runtime.scheduler.policies import fcfs, priority
+from flyball_runtime.scheduler.queue import WaitingQueue
 from sequences import make_sequence
 
 
@@ -47,9 +48,3 @@ def test_a_sequence_that_comes_back_waits_before_later_arrivals():
     queue.push(c)
     queue.push(a)
     assert queue.head() is a
-
-
-def test_the_victim_is_what_the_policy_would_run_last():
-    a, b, c = arrivals(0, 3, 1)
-    assert choose_victim([a, b, c], fcfs) is c
-    assert choose_victim([a, b, c], priority) is b

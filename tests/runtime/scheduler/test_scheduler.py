@@ -8,7 +8,16 @@ from flyball_runtime.core.errors import ConfigError, EmptyPrompt, InvalidRequest
 from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.governor import MIN_CHUNK
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
-from flyball_runtime.scheduler import BlockCopy, BlockedBy, RowStart, Scheduler, SchedulerConfig, Step, TableWrite
+from flyball_runtime.scheduler import (
+    BlockCopy,
+    BlockedBy,
+    Order,
+    RowStart,
+    Scheduler,
+    SchedulerConfig,
+    Step,
+    TableWrite,
+)
 from sequences import make_sequence
 
 BLOCK_SIZE = 4
@@ -329,7 +338,7 @@ def test_the_pace_aims_at_what_the_limits_say():
 def test_another_policy_may_be_given():
     config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=1, max_num_batched_tokens=64)
     scheduler = Scheduler(
-        config, KVCache(64, BLOCK_SIZE), policy=lambda seq: (seq.num_prompt_tokens, seq.arrival_index)
+        config, KVCache(64, BLOCK_SIZE), policy=lambda seq: Order((seq.num_prompt_tokens,), (seq.arrival_index,))
     )
     _, short = submit(scheduler, 9, 2)
     assert step(scheduler).sequences == [short]

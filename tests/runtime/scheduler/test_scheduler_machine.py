@@ -17,6 +17,7 @@ from flyball_protocol import Limits
 from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Ending, Scheduler, SchedulerConfig, Step
+from flyball_runtime.scheduler.policies import POLICIES
 from flyball_runtime.scheduler.queue import OUTPUT_TOKEN_WEIGHT
 from sequences import make_sequence
 
@@ -52,7 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         caching=st.booleans(),
         windows=st.sampled_from(WINDOWS),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(sorted(POLICIES)),
         fair_share=st.booleans(),
         prompts=st.lists(PROMPTS, min_size=4, max_size=MAX_WAITING),
     )
@@ -86,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ceiling = num_blocks
         self.live: dict[str, Sequence] = {}
         self.num_submitted = 0
+        self.now_s = 0.0
         self.ended: Counter[str] = Counter()
         self.service: Counter[tuple[int, str]] = Counter()
         self.ahead: dict[tuple[tuple[int, str], tuple[int, str]], int] = {}
@@ -99,10 +101,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         priority=st.integers(0, 2),
         client=st.sampled_from("abc"),
+        deadline_ms=st.sampled_from([None, 1.0, 8.0, 40.0]),
     )
-    def submit(self, prompts: list[list[int]], max_tokens: int, priority: int, client: str) -> None:
+    def submit(
+        self, prompts: list[list[int]], max_tokens: int, priority: int, client: str, deadline_ms: float | None = None
+    ) -> None:
+        """The clock goes on by a millisecond with each plan."""
         for prompt in prompts:
-            self.submit_one(prompt, max_tokens, priority, client)
+            self.submit_one(prompt, max_tokens, priority, client, deadline_ms)
 
     @rule(num=st.integers(1, 8))
     def steps(self, num: int) -> None:
@@ -212,17 +218,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # helpers of the rules
 
-    def submit_one(self, prompt: list[int], max_tokens: int, priority: int, client: str) -> None:
+    def submit_one(
+        self, prompt: list[int], max_tokens: int, priority: int, client: str, deadline_ms: float | None
+    ) -> None:
         seq = make_sequence(
             prompt,
             max_tokens=max_tokens,
             priority=priority,
             client=client,
+            ttft_deadline_ms=deadline_ms,
             request_id=str(self.num_submitted),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[STOP_TOKEN],
             hashed_by=self.kv.block_size if self.num_submitted % 2 else None,
         )
+        seq.arrived_s = self.now_s
         self.scheduler.submit(seq)
         self.live[seq.request_id] = seq
         self.num_submitted += 1
@@ -246,7 +256,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> Step | None:
         computed = {seq.request_id: seq.num_computed_tokens for seq in self.live.values()}
         before = {seq.request_id: self.num_missing(seq) for seq in self.running()}
-        step = self.scheduler.plan()
+        self.now_s += 0.001
+        step = self.scheduler.plan(self.now_s)
         if step is None:
             assert not self.live or self.in_flight, "requests wait and nothing is computed"
             return None
@@ -324,6 +335,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step.blocked_by is BlockedBy.KV:
             most = self.kv.num_blocks_for(MAX_MODEL_LEN)
             assert step.preempted or counts.capacity - counts.used < most
+        if step.blocked_by is BlockedBy.RESERVE:
+            assert scheduler.num_running > 0
         if step.blocked_by is BlockedBy.BUDGET and scheduler.config.enable_chunked_prefill:
             assert step.num_tokens >= scheduler.limits.max_num_batched_tokens
 
@@ -387,11 +400,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         pairs = [(one, other) for one, other in itertools.combinations(sorted(backlogged), 2) if one[0] == other[0]]
         ahead = {(one, other): self.service[one] - self.service[other] for one, other in pairs}
         self.ahead = {pair: self.ahead.get(pair, now) for pair, now in ahead.items()}
-        if config.fair_share:
+        if config.fair_share and not any(seq.is_late for seq in self.live.values()):
             assert all(abs(now - self.ahead[pair]) <= most for pair, now in ahead.items())
 
     def account(self, seq: Sequence) -> tuple[int, str]:
-        return (seq.priority if self.scheduler.config.policy == "priority" else 0, seq.client)
+        return (seq.priority if self.scheduler.config.policy in ("priority", "edf") else 0, seq.client)
 
     def capacity_holds(self) -> None:
         counts, effective = self.kv.counts(), self.scheduler.effective
@@ -444,7 +457,7 @@ def test_long_histories_under_load() -> None:
             chunked=rng.random() < 0.7,
             caching=rng.random() < 0.8,
             windows=rng.choice(WINDOWS),
-            policy=rng.choice(["fcfs", "priority"]),
+            policy=rng.choice(sorted(POLICIES)),
             fair_share=rng.random() < 0.7,
             prompts=[[1, 2, 1]],
         )
@@ -458,7 +471,10 @@ def random_call(machine: SchedulerMachine, rng: random.Random) -> None:
     kind = rng.random()
     if kind < 0.25:
         prompt = ([*rng.choice(PREFIXES)[: rng.randint(0, 22)], rng.randint(0, 2)])[: MAX_MODEL_LEN - 1]
-        machine.submit([prompt] * rng.randint(1, 3), rng.randint(1, 20), rng.randint(0, 2), rng.choice("abc"))
+        deadline_ms = rng.choice([None, 1.0, 8.0, 40.0])
+        machine.submit(
+            [prompt] * rng.randint(1, 3), rng.randint(1, 20), rng.randint(0, 2), rng.choice("abc"), deadline_ms
+        )
     elif kind < 0.85:
         machine.steps(rng.randint(1, 4))
     elif kind < 0.92:
