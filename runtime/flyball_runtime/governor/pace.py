@@ -113,6 +113,23 @@ class Governor:
         seconds = model.predict(MIN_CHUNK, num_decodes, num_context_tokens, MIN_CHUNK * MIN_CHUNK)
         return seconds * (1.0 + self._learner.margin) <= self.target_s
 
+    def first_token_s(self, step: Planned, num_tokens: int) -> float:
+        """Return the seconds in which so many prompt tokens are computed beside a step's decodes; 0.0 if nothing is known.
+
+        Under a target the tokens take as many steps as they have to.
+        """
+        model = self._learner.coefficients
+        if model is None or num_tokens <= 0:
+            return 0.0
+        decodes, context = step.num_decodes, step.num_context_tokens
+        if self.target_s is None or not decodes:
+            return model.predict(num_tokens, decodes, context, num_tokens * (num_tokens + 1) // 2)
+        available_s = self.target_s / (1.0 + self._learner.margin)
+        chunk = _most_tokens(model, Work(0, decodes, context, 0), num_tokens // 2, num_tokens, available_s)
+        chunk = max(chunk, min(MIN_CHUNK, num_tokens))
+        num_steps = -(-num_tokens // chunk)
+        return num_steps * model.predict(chunk, decodes, context, chunk * (num_tokens + 1) // 2)
+
 
 def usable_prior(prior: BootPrior | None, key: str) -> tuple[StepModel | None, str]:
     """Return the prior's model if it is of this key; else None, and why it is refused, if there is one."""

@@ -100,6 +100,18 @@ def test_admission_asks_whether_all_could_decode_in_time():
     assert governor(30.0, model=None).fits(200, 400_000)
 
 
+def test_a_first_token_is_as_far_away_as_the_steps_before_it_take():
+    step = Step(40, 40, 40_000)
+    at_once = LINEAR.predict(1000, 40, 40_000, 500_500)
+    assert governor(None).first_token_s(step, 1000) == pytest.approx(at_once)
+    paced = governor(40.0)
+    chunk = paced.chunk(step, 500, 1000)
+    assert paced.first_token_s(step, 1000) == pytest.approx(0.04 / 1.25 * 1000 / chunk, rel=0.25)
+    assert paced.first_token_s(step, 1000) > at_once
+    assert governor(1.0).first_token_s(step, 160) == pytest.approx(10 * LINEAR.predict(16, 40, 40_000, 1288))
+    assert governor(40.0, model=None).first_token_s(step, 1000) == governor(40.0).first_token_s(step, 0) == 0.0
+
+
 def test_what_it_learns_is_what_steps_took():
     paced, rng = Governor(), Random(1)
     for work in mixed(rng, 400):
