@@ -152,7 +152,9 @@ class Replica:
 
     def post(self, update: LimitsUpdate, now_s: float) -> LimitsAck:
         self.clock.advance_to(now_s)
-        return self.engine.post_limits(update)
+        ack = self.engine.post_limits(update)
+        self.measurements.count_against(self.engine.limits().objectives)
+        return ack
 
     def kill(self, now_s: float) -> int:
         """Fail everything under way; return how many requests that were."""

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flyball_protocol import Evidence, Lengths, LimitsReport, StepModel
+from flyball_protocol import Evidence, Lengths, LimitsReport, Objectives, StepModel
 from flyball_protocol.endpoints import TEMPLATE_ENV
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.errors import NotReady
+from flyball_runtime.core.objective_counts import ObjectiveCounter
 from flyball_runtime.core.stats import StepStats
 from flyball_runtime.core.window import Counts, Series
 
@@ -50,12 +51,16 @@ QUEUE_FULL = "queue_full"
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When one request came and when it got tokens, on the clock of its Measurements."""
+    """When one request came and when it got tokens, on the clock of its Measurements.
+
+    ``num_gaps_over``: gaps between its tokens that were over the objective.
+    """
 
     arrival_s: float
     num_prompt_tokens: int
     first_token_s: float | None = None
     last_token_s: float = 0.0
+    num_gaps_over: int = 0
 
 
 class Measurements:
@@ -68,6 +73,7 @@ class Measurements:
         boot_id, template: see Evidence.
         latest: stats of the last step, None before the first.
         step_model, lengths: those that the engine reported last.
+        objective_counter: against the objectives in force, None before any.
         ttft, itl, tpot, e2e, step_time, predicted_step_time: seconds.
         step_tokens, request_prompt_tokens, request_generation_tokens: tokens.
     """
@@ -80,6 +86,7 @@ class Measurements:
         self.latest: StepStats | None = None
         self.step_model: StepModel | None = None
         self.lengths: Lengths | None = None
+        self.objective_counter: ObjectiveCounter | None = None
         self._first_step_s = 0.0
         self.counts = Counts(window_s)
         self.ttft, self.itl, self.tpot, self.e2e, self.step_time, self.predicted_step_time = (
@@ -93,11 +100,19 @@ class Measurements:
         """Take in requests that the engine accepted."""
         self.counts.add(self.clock.now(), ARRIVED, count)
 
+    def count_against(self, objectives: Objectives | None) -> None:
+        """Count against these objectives from now on; None, and the same again, change nothing."""
+        counter = self.objective_counter
+        if objectives is not None and (counter is None or counter.objectives != objectives):
+            self.objective_counter = ObjectiveCounter(objectives, self.clock.now(), self.window_s)
+
     def step(self, stats: StepStats) -> None:
         """Take in one engine step, or the sign of life of an idle engine (0 tokens, blocked by nothing)."""
         now, count = self.clock.now(), self.counts.add
         if self.latest is None:
             self._first_step_s = now
+        if self.objective_counter is not None:
+            self.objective_counter.step(now)
         self.latest = stats
         self.step_model = stats.step_model or self.step_model
         self.lengths = stats.lengths or self.lengths
@@ -118,16 +133,22 @@ class Measurements:
         now, num_prompt_tokens = self.clock.now(), 0
         waits: list[float] = []
         gaps: list[float] = []
+        firsts: list[RequestTimes] = []
         for one in requests:
             if one.first_token_s is None:
                 one.first_token_s = now
                 waits.append(now - one.arrival_s)
                 num_prompt_tokens += one.num_prompt_tokens
+                firsts.append(one)
             else:
                 gaps.append((now - one.last_token_s) / count)
             one.last_token_s = now
         self.ttft.add(now, waits)
         self.itl.add(now, gaps * count)
+        if (counter := self.objective_counter) is not None:
+            counter.first_tokens(now, waits)
+            if counter.gaps(now, gaps, count):
+                _note_gaps_over(requests, firsts, gaps, count, counter.objectives)
         self.counts.add(now, PROMPT_TOKENS, num_prompt_tokens)
         self.counts.add(now, GENERATION_TOKENS, len(requests) * count)
 
@@ -140,7 +161,11 @@ class Measurements:
         self.e2e.add(now, [now - request.arrival_s])
         self.request_prompt_tokens.add(now, [request.num_prompt_tokens])
         self.request_generation_tokens.add(now, [num_output_tokens])
-        if request.first_token_s is not None and num_output_tokens > 1:
+        if request.first_token_s is None:
+            return
+        if self.objective_counter is not None:
+            self.objective_counter.ended(now, request.first_token_s, num_output_tokens - 1, request.num_gaps_over)
+        if num_output_tokens > 1:
             self.tpot.add(now, [(request.last_token_s - request.first_token_s) / (num_output_tokens - 1)])
 
     def rejected(self, code: str) -> None:
@@ -203,4 +228,20 @@ class Measurements:
             step_time_p95_s=steps.p95_s,
             step_model=self.step_model,
             lengths=self.lengths,
+            objective_counts=None if self.objective_counter is None else self.objective_counter.counts(now),
         )
+
+
+def _note_gaps_over(
+    requests: Sequence[RequestTimes],
+    firsts: list[RequestTimes],
+    gaps: list[float],
+    count: int,
+    objectives: Objectives,
+) -> None:
+    """Note at the requests which of their gaps were over; those in ``firsts`` had none."""
+    without = {id(one) for one in firsts}
+    streaming = (one for one in requests if id(one) not in without)
+    for one, gap in zip(streaming, gaps, strict=True):
+        if objectives.itl_s is not None and gap > objectives.itl_s:
+            one.num_gaps_over += count

@@ -340,6 +340,8 @@ class EngineClient:
     def _note_limits(self, report: LimitsReport) -> None:
         left_s = report.lease_expires_in_s
         self._limits, self._lease_end_s = report, None if left_s is None else self._clock.now() + left_s
+        if self._observer is not None:
+            self._observer.count_against(report.objectives)
 
     def _note_stats(self, stats: StepStats) -> None:
         self._stats = stats

@@ -6,15 +6,17 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
+from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate, Objectives
 from flyball_runtime.core.request import Failed, Finished, Prompt, Request, RequestEvent, Tokens
 from flyball_runtime.core.stats import EngineInfo, StepStats
 
 
 class EngineObserver(Protocol):
-    """Told about every engine step, on the API process's event loop."""
+    """Told about every engine step, and the objectives in force, on the API process's event loop."""
 
     def step(self, stats: StepStats) -> None: ...
+
+    def count_against(self, objectives: Objectives | None) -> None: ...
 
 
 class EngineFront(Protocol):

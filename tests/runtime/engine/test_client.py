@@ -13,7 +13,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from engines import kv_block_bytes
-from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate, Objectives
 from flyball_runtime.api.app import check_live
 from flyball_runtime.api.errors import HttpRefusal
 from flyball_runtime.core.clock import FakeClock
@@ -44,6 +44,9 @@ RunShared = Callable[[Scenario], None]
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "llama3", max_position_embeddings=8192)
+
+
+ASKED = Objectives(ttft_s=1.0, itl_s=0.05)
 
 
 def request(name: str, *, prompt_len: int = 5, **sampling: Any) -> Request:
@@ -95,9 +98,13 @@ def run_shared(path: Path) -> Iterator[RunShared]:
 def test_streams_abort_limits_and_drain(path: Path) -> None:
     class Observer:
         steps: list[StepStats] = []  # noqa: RUF012 - one per test
+        objectives: list[Objectives | None] = []  # noqa: RUF012 - one per test
 
         def step(self, stats: StepStats) -> None:
             self.steps.append(stats)
+
+        def count_against(self, objectives: Objectives | None) -> None:
+            self.objectives.append(objectives)
 
     async def scenario(client: EngineClient) -> None:
         with pytest.raises(NotReady):
@@ -124,7 +131,9 @@ def test_streams_abort_limits_and_drain(path: Path) -> None:
         assert isinstance(ending, Finished)
         assert (ending.reason, ending.num_prompt_tokens) == ("abort", 5)
 
-        ack = await client.post_limits(LimitsUpdate(revision=3, limits=LimitsChange(max_num_seqs=2), ttl_s=0.3))
+        ack = await client.post_limits(
+            LimitsUpdate(revision=3, limits=LimitsChange(max_num_seqs=2), ttl_s=0.3, objectives=ASKED)
+        )
         assert (ack.status, client.limits().effective.max_num_seqs) == (LimitsStatus.APPLIED, 2)
         stale = await client.post_limits(LimitsUpdate(revision=2, limits=LimitsChange(max_num_seqs=4)))
         assert stale.status is LimitsStatus.STALE
@@ -143,6 +152,7 @@ def test_streams_abort_limits_and_drain(path: Path) -> None:
     run(path, scenario, Observer())
     assert sum(stats.num_prefill_tokens for stats in Observer.steps) >= sum(range(1, 21))
     assert Observer.steps[-1].kv_blocks.used == 0
+    assert Observer.objectives[0] is None and Observer.objectives[-1] == ASKED
 
 
 def test_a_killed_engine_fails_every_request_and_says_so(path: Path) -> None:
