@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow sanitize e2e compat check format chart clean
+.PHONY: help setup demo test test-slow proof sanitize e2e compat check format chart clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test: $(STAMP) ## run the tests (a few minutes)
 
 test-slow: $(STAMP) ## run the slow tests: long property tests, fuzzing, soaks (CI runs them too)
 	@$(PYTEST) -m slow
+
+proof: $(STAMP) ## run the tuner against an oracle in simulation, write docs/tuning-proof.md (hours; PROOF='--seeds 1' and others)
+	@$(BIN)/python -m flyball_simulation.proof $(PROOF)
 
 sanitize: $(STAMP) ## run the kernel tests on C++ ops compiled with AddressSanitizer and UBSan
 	@PYTHONPATH=tests $(BIN)/python -m sanitize

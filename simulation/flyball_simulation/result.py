@@ -46,11 +46,16 @@ class Bin(Struct, frozen=True, kw_only=True):
 
 
 class Tried(Struct, frozen=True, kw_only=True):
-    """One point of a sweep."""
+    """One point of a sweep.
+
+    Attributes:
+        given_up: before all requests had ended, because others were better.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     share_good: float
+    given_up: bool = False
 
 
 class Result(Struct, kw_only=True):

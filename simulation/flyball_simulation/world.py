@@ -9,8 +9,9 @@ from msgspec import Struct, structs
 
 from flyball_protocol import BootPrior, Limits
 from flyball_simulation.controllers import Auto, Controller
+from flyball_simulation.executor import engine_info
 from flyball_simulation.plant import Device, Disturbances, Plant
-from flyball_simulation.replica import Outcome, Replica, engine_config, percentile
+from flyball_simulation.replica import BLOCK_SIZE, Outcome, Replica, engine_config, percentile
 from flyball_simulation.result import Bounds, Change, Result, bins
 from flyball_simulation.scrape import Faults, Scraper
 from flyball_simulation.workload import Workload
@@ -40,13 +41,31 @@ class Setup(Struct, frozen=True, kw_only=True):
     model: str = "model"
     prior: BootPrior | None = None
 
+    @property
+    def key(self) -> str:
+        """Under which step times are learned; see ``Evidence.key``."""
+        return engine_info(
+            model=self.model, device=self.name, max_model_len=1, num_kv_blocks=1, block_size=BLOCK_SIZE
+        ).key
+
 
 def simulate(
-    setup: Setup, workload: Workload, controller: Controller, *, label: str, seed: int, duration_s: float
+    setup: Setup,
+    workload: Workload,
+    controller: Controller,
+    *,
+    label: str,
+    seed: int,
+    duration_s: float,
+    max_bad: int | None = None,
 ) -> Result:
-    """Run until every request has ended. Raises ConfigError for replicas that cannot start."""
+    """Run until every request has ended, or more than ``max_bad`` of them were not good.
+
+    Raises:
+        ConfigError: the replicas cannot start.
+    """
     started_s = time.perf_counter()
-    world = World(setup, workload, controller, seed)
+    world = World(setup, workload, controller, seed, max_bad)
     world.run()
     elapsed_s = time.perf_counter() - started_s
     return world.result(label, duration_s, elapsed_s)
@@ -59,12 +78,16 @@ class World:
         ConfigError: replicas with these settings cannot start.
     """
 
-    def __init__(self, setup: Setup, workload: Workload, controller: Controller, seed: int) -> None:
+    def __init__(
+        self, setup: Setup, workload: Workload, controller: Controller, seed: int, max_bad: int | None = None
+    ) -> None:
         self.setup = setup
         self.workload = workload
         self.controller = controller
         self.seed = seed
         self.changes: list[Change] = []
+        self._num_bad = 0
+        self._max_bad = len(workload) if max_bad is None else max_bad
         self._prefix_caching = any(one.hash_ids for one in workload)
         self._events: list[tuple[float, int, Event]] = []
         self._order = count()
@@ -85,7 +108,7 @@ class World:
         for at_s in self.setup.faults.operator_restarts:
             self._at(at_s, self._restart_operator)
         events = self._events
-        while self._num_left > 0:
+        while self._num_left > 0 and self._num_bad <= self._max_bad:
             at_s, _, event = heapq.heappop(events)
             event(at_s)
 
@@ -198,10 +221,17 @@ class World:
     def _ender(self, replica: Replica) -> Event:
         def end(now_s: float) -> None:
             if replica.busy:  # else it was killed within the step
-                self._num_left -= replica.finish()
+                num_ended = replica.finish()
+                if num_ended:
+                    self._count(replica.outcomes[-num_ended:])
                 self._step(replica, now_s)
 
         return end
+
+    def _count(self, ended: Sequence[Outcome]) -> None:
+        self._num_left -= len(ended)
+        bounds = self.setup.objectives
+        self._num_bad += sum(not bounds.met_by(one.ttft_s, one.itl_p95_s) for one in ended)
 
     def _round(self, now_s: float) -> None:
         """One round of the slow loop, as the operator makes it."""

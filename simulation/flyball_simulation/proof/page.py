@@ -1,0 +1,201 @@
+"""Writes the page of the proof: tables and charts of what was run, and nothing of what was not."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+from flyball_simulation.chart import BLUE, GREEN, GREY, ORANGE, RED, new_figure, save
+from flyball_simulation.proof.cells import Cell
+from flyball_simulation.proof.contenders import Run
+from flyball_simulation.proof.matrix import CONTENDERS, ORACLE, PHASE_1, SINGLE, Matrix
+from flyball_simulation.proof.scenarios import Scenario, Verdict
+from flyball_simulation.proof.targets import targets
+
+COLUMNS = (ORACLE, "auto", SINGLE, PHASE_1, "rules", "aimd", "vllm-default")
+COLOURS = {ORACLE: GREY, "auto": BLUE, SINGLE: GREEN, "rules": RED, "vllm-default": ORANGE}
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""Student's t, two-sided 95 %, by number of values."""
+
+
+def write(
+    folder: Path,
+    matrix: Matrix,
+    scenarios: Sequence[Scenario],
+    verdicts: Mapping[tuple[str, str], Verdict],
+    *,
+    version: str,
+    command: str,
+) -> Path:
+    """Write tuning-proof.md and its charts into ``folder``; returns the page's path."""
+    _draw_matrix(matrix, folder / "tuning-proof-matrix.svg")
+    shifting = [cell for cell in matrix.cells if len(cell.phases) > 1]
+    for cell in shifting[:1]:
+        _draw_over_time(matrix, cell, folder / "tuning-proof-shift.svg")
+    page = folder / "tuning-proof.md"
+    page.write_text(
+        "\n".join(
+            [
+                *_head(matrix, version, command),
+                *_targets(matrix, verdicts),
+                *_matrix(matrix),
+                *(["![The shift over time](tuning-proof-shift.svg)", ""] if shifting else []),
+                *_changes(matrix),
+                *_scenarios(scenarios, verdicts),
+            ]
+        )
+    )
+    return page
+
+
+def interval(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of the mean; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    return T_95.get(len(values), 2.0) * stdev(values) / math.sqrt(len(values))
+
+
+def _head(matrix: Matrix, version: str, command: str) -> list[str]:
+    seeds = ", ".join(map(str, matrix.seeds))
+    seqs, tokens = matrix.single
+    return [
+        "# The tuner against an oracle, in simulation",
+        "",
+        f"Written by `{command}`; do not edit. Code {version}, seeds {seeds}, {len(matrix.cells)} cells, "
+        f"{len(matrix.runs)} runs.",
+        "",
+        "[Simulating](simulation.md) says what is simulated and what is not. A share is that of all requests that met both",
+        "objectives: TTFT, and the request's own ITL p95. Intervals are 95 % over the seeds. Contenders:",
+        "",
+        "- *oracle*: the best fixed limits of the cell, found by trying a grid of 76 on the first seed",
+        f"- *best single*: the fixed limits that are best over all cells, of 11: {seqs} sequences, {tokens} tokens",
+        "- *tuned on phase 1*: the best fixed limits for the first phase of a load that shifts",
+        "- *rules*: Flyball's first tuner; *aimd*: additive increase, multiplicative decrease; *vllm-default*: vLLM's defaults",
+        "",
+    ]
+
+
+def _targets(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> list[str]:
+    words = {True: "met", False: "**missed**", None: "not run"}
+    rows = [f"| {one.number} | {one.demand} | {one.found} | {words[one.met]} |" for one in targets(matrix, verdicts)]
+    return ["## Targets", "", "| | target | found | |", "| --- | --- | --- | --- |", *rows, ""]
+
+
+def _matrix(matrix: Matrix) -> list[str]:
+    rows = [
+        f"| {cell.name} | " + " | ".join(_share(matrix, cell, name) for name in COLUMNS) + " |" for cell in matrix.cells
+    ]
+    return [
+        "## Share of good requests",
+        "",
+        "![Share of good requests by cell and contender](tuning-proof-matrix.svg)",
+        "",
+        "| cell | " + " | ".join(COLUMNS) + " |",
+        "| --- |" + " --- |" * len(COLUMNS),
+        *rows,
+        "| mean | " + " | ".join(_mean(matrix, name) for name in COLUMNS) + " |",
+        "",
+    ]
+
+
+def _share(matrix: Matrix, cell: Cell, contender: str) -> str:
+    runs = matrix.of(cell.name, contender)
+    if not runs:
+        return ""
+    values = [one.share_good for one in runs]
+    limits = runs[0].limits
+    at = f" ({limits[0]}, {limits[1]})" if contender == ORACLE and limits else ""
+    return f"{fmean(values):.3f} ± {interval(values):.3f}{at}"
+
+
+def _mean(matrix: Matrix, contender: str) -> str:
+    cells = [cell for cell in matrix.cells if matrix.of(cell.name, contender)]
+    if len(cells) < len(matrix.cells):
+        return ""
+    return f"{fmean(matrix.share(cell.name, contender) for cell in cells):.3f}"
+
+
+def _changes(matrix: Matrix) -> list[str]:
+    tuners = [name for name in CONTENDERS if name != "vllm-default"]
+    rows = [
+        f"| {cell.name} | " + " | ".join(_rate(matrix.of(cell.name, name), cell) for name in tuners) + " |"
+        for cell in matrix.cells
+    ]
+    return [
+        "## Changes an hour",
+        "",
+        "| cell | " + " | ".join(tuners) + " |",
+        "| --- |" + " --- |" * len(tuners),
+        *rows,
+        "",
+    ]
+
+
+def _rate(runs: Sequence[Run], cell: Cell) -> str:
+    return f"{fmean(60 * one.num_changes / cell.minutes for one in runs):.0f}" if runs else ""
+
+
+def _scenarios(scenarios: Sequence[Scenario], verdicts: Mapping[tuple[str, str], Verdict]) -> list[str]:
+    rows = []
+    for one in scenarios:
+        found = [_verdict(verdicts.get((one.name, who))) for who in ("auto", "rules")]
+        rows.append(f"| {one.name} | {one.demand} | {found[0]} | {found[1]} |")
+    if not rows:
+        return []
+    return [
+        "## Scenarios",
+        "",
+        "Situations in which the first tuner did the wrong thing.",
+        "",
+        "| scenario | what has to come of it | auto | rules |",
+        "| --- | --- | --- | --- |",
+        *rows,
+        "",
+    ]
+
+
+def _verdict(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "not run"
+    return f"{'passed' if verdict.passed else '**failed**'}: {verdict.figures}"
+
+
+def _draw_matrix(matrix: Matrix, path: Path) -> None:
+    figure = new_figure(10, 1.5 + 0.35 * len(matrix.cells))
+    axes = figure.subplots()
+    for name, colour in COLOURS.items():
+        points = [(place, matrix.of(cell.name, name)) for place, cell in enumerate(matrix.cells)]
+        known = [(place, [one.share_good for one in runs]) for place, runs in points if runs]
+        axes.errorbar(
+            [fmean(values) for _, values in known],
+            [place for place, _ in known],
+            xerr=[interval(values) for _, values in known],
+            fmt="|" if name == ORACLE else "o",
+            markersize=14 if name == ORACLE else 6,
+            color=colour,
+            label=name,
+        )
+    axes.set_yticks(range(len(matrix.cells)), [cell.name for cell in matrix.cells])
+    axes.invert_yaxis()
+    axes.set(xlabel="share of good requests", xlim=(-0.02, 1.02))
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=len(COLOURS))
+    save(figure, str(path))
+
+
+def _draw_over_time(matrix: Matrix, cell: Cell, path: Path) -> None:
+    """Draw the share of good requests by minute, of the first seed."""
+    figure = new_figure(10, 4)
+    axes = figure.subplots()
+    for name, colour in COLOURS.items():
+        runs = matrix.of(cell.name, name)
+        if runs:
+            bins = runs[0].timeline
+            shares = [one.num_good / one.num_requests if one.num_requests else math.nan for one in bins]
+            axes.step([one.start_s / 60 for one in bins], shares, where="post", color=colour, label=name)
+    for start_s in cell.shift_times_s()[1:]:
+        axes.axvline(start_s / 60, color=GREY, linestyle=":")
+    axes.set(title=cell.name, xlabel="minutes", ylabel="share of good requests", ylim=(-0.02, 1.02))
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=len(COLOURS))
+    save(figure, str(path))
