@@ -272,6 +272,8 @@ def test_a_bug_while_reading_the_engine_ends_every_request(path: Path) -> None:
             if stats.num_tokens:
                 raise KeyError("no such metric")
 
+        def count_against(self, objectives: Objectives | None) -> None: ...
+
     async def scenario(client: EngineClient) -> None:
         await client.wait_ready()
         _, ending = await collect(client.submit(request("victim", max_tokens=500)))
