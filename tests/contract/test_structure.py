@@ -19,7 +19,7 @@ def test_every_file_that_it_names_exists() -> None:
 
 
 def test_the_path_of_a_request_has_few_files() -> None:
-    _, _, rest = TEXT.partition("## How a request flows")
-    path, _, beside = rest.partition("Beside the path:")
-    assert beside, "the flow says what is not on the path"
-    assert 15 <= len(set(FILE.findall(path))) <= MAX_FILES_ON_PATH
+    _, _, section = TEXT.partition("## How a request flows\n\n")
+    steps, _, _ = section.partition("\n\n")
+    assert steps.startswith("1. "), "the steps are the section's first paragraph"
+    assert 15 <= len(set(FILE.findall(steps))) <= MAX_FILES_ON_PATH
