@@ -1,6 +1,7 @@
 """A scriptable EngineFront: answers by itself with ``reply``, or waits for the test to emit each event."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 
 from flyball_protocol import Envelope, KVBlocks, Limits, LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate, StepModel
@@ -102,6 +103,10 @@ class FakeEngine:
     @property
     def num_unfinished(self) -> int:
         return len(self._streams)
+
+    @property
+    def engine_pid(self) -> int:
+        return os.getpid()
 
     def check_queue(self, client: str) -> None:
         if self.full is not None:

@@ -6,9 +6,11 @@ token, and the answer is signed too. A token that is sent is taken from loopback
 pod, or over ``kubectl port-forward``.
 """
 
+import asyncio
 import hmac
 import ipaddress
 import logging
+import os
 import time
 from collections.abc import Callable
 
@@ -17,13 +19,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flyball_protocol import LimitsUpdate, endpoints, signing
+from flyball_protocol import LimitsUpdate, MemoryState, endpoints, signing
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from flyball_runtime.api.app import bare_app
 from flyball_runtime.api.errors import Unauthorized, json_response
 from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.server import decode, read_body
 from flyball_runtime.core.errors import ConfigError, EngineDead
+from flyball_runtime.core.memory import memory_state
 from flyball_runtime.core.room import Room
 from flyball_runtime.engine.front import EngineFront
 
@@ -160,6 +163,19 @@ def create_admin_app(
     return app
 
 
+def _memory(front: EngineFront) -> MemoryState | None:
+    """Return the memory of the replica's two processes; None before the engine reports, or if it has no pool to tell of."""
+    stats = front.latest_stats()
+    if stats is None or not front.info.kv_block_bytes:
+        return None
+    block_bytes = front.info.kv_block_bytes
+    return memory_state(
+        (os.getpid(), front.engine_pid),
+        pool_bytes=stats.num_allocated_kv_blocks * block_bytes,
+        pool_max_bytes=front.info.num_kv_blocks * block_bytes,
+    )
+
+
 class AdminRoutes:
     def __init__(self, front: EngineFront, metrics: MetricsCollector) -> None:
         self._front = front
@@ -181,8 +197,14 @@ class AdminRoutes:
         front, metrics = self._front, self._metrics
         if front.dead_reason is not None:
             raise EngineDead(front.dead_reason)
+        memory = await asyncio.to_thread(_memory, front)
         evidence = metrics.measured.evidence(
-            metrics.model_name, front.limits(), key=front.info.key, ready=front.ready, draining=front.draining
+            metrics.model_name,
+            front.limits(),
+            key=front.info.key,
+            ready=front.ready,
+            draining=front.draining,
+            memory=memory,
         )
         return json_response(evidence)
 

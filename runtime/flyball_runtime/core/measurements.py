@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flyball_protocol import Evidence, Lengths, LimitsReport, Objectives, StepModel
+from flyball_protocol import Evidence, Lengths, LimitsReport, MemoryState, Objectives, StepModel
 from flyball_protocol.endpoints import TEMPLATE_ENV
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.errors import NotReady
@@ -182,11 +182,21 @@ class Measurements:
         num_steps = sum(steps.values())
         return {reason: count / num_steps for reason, count in steps.items()} if num_steps else {}
 
-    def evidence(self, model: str, limits: LimitsReport, *, key: str, ready: bool, draining: bool) -> Evidence:
+    def evidence(
+        self,
+        model: str,
+        limits: LimitsReport,
+        *,
+        key: str,
+        ready: bool,
+        draining: bool,
+        memory: MemoryState | None = None,
+    ) -> Evidence:
         """Return the evidence of this moment. ``num_finished`` counts stop and length, ``num_failed`` error.
 
         Args:
             key: of the engine, ``EngineInfo.key``.
+            memory: of the replica's processes.
         Raises:
             NotReady: no step was taken in yet.
         """
@@ -228,6 +238,7 @@ class Measurements:
             step_time_p95_s=steps.p95_s,
             step_model=self.step_model,
             lengths=self.lengths,
+            memory=memory,
             objective_counts=None if self.objective_counter is None else self.objective_counter.counts(now),
         )
 

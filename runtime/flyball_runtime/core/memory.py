@@ -3,9 +3,13 @@
 import contextlib
 import ctypes
 import gc
-from collections.abc import Iterator
+import mmap
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
+
+from flyball_protocol import MemoryState
 
 
 class _Controller(NamedTuple):
@@ -26,6 +30,10 @@ _CONTROLLERS = {
 """By file system type, as ``/proc/self/mountinfo`` names it."""
 
 
+_NO_LIMIT = 2**60
+"""Version 1 writes a number of about 2^63 for "no limit"."""
+
+
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Memory this process may still take: what the machine has available, or the least that any of its cgroups leaves.
 
@@ -40,8 +48,51 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     return max(0, min([machine_bytes, *_bytes_left_by_cgroups(root)]))
 
 
+def memory_state(pids: Iterable[int], *, pool_bytes: int, pool_max_bytes: int, root: Path = Path("/")) -> MemoryState:
+    """Return the memory of a replica's processes, read from files of the kernel: some milliseconds.
+
+    Args:
+        pids: this process and others in its cgroup; one that has ended counts nothing.
+        pool_bytes, pool_max_bytes: of the KV blocks, now and at most.
+    """
+    groups = list(_cgroups(root))
+    limits = [limit for folder, controller in groups if (limit := _limit(folder, controller)) is not None]
+    return MemoryState(
+        pool_bytes=pool_bytes,
+        pool_max_bytes=pool_max_bytes,
+        process_bytes=sum(_resident_bytes(pid, root) for pid in set(pids)),
+        limit_bytes=min(limits, default=None),
+        available_bytes=available_memory_bytes(root),
+        pressure=_pressure([*(folder / "memory.pressure" for folder, _ in groups), root / "proc/pressure/memory"]),
+    )
+
+
+def _resident_bytes(pid: int, root: Path) -> int:
+    fields = _read(root / "proc" / str(pid) / "statm").split()
+    return int(fields[1]) * mmap.PAGESIZE if len(fields) > 1 else 0
+
+
+def _pressure(files: Iterable[Path]) -> float | None:
+    """Return the first "some avg10" of pressure stall information (PSI) as a share; None where the kernel keeps none."""
+    for file in files:
+        try:
+            found = re.search(r"some avg10=(\d+(?:\.\d+)?)", _read(file))
+        except OSError:  # PSI can be built in and switched off: the file is there, and cannot be read
+            continue
+        if found is not None:
+            return float(found[1]) / 100
+    return None
+
+
 def _bytes_left_by_cgroups(root: Path) -> Iterator[int]:
-    """Yield what each cgroup of this process leaves, from its own to the topmost visible one."""
+    """Yield what each cgroup of this process that has a limit leaves."""
+    for folder, controller in _cgroups(root):
+        if (left_bytes := _bytes_left(folder, controller)) is not None:
+            yield left_bytes
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, _Controller]]:
+    """Yield the folders of this process's cgroups, from its own to the topmost visible one."""
     paths = _cgroup_paths(root)
     for mount_root, mount_point, kind in _cgroup_mounts(root):
         if kind not in paths:
@@ -51,8 +102,7 @@ def _bytes_left_by_cgroups(root: Path) -> Iterator[int]:
         # In a container the mount may show a part of the tree only, of which this process's cgroup is the root.
         below = path.relative_to(mount_root) if path.is_relative_to(mount_root) else PurePosixPath()
         for folder in (below, *below.parents):
-            if (left_bytes := _bytes_left(top / folder, _CONTROLLERS[kind])) is not None:
-                yield left_bytes
+            yield top / folder, _CONTROLLERS[kind]
 
 
 def _cgroup_paths(root: Path) -> dict[str, str]:
@@ -79,14 +129,22 @@ def _cgroup_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
 
 def _bytes_left(folder: Path, controller: _Controller) -> int | None:
     """Return limit less use of one cgroup; None if it has no limit or does not tell its use."""
-    stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-    limits = [_read(folder / name) for name in controller.limits]
-    limits.append(stat.get(controller.limit_of_ancestors, ""))
-    bounds = [int(limit) for limit in limits if limit not in ("", "max")]
-    used = _read(folder / controller.usage)
-    if not bounds or not used:
+    limit, used = _limit(folder, controller), _read(folder / controller.usage)
+    if limit is None or not used:
         return None
-    return min(bounds) - int(used) + int(stat.get(controller.page_cache, 0))
+    return limit - int(used) + int(_stat(folder).get(controller.page_cache, 0))
+
+
+def _limit(folder: Path, controller: _Controller) -> int | None:
+    """Return the lowest limit of one cgroup; None without one."""
+    limits = [_read(folder / name) for name in controller.limits]
+    limits.append(_stat(folder).get(controller.limit_of_ancestors, ""))
+    bounds = [int(limit) for limit in limits if limit not in ("", "max")]
+    return min((one for one in bounds if one < _NO_LIMIT), default=None)
+
+
+def _stat(folder: Path) -> dict[str, str]:
+    return dict(line.split() for line in _read(folder / "memory.stat").splitlines())
 
 
 def _read(file: Path) -> str:

@@ -14,6 +14,7 @@ class StepStats(Struct, frozen=True, kw_only=True):
         duration_s: plan, run and commit together.
         blocked_by: why the head of the queue was not admitted in this step: none, seqs, kv, reserve, budget, step_time.
         num_prefix_queried_tokens, num_prefix_hit_tokens: prompt tokens looked up at admission in this step, and found.
+        num_allocated_kv_blocks: those that there is memory for.
         predicted_s: time from the end of the step before to its own, as predicted when it was launched; None without a model.
         step_model, lengths: what has been learned so far; None if it was reported a few steps before, or nothing is known.
     """
@@ -36,6 +37,7 @@ class StepStats(Struct, frozen=True, kw_only=True):
     predicted_s: float | None = None
     step_model: StepModel | None = None
     lengths: Lengths | None = None
+    num_allocated_kv_blocks: int = 0
 
 
 class StepOutput(Struct, frozen=True, tag=True):
@@ -61,6 +63,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         kv_windows: how many of the latest tokens each group of layers attends to; None is all.
         num_kv_blocks: most that there may be.
         num_start_kv_blocks: how many of them there is memory for at the start.
+        kv_block_bytes: memory of one KV block in all its layers; 0 if nobody said.
         kernel_backend: which implementation the ops run: cpp, torch or triton.
     """
 
@@ -77,6 +80,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     num_parameters: int
     startup_s: dict[str, float]
     longest_pause_s: float
+    kv_block_bytes: int = 0
 
     @property
     def key(self) -> str:

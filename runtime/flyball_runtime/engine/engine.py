@@ -289,6 +289,7 @@ class Engine:
         return StepStats(
             duration_s=duration_s,
             predicted_s=predicted_s,
+            num_allocated_kv_blocks=self.kv_cache.size,
             step_model=self.governor.model if is_due else None,
             lengths=self.lengths.snapshot() if is_due else None,
             num_tokens=step.num_tokens if step else 0,

@@ -39,6 +39,11 @@ class EngineFront(Protocol):
         ...
 
     @property
+    def engine_pid(self) -> int:
+        """Of the process that runs the steps. Raises NotReady before it runs."""
+        ...
+
+    @property
     def num_unfinished(self) -> int:
         """Requests accepted and not yet ended."""
         ...

@@ -216,6 +216,9 @@ class ModelRunner:
             num_kv_blocks=size.max_blocks,
             num_start_kv_blocks=size.num_blocks,
             num_parameters=self._model_config.num_parameters,
+            kv_block_bytes=config.block_size
+            * layout.num_tensors
+            * self._model_config.kv_bytes_per_layer(self._dtype_name),
             startup_s=self._stages.seconds,
             longest_pause_s=self._longest_pause_s,
         )

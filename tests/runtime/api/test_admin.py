@@ -137,6 +137,18 @@ async def test_evidence(
     assert evidence.envelope == ENVELOPE and evidence.model == "test-model"
 
 
+async def test_evidence_has_the_memory_of_both_processes_and_the_pool(
+    admin: httpx.AsyncClient, engine: FakeEngine, metrics: MetricsCollector
+) -> None:
+    metrics.measured.step(step_stats())
+    assert msgspec.json.decode((await admin.get(EVIDENCE)).content, type=Evidence).memory is None, "no pool to tell of"
+    engine.engine_info = msgspec.structs.replace(engine.engine_info, kv_block_bytes=1000)
+    engine.stats = step_stats(num_allocated_kv_blocks=60)
+    memory = msgspec.json.decode((await admin.get(EVIDENCE)).content, type=Evidence).memory
+    assert memory is not None and memory.process_bytes > 2**20
+    assert (memory.pool_bytes, memory.pool_max_bytes) == (60_000, 100_000)
+
+
 async def test_evidence_before_and_after_the_engine(admin: httpx.AsyncClient, engine: FakeEngine) -> None:
     response = await admin.get(EVIDENCE)
     assert (response.status_code, error_of(response)["code"]) == (503, "not_ready") and response.headers["retry-after"]

@@ -1,10 +1,13 @@
 """What memory there is, by made-up /proc and cgroup trees."""
 
+import mmap
+import os
 from pathlib import Path
 
 import pytest
 
-from flyball_runtime.core.memory import available_memory_bytes
+from flyball_protocol import MemoryState
+from flyball_runtime.core.memory import available_memory_bytes, memory_state
 
 MIB = 2**20
 MACHINE = 8000 * MIB
@@ -142,3 +145,46 @@ def test_a_cgroup_over_its_limit_leaves_nothing(root: Path) -> None:
 
 def test_this_machine_has_some() -> None:
     assert available_memory_bytes() > 0
+
+
+def state(root: Path, *pids: int) -> MemoryState:
+    return memory_state(pids, pool_bytes=3, pool_max_bytes=4, root=root)
+
+
+def statm(root: Path, pid: int, pages: int) -> None:
+    write(root, {f"proc/{pid}/statm": f"99999 {pages} 5 1 0 6 0"})
+
+
+def test_the_state_without_cgroups_or_pressure(root: Path) -> None:
+    statm(root, 7, 100)
+    found = state(root, 7, 7, 8)
+    assert found.process_bytes == 100 * mmap.PAGESIZE, "7 counts once, and 8 has ended"
+    assert (found.pool_bytes, found.pool_max_bytes, found.available_bytes) == (3, 4, MACHINE)
+    assert (found.limit_bytes, found.pressure, found.device_free_bytes) == (None, None, None)
+
+
+def test_the_lowest_limit_counts_and_the_pressure_of_the_own_group(root: Path) -> None:
+    v2(root, "/pod/a")
+    v2_group(root, "pod", 900 * MIB, 500 * MIB)
+    v2_group(root, "pod/a", 1000 * MIB, 400 * MIB)
+    psi = "some avg10={} avg60=1.00 avg300=0.00 total=5\nfull avg10=9.00 avg60=0.00 avg300=0.00 total=2"
+    write(root, {"proc/pressure/memory": psi.format("40.00")})
+    assert state(root).pressure == 0.4
+    write(root, {"sys/fs/cgroup/pod/a/memory.pressure": psi.format("12.50")})
+    found = state(root)
+    assert (found.limit_bytes, found.available_bytes, found.pressure) == (900 * MIB, 400 * MIB, 0.125)
+
+
+def test_version_1_without_a_limit_has_none(root: Path) -> None:
+    v1(root, "/pod")
+    v1_group(root, "pod", V1_NO_LIMIT, 10 * MIB)
+    assert state(root).limit_bytes is None
+    v1_group(root, "pod", 700 * MIB, 10 * MIB, above=600 * MIB)
+    assert state(root).limit_bytes == 600 * MIB
+
+
+def test_this_machine_has_a_state() -> None:
+    found = memory_state((os.getpid(),), pool_bytes=0, pool_max_bytes=0)
+    assert found.process_bytes > MIB
+    assert found.available_bytes is not None and found.available_bytes > 0
+    assert found.pressure is None or 0 <= found.pressure <= 1

@@ -102,3 +102,9 @@ def test_more_memory_than_at_the_start_has_to_be_more(path: Path) -> None:
     a_block = kv_block_bytes(path)
     with pytest.raises(ConfigError, match=r"--kv-cache-memory-max is \d+ bytes, and the KV cache starts with"):
         make_engine(path, kv_cache_memory_bytes=32 * a_block, kv_cache_memory_max_bytes=31 * a_block)
+
+
+def test_the_engine_says_what_a_block_takes_and_how_many_there_are(path: Path) -> None:
+    engine = make_engine(path, kv_cache_memory_bytes=40 * kv_block_bytes(path))
+    assert engine.info.kv_block_bytes == kv_block_bytes(path)
+    assert engine.state().num_allocated_kv_blocks == 40
