@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flyball_protocol import Evidence, Lengths, LimitsReport, MemoryState, Objectives, StepModel
+from flyball_protocol import Evidence, HitPoint, Lengths, LimitsReport, MemoryState, Objectives, StepModel
 from flyball_protocol.endpoints import TEMPLATE_ENV
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.errors import NotReady
@@ -72,7 +72,7 @@ class Measurements:
     Attributes:
         boot_id, template: see Evidence.
         latest: stats of the last step, None before the first.
-        step_model, lengths: those that the engine reported last.
+        step_model, lengths, prefix_hits: those that the engine reported last.
         objective_counter: against the objectives in force, None before any.
         ttft, itl, tpot, e2e, step_time, predicted_step_time: seconds.
         step_tokens, request_prompt_tokens, request_generation_tokens: tokens.
@@ -86,6 +86,7 @@ class Measurements:
         self.latest: StepStats | None = None
         self.step_model: StepModel | None = None
         self.lengths: Lengths | None = None
+        self.prefix_hits: tuple[HitPoint, ...] = ()
         self.objective_counter: ObjectiveCounter | None = None
         self._first_step_s = 0.0
         self.counts = Counts(window_s)
@@ -116,6 +117,7 @@ class Measurements:
         self.latest = stats
         self.step_model = stats.step_model or self.step_model
         self.lengths = stats.lengths or self.lengths
+        self.prefix_hits = stats.prefix_hits or self.prefix_hits
         if stats.num_tokens or stats.blocked_by != "none":
             count(now, (BLOCKED_STEPS, stats.blocked_by))
         if stats.num_tokens:
@@ -239,6 +241,7 @@ class Measurements:
             step_model=self.step_model,
             lengths=self.lengths,
             memory=memory,
+            prefix_hits=self.prefix_hits,
             objective_counts=None if self.objective_counter is None else self.objective_counter.counts(now),
         )
 

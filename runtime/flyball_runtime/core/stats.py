@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from flyball_protocol import KVBlocks, Lengths, Limits, StepModel
+from flyball_protocol import HitPoint, KVBlocks, Lengths, Limits, StepModel
 from flyball_runtime import __version__
 from flyball_runtime.core.request import Failed, Finished
 
@@ -16,7 +16,8 @@ class StepStats(Struct, frozen=True, kw_only=True):
         num_prefix_queried_tokens, num_prefix_hit_tokens: prompt tokens looked up at admission in this step, and found.
         num_allocated_kv_blocks: those that there is memory for.
         predicted_s: time from the end of the step before to its own, as predicted when it was launched; None without a model.
-        step_model, lengths: what has been learned so far; None if it was reported a few steps before, or nothing is known.
+        step_model, lengths, prefix_hits: what has been learned so far; None, or empty, if it was reported a few steps
+            before, or nothing is known.
     """
 
     duration_s: float
@@ -37,6 +38,7 @@ class StepStats(Struct, frozen=True, kw_only=True):
     predicted_s: float | None = None
     step_model: StepModel | None = None
     lengths: Lengths | None = None
+    prefix_hits: tuple[HitPoint, ...] = ()
     num_allocated_kv_blocks: int = 0
 
 

@@ -16,7 +16,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidLogits, RequestError
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, with_seed
 from flyball_runtime.core.stats import EngineInfo, StepOutput, StepStats
-from flyball_runtime.governor import Governor, OutputLengths, usable_prior
+from flyball_runtime.governor import GhostCache, Governor, OutputLengths, usable_prior
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, Ending, LimitsLedger, Scheduler, SchedulerConfig, Step
 
@@ -123,6 +123,7 @@ class Engine:
             logger.warning("%s. Starting without it; step times are learned anew.", refused)
         self.governor = Governor(prior)
         self.lengths = OutputLengths()
+        self._ghost = GhostCache(info.num_kv_blocks, len(info.kv_windows)) if config.enable_prefix_caching else None
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=info.max_model_len,
@@ -135,8 +136,6 @@ class Engine:
             ),
             self.kv_cache,
             pace=self.governor,
-            forecast=self.governor,
-            lengths=self.lengths,
         )
         self._ledger = LimitsLedger(self.scheduler, self._clock, config.boot_prior)
         self._sequences: dict[str, Sequence] = {}
@@ -171,7 +170,7 @@ class Engine:
         if not self.scheduler.abort(request_id):
             return None
         seq = self._sequences.pop(request_id)
-        self._learn_length(seq)
+        self._learn_from(seq)
         return _finished(seq, "abort")
 
     def has_work(self) -> bool:
@@ -217,6 +216,9 @@ class Engine:
             return False
         if self.kv_cache.size > self._num_blocks_there:
             self._fit_memory()
+        if self._ghost is not None:
+            for seq in step.admitted:
+                self._ghost.look_up(seq.block_hashes, seq.num_prompt_tokens, self.info.block_size)
         predicted_s, after_idle = self.governor.predict(step.plan), self._idle
         handle = self._executor.launch(step.plan)
         self._in_flight.append(_InFlight(step, handle, started_s, predicted_s, after_idle))
@@ -271,7 +273,10 @@ class Engine:
         elif not done.after_idle and not done.step.plan.block_copies:
             self.governor.observe(done.step.plan, seconds)
 
-    def _learn_length(self, seq: Sequence) -> None:
+    def _learn_from(self, seq: Sequence) -> None:
+        """Take in what a request that has ended says of others: its length, and which blocks may be asked for again."""
+        if self._ghost is not None and seq.num_output_tokens:
+            self._ghost.use(seq.block_hashes)
         self.lengths.observe(
             seq.num_prompt_tokens, seq.num_output_tokens, num_cached_tokens=seq.num_cached_tokens, route=seq.client
         )
@@ -279,7 +284,7 @@ class Engine:
     def _end(self, seq: Sequence, ending: Ending) -> Finished | Failed:
         del self._sequences[seq.request_id]
         if ending != "failed":
-            self._learn_length(seq)
+            self._learn_from(seq)
             return _finished(seq, ending)
         error = InvalidLogits(seq.num_output_tokens)
         logger.error("request_id=%s failed: %s", seq.request_id, error)
@@ -294,6 +299,7 @@ class Engine:
             num_allocated_kv_blocks=self.kv_cache.size,
             step_model=self.governor.model if is_due else None,
             lengths=self.lengths.snapshot() if is_due else None,
+            prefix_hits=self._ghost.curve() if is_due and self._ghost is not None else (),
             num_tokens=step.num_tokens if step else 0,
             num_prefill_tokens=step.plan.num_prefill_tokens if step else 0,
             num_decodes=step.num_decodes if step else 0,

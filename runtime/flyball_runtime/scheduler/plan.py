@@ -108,6 +108,7 @@ class Step:
         plan: for the executor; there once the step is whole.
         sequences: whose the plan's entries are, in its order.
         preempted: sequences that lost their blocks for this step.
+        admitted: sequences that run for the first time.
         blocked_by: why the head of the queue is not in it.
         num_cached_tokens: prompt tokens found in the prefix cache, by request id, of the sequences first admitted in
             this step that had any.
@@ -129,6 +130,7 @@ class Step:
     table_writes: list[TableWrite] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
     blocked_by: BlockedBy = BlockedBy.NONE
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     num_prefix_queried_tokens: int = 0

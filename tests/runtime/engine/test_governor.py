@@ -55,7 +55,7 @@ class Plant:
         return [1] * handle[1]
 
 
-def make(*, ahead: bool = False, prior: BootPrior | None = None) -> tuple[Engine, FakeClock]:
+def make(*, ahead: bool = False, caching: bool = False, prior: BootPrior | None = None) -> tuple[Engine, FakeClock]:
     clock = FakeClock()
     config = EngineConfig(
         model="plant",
@@ -63,7 +63,7 @@ def make(*, ahead: bool = False, prior: BootPrior | None = None) -> tuple[Engine
         max_num_seqs=64,
         async_scheduling=ahead,
         boot_prior=prior,
-        enable_prefix_caching=False,
+        enable_prefix_caching=caching,
     )
     return Engine(config, Plant(clock), clock), clock
 
@@ -160,3 +160,19 @@ def test_lengths_are_those_of_what_ended_and_of_what_was_given_up() -> None:
     engine.abort("a")
     after = engine.state().lengths
     assert after is not None and after.num_requests > before.num_requests
+
+
+def test_prompts_that_come_again_show_in_the_curve_of_the_ghost_cache() -> None:
+    engine, _ = make(caching=True)
+    for name in "ab":
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(range(1, 1602)),
+            sampling=SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0),
+        )
+        engine.submit(request)
+        stats = drain(engine)
+    assert stats[0].num_prefix_hit_tokens == 1600
+    curve = engine.state().prefix_hits
+    assert curve[0].num_blocks == 1250 and [point.share for point in curve] == pytest.approx([1600 / 3202] * 8, rel=0.1)
+    assert make()[0].state().prefix_hits == ()
