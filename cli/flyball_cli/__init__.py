@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # a fault of Flyball's own
         print(
             f"flyball: {words[0]} needs the Python package {error.name}, which is not installed here. "
-            f"Install what this command needs: pip install 'flyball[{command.extra}]'",
+            f"Install the packages of this command: pip install 'flyball[{command.extra}]'",
             file=sys.stderr,
         )
         return endpoints.EXIT_CONFIG_ERROR

@@ -53,7 +53,8 @@ def _installed(extra: str, listed: "Commands[argparse.ArgumentParser]") -> dict[
         known = commands_of(package.build_parser()).choices
     except ModuleNotFoundError as error:
         print(
-            f"flyball: the flags of commands of flyball[{extra}] are left out: {error.name} is not installed",
+            f"flyball: the script lacks the flags of some commands, because {error.name} is not installed; "
+            f"install it with: pip install 'flyball[{extra}]'",
             file=sys.stderr,
         )
         return {}

@@ -20,7 +20,7 @@ from flyball_clients.endpoint import Endpoint
 from flyball_clients.errors import ConfigError, EndpointError
 from flyball_clients.stream import Chunk, find_model, open_session, stream_chunks
 
-_HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
+_HELP = "/reset deletes the conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer."
 
 # A model's output must not steer the terminal: escape and other control characters are dropped.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -153,7 +153,7 @@ def _one_prompt(args: argparse.Namespace) -> str | None:
     except UnicodeDecodeError as exc:
         raise ConfigError(f"stdin is not {exc.encoding} text: {exc.reason} at byte {exc.start}.") from exc
     if not prompt.strip():
-        raise ConfigError("the prompt is empty; write some text, or start without one in a terminal to talk.")
+        raise ConfigError("the prompt is empty; give some text, or leave it out in a terminal to start a conversation.")
     return prompt
 
 
@@ -179,9 +179,9 @@ def _talk(runner: asyncio.Runner, conversation: Conversation) -> None:
     while (question := _read_question()) is not None:
         if question == "/reset":
             conversation.reset()
-            _note("forgotten.")
+            _note("the conversation is deleted.")
         elif question.startswith("/") and " " not in question:
-            _note(f"no command {question}: {_HELP}")
+            _note(f"{question} is not a command: {_HELP}")
         elif question:
             _answer_or_explain(runner, conversation, question)
 

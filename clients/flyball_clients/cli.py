@@ -65,10 +65,12 @@ def run_bench(args: argparse.Namespace) -> int:
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of ``flyball chat``."""
     parser.description = (
-        "Chat with any OpenAI-compatible server. With a prompt, or with text on stdin, answer once and leave."
+        "Chat with any OpenAI-compatible server. With a prompt, or with text on stdin, print one answer and exit."
     )
     parser.add_argument(
-        "prompt", nargs="?", help="ask this once; without it, talk (or read stdin when it is not a terminal)"
+        "prompt",
+        nargs="?",
+        help="question to ask once; without it, start a conversation, or read stdin if it is not a terminal",
     )
     parser.add_argument(
         "--base-url",
@@ -79,7 +81,9 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
     parser.add_argument("--system", metavar="TEXT", help="system message (default: none is sent)")
     parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (default: the server's)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the server's)")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="maximum tokens of an answer (default: the server's)"
+    )
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable that holds the API key (default: no key is sent)"
     )
@@ -95,8 +99,9 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of ``flyball bench``."""
     parser.description = (
-        "Load an OpenAI-compatible server and report TTFT, ITL, TPOT, E2E, throughput and goodput. Closed loop with "
-        "--concurrency; open loop with --request-rate or --trace, where arrivals do not wait for answers."
+        "Send load to an OpenAI-compatible server and report TTFT, ITL, TPOT, E2E, throughput and goodput. --concurrency "
+        "keeps that many requests in flight (closed loop). With --request-rate or --trace, requests do not wait for answers "
+        "(open loop)."
     )
     _add_server(parser.add_argument_group("server"))
     _add_load(parser.add_argument_group("load"))
@@ -132,7 +137,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--concurrency", type=int, metavar="N", help=f"closed loop: requests in flight (default: {DEFAULT_CONCURRENCY})"
     )
     group.add_argument(
-        "--request-rate", type=float, metavar="R", help="open loop: mean arrivals a second; inf: all at once"
+        "--request-rate", type=float, metavar="R", help="open loop: mean arrivals per second; inf sends all at once"
     )
     group.add_argument(
         "--arrival",
@@ -150,14 +155,18 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--trace", metavar="FILE", help="open loop: Azure .csv[.gz] or Mooncake .jsonl[.gz]")
     group.add_argument(
-        "--trace-speed", type=float, default=1.0, metavar="X", help="2 replays in half the time (default: %(default)g)"
+        "--trace-speed",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="speed of the replay; 2 takes half the time (default: %(default)g)",
     )
     group.add_argument("--trace-limit", type=int, metavar="N", help="only the first N requests (default: all)")
     group.add_argument(
         "--trace-max-tokens",
         type=int,
         metavar="N",
-        help="leave out requests with more input + output (default: leave out none)",
+        help="leave out requests with more input plus output tokens (default: none is left out)",
     )
     group.add_argument(
         "--num-requests",
@@ -170,7 +179,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="requests sent before, and not counted (default: %(default)s)",
+        help="requests sent before the measurement, not counted (default: %(default)s)",
     )
     group.add_argument(
         "--max-duration", type=float, metavar="S", help="start no request after S seconds (default: no limit)"
@@ -187,15 +196,15 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         help="output tokens: the same forms (default: %(default)s)",
     )
     group.add_argument(
-        "--dataset", metavar="FILE", help='JSONL of {"prompt" or "messages", "max_tokens"} in place of random prompts'
+        "--dataset", metavar="FILE", help='JSONL of {"prompt" or "messages", "max_tokens"} instead of random prompts'
     )
     group.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="tokenizer.json or its folder: prompts of token ids, exactly as long as asked",
+        help="tokenizer.json or its folder: prompts become token ids of exactly the length of --input-len",
     )
     group.add_argument(
-        "--ignore-eos", action="store_true", help="ask for full-length answers; not every server takes it"
+        "--ignore-eos", action="store_true", help="ask for full-length answers; not every server accepts this"
     )
     group.add_argument(
         "--temperature",
@@ -205,18 +214,22 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--extra-body", metavar="JSON", help='further fields of every request, like {"top_p": 0.9}')
     group.add_argument(
-        "--seed", type=int, default=_DEFAULTS.seed, help="seeds lengths, arrivals and text (default: %(default)s)"
+        "--seed", type=int, default=_DEFAULTS.seed, help="seed of lengths, arrivals and texts (default: %(default)s)"
     )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--slo", metavar="BOUNDS", help="for goodput: ttft=500ms,tpot=50ms; itl (p99 of a request's gaps) and e2e too"
+        "--slo",
+        metavar="BOUNDS",
+        help="bounds for goodput, like ttft=500ms,tpot=50ms; also itl (p99 of a request's gaps) and e2e",
     )
     group.add_argument("--output", metavar="FILE", help="write the result as JSON")
-    group.add_argument("--save-requests", action="store_true", help="with every request's record in the JSON")
-    group.add_argument("--chart", metavar="FILE", help=".png or .svg; needs pip install 'flyball[bench]'")
-    group.add_argument("--json", action="store_true", help="JSON on stdout in place of the table")
+    group.add_argument("--save-requests", action="store_true", help="include the record of every request in the JSON")
+    group.add_argument(
+        "--chart", metavar="FILE", help="draw a chart to a .png or .svg file; needs pip install 'flyball[bench]'"
+    )
+    group.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
 def settings_from(args: argparse.Namespace) -> BenchSettings:

@@ -49,7 +49,7 @@ def normalise_base_url(base_url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
         raise ConfigError(f"--base-url is {base_url!r}; it must look like http://127.0.0.1:8000.")
     if parts.username or parts.password:
-        raise ConfigError("--base-url has a user name or password in it; pass the key with --api-key-env NAME instead.")
+        raise ConfigError("--base-url contains a user name or password; give the key with --api-key-env NAME instead.")
     if parts.query or parts.fragment:
         raise ConfigError(f"--base-url is {base_url!r}; it must have no query and no fragment.")
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -65,5 +65,7 @@ def _has_good_port(parts: SplitResult) -> bool:
 def _api_key(env_name: str) -> str:
     key = os.environ.get(env_name)
     if not key:
-        raise ConfigError(f"--api-key-env names {env_name}, which is not set. Export it, or leave the flag out.")
+        raise ConfigError(
+            f"--api-key-env names the variable {env_name}, which is not set. Export it, or leave the flag out."
+        )
     return key

@@ -20,8 +20,8 @@ class Unreachable(EndpointError):
 
     def __init__(self, base_url: str, reason: str) -> None:
         super().__init__(
-            f"nothing answers at {base_url} ({reason}). Start a server with `flyball serve MODEL`, "
-            "or name a running one with --base-url."
+            f"no server answers at {base_url} ({reason}). Start one with `flyball serve MODEL`, "
+            "or give the address of a running one with --base-url."
         )
 
 

@@ -86,7 +86,7 @@ def decode_chunk(data: bytes) -> Chunk:
     try:
         chunk = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise BadAnswer(f"the stream holds {data[:80]!r}, which is not a completion chunk: {exc}") from exc
+        raise BadAnswer(f"the server sent {data[:80]!r} in the stream, which is not a completion chunk: {exc}") from exc
     if chunk.error is not None:
         raise ServerError(error_message(data))
     return chunk
@@ -202,7 +202,7 @@ async def list_models(session: aiohttp.ClientSession, endpoint: Endpoint) -> lis
     try:
         return msgspec.json.decode(body, type=_ModelList).data
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise BadAnswer(f"{endpoint.models_url} sent no list of models: {exc}") from exc
+        raise BadAnswer(f"the answer of {endpoint.models_url} is not a list of models: {exc}") from exc
 
 
 async def find_model(session: aiohttp.ClientSession, endpoint: Endpoint, name: str | None) -> ModelCard:
@@ -222,5 +222,5 @@ async def find_model(session: aiohttp.ClientSession, endpoint: Endpoint, name: s
     if name is not None:
         return next((card for card in cards if card.id == name), ModelCard(name))
     if not cards:
-        raise BadAnswer(f"{endpoint.models_url} lists no model; name one with --model.")
+        raise BadAnswer(f"{endpoint.models_url} lists no models; give a name with --model.")
     return cards[0]

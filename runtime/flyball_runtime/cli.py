@@ -48,7 +48,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--served-model-name", nargs="+", metavar="NAME", help="names that requests may use (default: MODEL as written)"
     )
     model.add_argument("--revision", help="branch, tag or commit of a Hugging Face id (default: its main branch)")
-    model.add_argument("--dtype", default="auto", choices=settings.DTYPES, help="auto takes the checkpoint's")
+    model.add_argument("--dtype", default="auto", choices=settings.DTYPES, help="auto uses the checkpoint's type")
     model.add_argument(
         "--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output (default: the checkpoint's)"
     )
@@ -59,14 +59,20 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="sampling defaults: auto (the checkpoint's generation_config.json), none (vllm means the same), or a folder",
     )
     model.add_argument(
-        "--seed", type=int, help="seeds the requests that bring no seed of their own (default: drawn at each start)"
+        "--seed", type=int, help="seed for requests that have none (default: a random one at each start)"
     )
 
-    engine = parser.add_argument_group("engine: the envelope inside which limits move live")
-    engine.add_argument("--device", default="auto", choices=settings.DEVICES, help="auto takes CUDA where there is one")
-    engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="most sequences that run at once")
+    engine = parser.add_argument_group("engine (these flags set the envelope inside which live limits move)")
+    engine.add_argument("--device", default="auto", choices=settings.DEVICES, help="auto uses CUDA if there is a GPU")
     engine.add_argument(
-        "--max-num-batched-tokens", type=int, default=2048, metavar="TOKENS", help="most tokens one step computes"
+        "--max-num-seqs", type=int, default=256, metavar="N", help="maximum number of sequences that run at once"
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="TOKENS",
+        help="maximum number of tokens that one step computes",
     )
     engine.add_argument(
         "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="share of the GPU's memory to use"
@@ -80,18 +86,18 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--kv-cache-memory-max",
         metavar="SIZE",
-        help="what live limits may raise it to, on CPUs under Linux (default: its size at the start)",
+        help="size up to which live limits may raise the KV cache, on CPUs under Linux (default: its size at the start)",
     )
     engine.add_argument(
         "--kv-drain-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="preempt running sequences for a lowered KV limit after so long",
+        help="seconds to wait for running sequences when the KV limit is lowered; then some are preempted",
     )
     engine.add_argument("--block-size", type=int, default=16, choices=settings.BLOCK_SIZES, help="tokens per KV block")
     engine.add_argument(
-        "--enable-prefix-caching", default=True, action=on_off, help="reuse the KV blocks of equal prompt beginnings"
+        "--enable-prefix-caching", default=True, action=on_off, help="reuse the KV blocks of prompts that begin alike"
     )
     engine.add_argument("--enable-chunked-prefill", default=True, action=on_off, help="split long prompts over steps")
     engine.add_argument(
@@ -104,9 +110,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--async-scheduling",
         default=False,
         action=on_off,
-        help="plan the next step while one runs; on a CPU it is computed in a thread of its own",
+        help="plan the next step while the present one runs; on a CPU, a separate thread computes the steps",
     )
-    engine.add_argument("--fair-share", default=True, action=on_off, help="clients take turns, by tokens")
+    engine.add_argument("--fair-share", default=True, action=on_off, help="clients take turns, measured in tokens")
     engine.add_argument(
         *("--max-queued-requests", "--max-num-queued-reqs"),
         type=int,
@@ -119,7 +125,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4 * 1024 * 1024,
         metavar="TOKENS",
-        help="prompt tokens that may wait, each choice counted; more get 429",
+        help="prompt tokens that may wait, counted for each choice; more get 429",
     )
     engine.add_argument(
         "--boot-prior",
@@ -131,7 +137,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         *("--kernel-backend", "--attention-backend"),
         default="auto",
         choices=settings.KERNEL_BACKENDS,
-        help="auto takes triton on CUDA and cpp on a CPU",
+        help="auto uses triton on CUDA and cpp on a CPU",
     )
     engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine (default: all cores)")
 
@@ -150,7 +156,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--admin-token-file",
         type=Path,
         metavar="FILE",
-        help=f"token of the admin port (default: ${endpoints.ADMIN_TOKEN_ENV}; without a token the port is off)",
+        help=f"token of the admin port (default: ${endpoints.ADMIN_TOKEN_ENV}; without a token the port is closed)",
     )
     server.add_argument(
         *("--drain-timeout", "--shutdown-timeout"),
@@ -171,13 +177,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds without progress, in a step or between two, after which /livez turns red; more if a step needs it",
+        help="seconds without progress, in a step or between two, after which /livez fails; raised if a step needs longer",
     )
     server.add_argument(
         *("--log-level", "--uvicorn-log-level"),
         default="info",
         choices=settings.LOG_LEVELS,
-        help="least severe level to log",
+        help="lowest level to log",
     )
     add_bound_arguments(parser.add_argument_group("bounds on requests"))
 
@@ -193,7 +199,7 @@ def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
         "--max-total-body-bytes",
         default=64 * 1024 * 1024,
         unit="BYTES",
-        text="bytes of all bodies that are being received; beyond it the slowest get 503",
+        text="bytes of all bodies that are being received; beyond that, the slowest get 503",
     )
     add("--max-messages", default=2048, unit="N", text="most messages of one chat")
     add("--max-prompts", default=256, unit="N", text="most prompts of one completion request")
@@ -206,7 +212,7 @@ def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
     )
     add("--header-timeout", default=10.0, unit="S", text="seconds for a request line and headers to be complete")
     add("--body-timeout", default=30.0, unit="S", text="seconds for a body to be complete; later ones get 408")
-    add("--write-timeout", default=60.0, unit="S", text="seconds in which a client has to take some of its answer")
+    add("--write-timeout", default=60.0, unit="S", text="seconds in which a client must read some of its answer")
     add("--keep-alive", default=75, unit="S", text="seconds that an idle connection stays open")
 
 

@@ -78,7 +78,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}). Choose another {flag}, or stop what uses it."
+            f"cannot listen on {host}:{port} ({error.strerror}). Choose another {flag}, or stop the program that uses it."
         ) from None
     listener.set_inheritable(True)
     return listener
@@ -109,7 +109,9 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Cha
                 # X-Forwarded-For says nothing about who may use a bearer token.
                 replica.add_server(admin, admin_listener, proxy_headers=False)
             else:
-                logger.info("admin port is off: set %s or --admin-token-file to open it", endpoints.ADMIN_TOKEN_ENV)
+                logger.info(
+                    "the admin port is closed; to open it, set %s or --admin-token-file", endpoints.ADMIN_TOKEN_ENV
+                )
             return await replica.run()
 
 
@@ -156,7 +158,7 @@ class ServingReplica:
         """The exit code by whether readers took all of their answers."""
         if not (num_cut := sum(len(server.server_state.connections) for server, _ in self._servers)):
             return endpoints.EXIT_OK
-        logger.error("%d connections were cut before their readers had taken all of their answers", num_cut)
+        logger.error("%d connections were closed before their clients had read the whole answer", num_cut)
         return endpoints.EXIT_DRAIN_TIMEOUT
 
     async def _live(self) -> int:
@@ -175,7 +177,7 @@ class ServingReplica:
         await self._first_of(asyncio.shield(loading), self._stop_asked.wait())
         if not loading.done():
             loading.cancel()
-            logger.info("told to stop while loading; nothing was accepted yet")
+            logger.info("stopped by a signal while the model was loading; no request was accepted yet")
             return False
         info = await loading
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in info.startup_s.items())
@@ -186,7 +188,7 @@ class ServingReplica:
         )
         limit = pause_limit(self._config.api.max_heartbeat_age_s, info.longest_pause_s)
         logger.info(
-            "the longest pause of a step is about %.3g s here; /livez turns red after %.4g s without progress (%s)",
+            "the longest pause within a step is about %.3g s on this machine; /livez fails after %.4g s without progress (%s)",
             *(info.longest_pause_s, limit.seconds, limit.source),
         )
         for _, listener in self._servers:
@@ -212,7 +214,7 @@ class ServingReplica:
                 if self._kill_asked.is_set()
                 else f"--drain-timeout {self._config.drain_timeout_s:g} s"
             )
-            logger.error("%s ended the drain with %d requests unfinished; failing them", why, left)
+            logger.error("%s ended the drain; %d unfinished requests get an error", why, left)
             self._client.fail_unfinished("this replica was stopped before the request was finished")
             return endpoints.EXIT_DRAIN_TIMEOUT
         logger.info("drained: every accepted request was finished")

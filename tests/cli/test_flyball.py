@@ -136,5 +136,5 @@ def test_completion_without_a_package_says_what_it_lacks() -> None:
         f"{NOT_INSTALLED.format('aiohttp')}\nfrom flyball_cli import main\nsys.exit(main(['completion', 'bash']))"
     )
     assert (done.returncode, done.stderr.count("\n")) == (0, 1)
-    assert "flyball[operator] are left out: aiohttp is not installed" in done.stderr
+    assert "aiohttp is not installed; install it with: pip install 'flyball[operator]'" in done.stderr
     assert "render" in done.stdout

@@ -153,7 +153,7 @@ def test_control_characters_do_not_reach_the_terminal(server: FakeServer, capsys
 def test_no_server_says_how_to_start_one(dead_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("hello", "--base-url", dead_url) == 1
     err = capsys.readouterr().err
-    assert f"flyball chat: nothing answers at {dead_url}" in err
+    assert f"flyball chat: no server answers at {dead_url}" in err
     assert "flyball serve MODEL" in err
 
 

@@ -59,7 +59,7 @@ def test_a_run_in_which_all_fails_exits_with_1(server: FakeServer, capsys: pytes
 
 def test_no_server_exits_with_1(dead_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--base-url", dead_url) == 1
-    assert f"flyball bench: nothing answers at {dead_url}" in capsys.readouterr().err
+    assert f"flyball bench: no server answers at {dead_url}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

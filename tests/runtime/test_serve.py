@@ -222,7 +222,7 @@ def test_a_drain_that_takes_too_long_says_so_in_the_exit_code(model: Path, tmp_p
             server.process.send_signal(signal.SIGTERM)
             assert any('"error"' in line for line in lines)
         assert server.process.wait(30) == endpoints.EXIT_DRAIN_TIMEOUT
-        assert "1 requests unfinished" in server.log.read_text()
+        assert "1 unfinished requests get an error" in server.log.read_text()
 
 
 def test_a_killed_engine_fails_requests_turns_livez_red_and_ends_the_server(model: Path, tmp_path: Path) -> None:

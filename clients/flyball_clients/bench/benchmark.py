@@ -62,7 +62,7 @@ async def _warm_up(sender: Sender, writer: RequestWriter, settings: BenchSetting
     await load.run_closed(plan_warmup(settings, plans), settings.max_in_flight)
     if load.records and not any(record.ok for record in load.records):
         raise WarmupFailed(
-            f"all {len(load.records)} warm-up requests failed; the first: {load.records[0].error_message}"
+            f"all {len(load.records)} warm-up requests failed; the error of the first: {load.records[0].error_message}"
         )
 
 
@@ -103,7 +103,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
         check_chart_path(args.chart)
     for flag, path in (("--output", args.output), ("--chart", args.chart)):
         if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"{flag} is {path}, in a folder that does not exist; make it first.")
+            raise ConfigError(f"{flag} is {path}, in a folder that does not exist; create the folder first.")
 
 
 def _write(result: BenchResult, args: argparse.Namespace) -> None:
@@ -118,4 +118,4 @@ def _write(result: BenchResult, args: argparse.Namespace) -> None:
         if args.chart is not None:
             write_chart(result, args.chart)
     except OSError as exc:
-        raise ConfigError(f"cannot write {exc.filename}: {exc.strerror}. The run itself went well.") from exc
+        raise ConfigError(f"cannot write {exc.filename}: {exc.strerror}. The measurement itself is complete.") from exc

@@ -88,7 +88,7 @@ class TokenPrompts:
             # byte-pair and word-piece vocabularies map text to id; unigram ones list [text, score] in order of id
             ids = set(vocab.values()) if isinstance(vocab, dict) else set(range(len(vocab)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise ConfigError(f"--tokenizer is {path}; no tokenizer.json can be read there: {exc!r}.") from exc
+            raise ConfigError(f"--tokenizer is {path}, where no tokenizer.json can be read: {exc!r}.") from exc
         return cls(sorted(ids - special))
 
 
@@ -127,7 +127,9 @@ async def _measured_words(
     once = await _count_tokens(session, endpoint, settings, model, text)
     twice = await _count_tokens(session, endpoint, settings, model, f"{text} {text}")
     if once is None or twice is None or twice <= once:
-        return WordPrompts(), ["the server reports no usable usage.prompt_tokens: input lengths are words, not tokens."]
+        return WordPrompts(), [
+            "the server does not report usage.prompt_tokens, so input lengths are in words, not tokens."
+        ]
     return WordPrompts(tokens_per_word=(twice - once) / len(words), overhead=max(0, 2 * once - twice)), []
 
 

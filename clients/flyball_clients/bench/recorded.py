@@ -120,8 +120,8 @@ def _checked(path: str, number: int, request: TraceRequest) -> TraceRequest:
     num_blocks = -(-request.input_len // MOONCAKE_BLOCK_TOKENS)
     if request.hash_ids and (len(request.hash_ids) != num_blocks or min(request.hash_ids) < 0):
         raise ConfigError(
-            f"{path}:{number}: {len(request.hash_ids)} hash_ids for {request.input_len} input tokens; there must be one, "
-            f"at least 0, for each {MOONCAKE_BLOCK_TOKENS} tokens begun, {num_blocks} here."
+            f"{path}:{number}: {len(request.hash_ids)} hash_ids for {request.input_len} input tokens; there must be one "
+            f"for each {MOONCAKE_BLOCK_TOKENS} tokens, rounded up, so {num_blocks}, and none may be below 0."
         )
     return request
 

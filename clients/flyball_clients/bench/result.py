@@ -210,10 +210,10 @@ def _record_caveats(
     if num_sent < num_planned:
         yield f"--max-duration stopped the run after {num_sent} of {num_planned} requests."
     if not all(record.tokens_from_usage for record in good):
-        yield "the server sent no usage for some requests: their output tokens are counts of chunks."
+        yield "the server sent no usage for some requests, so their output tokens are the number of chunks."
     num_out = sum(record.output_tokens for record in good)
     if num_out < 0.95 * asked_output_tokens:
         yield (
-            f"answers ended early: {num_out} of {asked_output_tokens} output tokens asked for. "
-            "For fixed lengths add --ignore-eos, if the server takes it."
+            f"answers ended early: {num_out} of {asked_output_tokens} requested output tokens. "
+            "For fixed lengths add --ignore-eos, if the server accepts it."
         )

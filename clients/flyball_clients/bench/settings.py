@@ -177,12 +177,15 @@ class BenchSettings(Struct, frozen=True, kw_only=True):
     def _check_combinations(self) -> None:
         loads = [name for name in ("concurrency", "request_rate", "trace") if getattr(self, name) is not None]
         if len(loads) > 1:
-            raise ConfigError(f"{' and '.join(map(_flag, loads))} are different kinds of load; give one of them.")
+            raise ConfigError(f"{' and '.join(map(_flag, loads))} are different kinds of load; give only one of them.")
         for name in ("trace_limit", "trace_max_tokens"):
             if self.trace is None and getattr(self, name) is not None:
-                raise ConfigError(f"{_flag(name)} is for a trace; add --trace FILE.")
+                raise ConfigError(f"{_flag(name)} has no meaning without a trace; add --trace FILE.")
         if self.trace is not None and (self.dataset is not None or self.num_requests is not None):
-            raise ConfigError("--trace brings its own requests; drop --dataset, and use --trace-limit to shorten it.")
+            raise ConfigError(
+                "--trace defines the requests itself; leave out --dataset and --num-requests. To shorten it, "
+                "use --trace-limit."
+            )
         if self.burstiness != 1.0 and (self.request_rate is None or self.arrival != "gamma"):
             raise ConfigError(f"--burstiness {self.burstiness:g} needs --request-rate and --arrival gamma.")
         if taken := sorted(OWN_BODY_FIELDS & self.extra_body.keys()):

@@ -118,13 +118,13 @@ class ClientHealth(Struct, frozen=True, kw_only=True):
         long_enough = self.loop_lag_s is not None and self.loop_lag_s.count >= MIN_SAMPLES
         if send_lag_s > MAX_LAG_S:
             yield (
-                f"requests were sent {send_lag_s * 1000:.0f} ms late at p99, so the load was not quite the one asked for: "
-                "read the figures from arrival."
+                f"requests were sent {send_lag_s * 1000:.0f} ms late at p99, so the load differs from the requested one: "
+                "use the figures that count from arrival."
             )
         if long_enough and (loop_lag_s > MAX_LAG_S or self.cpu_share > MAX_CPU_SHARE):
             yield (
                 f"this client was a bottleneck (event loop {loop_lag_s * 1000:.0f} ms late at p99, CPU {self.cpu_share:.0%}): "
-                "latencies are overstated. Give it a core of its own, or split the load over several clients."
+                "latencies are overstated. Give the client a CPU core for itself, or use several clients."
             )
 
 

@@ -78,8 +78,8 @@ def _dataset_rows(settings: BenchSettings) -> list[DatasetRow | None]:
     wanted = settings.num_requests or len(rows)
     if wanted > len(rows):
         raise ConfigError(
-            f"--num-requests is {wanted} and the dataset has {len(rows)} prompts; a second round would be answered from "
-            f"the prefix cache. Ask for at most {len(rows)}."
+            f"--num-requests is {wanted} and the dataset has {len(rows)} prompts; prompts sent twice would be answered from "
+            f"the prefix cache. Give at most {len(rows)}."
         )
     return list(rows[:wanted])
 

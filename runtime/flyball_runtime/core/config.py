@@ -131,7 +131,7 @@ def read_boot_prior(path: Path) -> BootPrior | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=BootPrior)
     except FileNotFoundError:
-        logger.info("--boot-prior %s does not exist (yet): starting with the whole envelope", path)
+        logger.info("--boot-prior %s does not exist: starting with the whole envelope", path)
     except OSError as error:
         logger.error("cannot read --boot-prior %s (%s): starting with the whole envelope", path, error.strerror)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

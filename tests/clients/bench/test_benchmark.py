@@ -123,14 +123,14 @@ def test_a_run_in_which_all_fails_has_no_latencies(server: FakeServer) -> None:
 def test_answers_that_end_early_are_warned_about(server: FakeServer) -> None:
     server.script = lambda request: answer_in_full({**request, "max_tokens": 1})
     result = bench(server, num_requests=2)
-    assert "answers ended early: 2 of 8 output tokens" in result.warnings[0]
+    assert "answers ended early: 2 of 8 requested output tokens" in result.warnings[0]
 
 
 def test_a_server_without_usage_is_warned_about(server: FakeServer) -> None:
     server.script = lambda request: Reply([token("a"), token("b", "stop"), DONE])
     result = bench(server, num_requests=2, output_len="2", input_len="10")
-    assert "input lengths are words" in result.warnings[0]
-    assert "counts of chunks" in result.warnings[1]
+    assert "input lengths are in words" in result.warnings[0]
+    assert "the number of chunks" in result.warnings[1]
     assert result.throughput.output_tokens == 4
     assert len(load(server)[0]["prompt"].split()) == 10
 
@@ -146,7 +146,9 @@ def test_a_warm_up_that_fails_stops_the_run(server: FakeServer) -> None:
     server.script = lambda request: (
         answer_in_full(request) if request["max_tokens"] == 1 else Reply(status=500, body={"error": "no memory"})
     )
-    with pytest.raises(WarmupFailed, match="all 2 warm-up requests failed; the first: HTTP 500: no memory"):
+    with pytest.raises(
+        WarmupFailed, match="all 2 warm-up requests failed; the error of the first: HTTP 500: no memory"
+    ):
         bench(server, num_warmup=2)
 
 
@@ -229,7 +231,7 @@ def test_the_key_is_sent_and_stays_out_of_the_result(server: FakeServer, monkeyp
 
 
 def test_no_server_is_an_error_that_names_the_address(dead_url: str) -> None:
-    with pytest.raises(Unreachable, match=f"nothing answers at {dead_url}.*flyball serve MODEL"):
+    with pytest.raises(Unreachable, match=f"no server answers at {dead_url}.*flyball serve MODEL"):
         asyncio.run(run_benchmark(BenchSettings(base_url=dead_url)))
 
 

@@ -27,7 +27,7 @@ NAN = float("nan")
         ({"concurrency": 1, "request_rate": 1.0}, "--concurrency and --request-rate are different"),
         ({"request_rate": 1.0, "trace": "t.csv"}, "--request-rate and --trace are different"),
         ({"trace": "t.csv", "num_requests": 3}, "--trace-limit"),
-        ({"trace": "t.csv", "dataset": "d"}, "drop --dataset"),
+        ({"trace": "t.csv", "dataset": "d"}, "leave out --dataset"),
         ({"trace_limit": 3}, "add --trace"),
         ({"burstiness": 0.5}, "needs --request-rate and --arrival gamma"),
         ({"burstiness": 0.5, "request_rate": 1.0}, "needs --request-rate and --arrival gamma"),
