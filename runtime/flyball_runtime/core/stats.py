@@ -65,6 +65,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         kv_windows: how many of the latest tokens each group of layers attends to; None is all.
         num_kv_blocks: most that there may be.
         num_start_kv_blocks: how many of them there is memory for at the start.
+        device_name: which GPU, or which CPU with how many threads; "" if nobody said.
         kv_block_bytes: memory of one KV block in all its layers; 0 if nobody said.
         kernel_backend: which implementation the ops run: cpp, torch or triton.
     """
@@ -83,8 +84,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     startup_s: dict[str, float]
     longest_pause_s: float
     kv_block_bytes: int = 0
+    device_name: str = ""
 
     @property
     def key(self) -> str:
         """What step times depend on; see ``Evidence.key``."""
-        return f"{self.model}/{self.dtype}/{self.device}/{__version__}"
+        return f"{self.model}/{self.dtype}/{self.device_name or self.device}/{__version__}"

@@ -16,6 +16,7 @@ from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
 from flyball_runtime.engine.start_up import (
     KVCacheSize,
     WarmUp,
+    device_name,
     peak_bytes,
     resolve_device,
     resolve_kv_cache,
@@ -216,6 +217,7 @@ class ModelRunner:
             num_kv_blocks=size.max_blocks,
             num_start_kv_blocks=size.num_blocks,
             num_parameters=self._model_config.num_parameters,
+            device_name=device_name(self._device),
             kv_block_bytes=config.block_size
             * layout.num_tensors
             * self._model_config.kv_bytes_per_layer(self._dtype_name),

@@ -7,7 +7,10 @@ device how long the largest step may go without a sign of progress.
 
 import logging
 import math
+import platform
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -225,6 +228,16 @@ def _longest_reach(sliding_windows: Sequence[int | None]) -> int:
     """Return the first of the layers that attend to the most tokens."""
     reaches = [math.inf if window is None else window for window in sliding_windows]
     return reaches.index(max(reaches))
+
+
+def device_name(device: torch.device, root: Path = Path("/")) -> str:
+    """Return what step times depend on: the GPU's name, or the CPU's and the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = root / "proc/cpuinfo"
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
+    name = " ".join(found[1].split()) if found else platform.machine()
+    return f"{name} x{torch.get_num_threads()}"
 
 
 def peak_bytes(step: Callable[[], None], device: torch.device) -> int:

@@ -1,5 +1,7 @@
 """How many KV blocks the engine gets."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.kv_layout import KVLayout
 from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.engine.start_up import KVCacheSize, resolve_kv_cache
+from flyball_runtime.engine.start_up import KVCacheSize, device_name, resolve_kv_cache
 
 BLOCK_BYTES = 2 * 2 * 2 * 24 * 4 * 16  # K and V, layers, KV heads, head_dim, fp32, tokens
 CUDA = torch.device("cuda")
@@ -64,3 +66,15 @@ def test_it_may_grow_past_its_start_where_memory_comes_on_use(model: ModelConfig
     assert resolve_kv_cache(config, model, LAYOUT, max_model_len=64, **on_cpu) == (5, 8), "two sequences need no more"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--kv-cache-memory-max needs a KV cache that can grow"):
         size(model, **sizes)
+
+
+def test_a_device_is_known_by_what_its_step_times_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    cpu = torch.device("cpu")
+    assert device_name(CUDA) == "NVIDIA H200"
+    assert device_name(cpu, tmp_path) == "riscv64 x4"
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nmodel name\t: Made  up CPU @ 2GHz\nprocessor\t: 1\n")
+    assert device_name(cpu, tmp_path) == "Made up CPU @ 2GHz x4"
