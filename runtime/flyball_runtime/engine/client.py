@@ -345,6 +345,7 @@ class EngineClient:
 
     def _note_stats(self, stats: StepStats) -> None:
         self._stats = stats
+        self._retry_after.learn(stats)
         if stats.num_tokens or not stats.num_running:  # else a report between two steps, which has planned nothing
             self._blocked = stats.blocked_by != BlockedBy.NONE
         if self._limits is not None:

@@ -136,6 +136,8 @@ class Engine:
             ),
             self.kv_cache,
             pace=self.governor,
+            forecast=self.governor,
+            lengths=self.lengths,
         )
         self._ledger = LimitsLedger(self.scheduler, self._clock, config.boot_prior)
         self._sequences: dict[str, Sequence] = {}

@@ -219,10 +219,28 @@ _MAX_S = 60
 
 
 class RetryAfter:
-    """Estimates how long the present queue takes to be served, from the rate of the last endings."""
+    """Estimates how long the present queue takes to be served, from the rate of the last endings.
+
+    Until there is one, from what was learned of step times and lengths.
+    """
 
     def __init__(self) -> None:
         self._ended_at_s: deque[float] = deque(maxlen=_WINDOW)
+        self._predicted_each_s = 0.0
+
+    def learn(self, stats: StepStats) -> None:
+        """Predict how often a request ends when all seats are taken: each decodes, and the prompts of others are computed."""
+        model, lengths, num = stats.step_model, stats.lengths, stats.effective.max_num_seqs
+        if model is None or lengths is None:
+            return
+        starts = num / lengths.output_tokens  # a step
+        step_s = model.predict(
+            round(starts * lengths.computed_prompt_tokens),
+            num,
+            round(num * lengths.context_tokens),
+            round(starts * lengths.computed_prompt_tokens_squared / 2),
+        )
+        self._predicted_each_s = step_s / starts
 
     def record_ending(self, now_s: float) -> None:
         self._ended_at_s.append(now_s)
@@ -232,8 +250,8 @@ class RetryAfter:
         self._ended_at_s.clear()
 
     def estimate_s(self, num_waiting: int, now_s: float) -> int:
-        """Whole seconds from 1 to 60; 1 while no ending has been seen. Grows when endings stop."""
-        if not self._ended_at_s:
-            return 1
-        seconds_each = (now_s - self._ended_at_s[0]) / len(self._ended_at_s)
+        """Whole seconds from 1 to 60; 1 while nothing is known. Grows when endings stop."""
+        seconds_each = self._predicted_each_s
+        if self._ended_at_s:
+            seconds_each = (now_s - self._ended_at_s[0]) / len(self._ended_at_s)
         return min(_MAX_S, max(1, math.ceil(num_waiting * seconds_each)))

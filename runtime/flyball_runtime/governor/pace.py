@@ -113,20 +113,23 @@ class Governor:
         seconds = model.predict(MIN_CHUNK, num_decodes, num_context_tokens, MIN_CHUNK * MIN_CHUNK)
         return seconds * (1.0 + self._learner.margin) <= self.target_s
 
-    def first_token_s(self, step: Planned, num_tokens: int) -> float:
+    def first_token_s(self, step: Planned, num_tokens: int, most: int | None = None) -> float:
         """Return the seconds in which so many prompt tokens are computed beside a step's decodes; 0.0 if nothing is known.
 
-        Under a target the tokens take as many steps as they have to.
+        They take as many steps as they have to, under a target and by what a step may compute.
+
+        Args:
+            most: prompt tokens in one step; None: all.
         """
         model = self._learner.coefficients
         if model is None or num_tokens <= 0:
             return 0.0
         decodes, context = step.num_decodes, step.num_context_tokens
-        if self.target_s is None or not decodes:
-            return model.predict(num_tokens, decodes, context, num_tokens * (num_tokens + 1) // 2)
-        available_s = self.target_s / (1.0 + self._learner.margin)
-        chunk = _most_tokens(model, Work(0, decodes, context, 0), num_tokens // 2, num_tokens, available_s)
-        chunk = max(chunk, min(MIN_CHUNK, num_tokens))
+        chunk = num_tokens if most is None else min(num_tokens, max(1, most))
+        if self.target_s is not None and decodes:
+            available_s = self.target_s / (1.0 + self._learner.margin)
+            paced = _most_tokens(model, Work(0, decodes, context, 0), num_tokens // 2, chunk, available_s)
+            chunk = max(paced, min(MIN_CHUNK, chunk))
         num_steps = -(-num_tokens // chunk)
         return num_steps * model.predict(chunk, decodes, context, chunk * (num_tokens + 1) // 2)
 

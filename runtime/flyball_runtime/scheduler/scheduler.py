@@ -33,25 +33,37 @@ class Pace(Protocol):
         """Return how many more tokens of a sequence, from ``start`` on, a step has time for."""
         ...
 
+    def fits(self, num_decodes: int, num_context_tokens: int) -> bool:
+        """Return whether a step has time for so many decodes and the cached tokens that they read."""
+        ...
+
 
 class Forecast(Protocol):
     """What is known about the time ahead."""
 
-    def first_token_s(self, step: Step, num_tokens: int) -> float:
-        """Return the seconds in which so many prompt tokens are computed beside a step's decodes; 0 if nothing is known."""
+    def first_token_s(self, step: Step, num_tokens: int, most: int) -> float:
+        """Return the seconds in which so many prompt tokens are computed, ``most`` a step, beside a step's decodes."""
         ...
 
 
 class Lengths(Protocol):
-    """What is known about the lengths of outputs."""
+    """What is known about the lengths of outputs: ``governor.OutputLengths``."""
 
-    def expected_remaining(self, num_output_tokens: int) -> float | None:
-        """Return how many more tokens a request gets that has so many; None if nothing is known."""
+    def expected_remaining(self, num_output_tokens: int, route: str = "") -> float | None:
+        """Return how many more tokens a client's request gets that has so many; None if nothing is known."""
         ...
 
     def reserve(self, running: Iterable[Sequence]) -> int:
-        """Return for how many more tokens there should be room in the KV cache, so that these hardly ever lack it."""
+        """Return by how many tokens these will hardly ever grow more before they end."""
         ...
+
+
+RESERVE_SHARE = 0.1
+"""Of what running sequences may still grow by, so much is kept free for them. Some end while others grow, so all of it would
+leave a ninth of the throughput unused in a cache that is full; this much takes most preemptions away, and no throughput."""
+
+RESERVE_STEPS = 8
+"""Steps between two looks at all that runs; what is admitted between them is added."""
 
 
 CAUTION_STEPS = 64
@@ -127,6 +139,9 @@ class Scheduler:
         self._hurry = False
         self._blocked_by = BlockedBy.NONE
         self._caution = 0  # blocks held back after preemptions
+        self._num_growth_tokens = 0.0  # what running sequences may still grow by, as of the last look
+        self._next_reserve = 0  # the plan before which there is another look
+        self._knows_lengths = False
         self._last_look_up: tuple[int, PrefixMatch] | None = None  # of the waiting sequence with this arrival index
         self.set_limits(inside(config.start_limits(kv_cache.num_blocks), self.envelope))
 
@@ -418,7 +433,6 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int, now_s: float) -> BlockedBy:
         """Admit from the head of the queue while limits allow; return what keeps the next one out."""
-        reserve: int | None = None
         if len(self._running) < self._limits.max_num_seqs:
             self._waiting.settle()
         while self._waiting:
@@ -433,10 +447,10 @@ class Scheduler:
             match = self._look_up(seq, budget)
             if not self._kv.can_admit(match):
                 return BlockedBy.KV
-            if self._running:
-                reserve = self._num_reserved_blocks() if reserve is None else reserve
-                if not self._kv.can_admit(match, reserve):
-                    return BlockedBy.RESERVE
+            if self._running and not self._kv.can_admit(match, self._num_reserved_blocks()):
+                return BlockedBy.RESERVE
+            if not self._has_time_for(seq, step):
+                return BlockedBy.STEP_TIME
             num_remaining = len(seq.token_ids) - match.num_tokens
             if self._chunk_len(num_remaining, budget) == 0:
                 return BlockedBy.BUDGET
@@ -444,14 +458,17 @@ class Scheduler:
                 return BlockedBy.STEP_TIME
             self._last_look_up = None  # it would not hold any more if the sequence were preempted
             self._start_running(step, self._waiting.admit_head(match.num_tokens), match)
+            if self._knows_lengths:
+                self._num_growth_tokens += seq.num_predicted_tokens
             _count_admission(step, seq, match, self._kv.enable_prefix_caching)
             budget -= self._add_chunk(step, seq, budget)
         return BlockedBy.NONE
 
     def _predict(self, seq: Sequence) -> None:
         """Note what a new sequence is expected to put out, and when its first token is due."""
-        expected = self._lengths.expected_remaining(0) if self._lengths else None
         most = seq.max_total_tokens - seq.num_prompt_tokens
+        expected = self._lengths.expected_remaining(0, seq.client) if self._lengths else None
+        self._knows_lengths = expected is not None
         seq.num_predicted_tokens = most if expected is None else min(most, expected)
         ttft_s, e2e_s, objectives = seq.ttft_deadline_s, seq.e2e_deadline_s, self.objectives
         if ttft_s is None and e2e_s is None and objectives is not None:
@@ -470,12 +487,23 @@ class Scheduler:
             return now_s > seq.due_s
         prefills = (one for one in self._running.values() if one.num_computed_tokens < one.num_prompt_tokens)
         num_tokens = seq.num_prompt_tokens + sum(one.num_prompt_tokens - one.num_computed_tokens for one in prefills)
-        return now_s + self._forecast.first_token_s(step, num_tokens) > seq.due_s
+        most = max(1, self._limits.max_num_batched_tokens - step.num_decodes)
+        return now_s + self._forecast.first_token_s(step, num_tokens, most) > seq.due_s
 
     def _num_reserved_blocks(self) -> int:
         """Return how many blocks admission leaves to what runs."""
-        num_tokens = self._lengths.reserve(self._running.values()) if self._lengths else 0
-        return max(self._caution, self._kv.num_blocks_for(num_tokens))
+        if self._lengths is not None and self._num_planned >= self._next_reserve:
+            self._num_growth_tokens = self._lengths.reserve(self._running.values())
+            self._next_reserve = self._num_planned + RESERVE_STEPS
+        return max(self._caution, self._kv.num_blocks_for(round(RESERVE_SHARE * self._num_growth_tokens)))
+
+    def _has_time_for(self, seq: Sequence, step: Step) -> bool:
+        """Tell whether decodes will stay within the step-time target if this sequence is one of them."""
+        if self._pace is None or not self._running or not self.config.enable_chunked_prefill:
+            return True
+        prefills = step.sequences[step.num_decodes :]
+        num_context_tokens = step.num_context_tokens + sum(len(one.token_ids) for one in prefills) + len(seq.token_ids)
+        return self._pace.fits(len(self._running) + 1, num_context_tokens)
 
     def _look_up(self, seq: Sequence, budget: int) -> PrefixMatch:
         """Look the head of the queue up in the prefix cache; return its last look-up if that is enough to refuse it again."""

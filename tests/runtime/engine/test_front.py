@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
+from flyball_protocol import Lengths, Limits, StepModel
 from flyball_runtime.core.request import Failed, Finished, Tokens
 from flyball_runtime.engine.front import RequestStream, RetryAfter, Router
+from runtime.fake_engine import step_stats
 
 FINISHED = Finished("a", "stop", 3, 2)
 
@@ -121,3 +123,24 @@ def test_time_before_the_requests_does_not_count():
     for at_s in (3600.0, 3601.0, 3602.0):
         retry_after.record_ending(at_s)
     assert retry_after.estimate_s(10, 3603.0) == 10
+
+
+def test_until_a_request_ends_the_estimate_is_what_was_learned():
+    """A step of 10 sequences takes 20 ms, and each has 100 tokens to put out: a seat is free every 0.2 s."""
+    lengths = Lengths(
+        num_requests=50,
+        prompt_tokens=200,
+        computed_prompt_tokens=200,
+        computed_prompt_tokens_squared=40_000,
+        output_tokens=100,
+        output_tokens_p95=100,
+        context_tokens=250,
+    )
+    model = StepModel(base_s=0.01, token_s=0.01 / 30)  # 10 decodes and 20 prompt tokens a step
+    limits = Limits(max_num_seqs=10, kv_cache_fraction=1.0, max_num_batched_tokens=100)
+    retry_after = RetryAfter()
+    retry_after.learn(step_stats(step_model=model, lengths=lengths, effective=limits))
+    retry_after.learn(step_stats(effective=limits))  # most steps report neither
+    assert retry_after.estimate_s(50, 0.0) == 10
+    retry_after.record_ending(0.0)
+    assert retry_after.estimate_s(50, 1.0) == 50, "what is seen comes before what is predicted"

@@ -138,3 +138,14 @@ LIMITS = Limits(max_num_seqs=8, kv_cache_fraction=0.5, max_num_batched_tokens=64
 def test_a_prior_of_another_key_is_not_used(prior: BootPrior | None, model: StepModel | None, says: str):
     found, why = usable_prior(prior, "m/bf16/gpu/1")
     assert found == model and says in why and bool(why) == bool(says)
+
+
+def test_the_first_token_takes_the_steps_that_its_chunks_need():
+    free, paced = governor(None), governor(30.0)
+    step = Step(64, 64, 64_000)
+    alone = free.first_token_s(Step(0), 1000, 2048)
+    assert alone == pytest.approx(LINEAR.predict(1000, 0, 0, 500_000), rel=0.3)
+    assert free.first_token_s(Step(0), 1000, 100) > alone, "ten steps"
+    assert paced.first_token_s(step, 1000, 2048) > free.first_token_s(step, 1000, 2048) > alone
+    assert governor(None, None).first_token_s(step, 1000, 2048) == 0.0, "nothing is known"
+    assert free.first_token_s(step, 0, 2048) == 0.0

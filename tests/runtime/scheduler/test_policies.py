@@ -24,7 +24,7 @@ class Prefill:
     def __init__(self, tokens_per_s: float) -> None:
         self.tokens_per_s = tokens_per_s
 
-    def first_token_s(self, step: Step, num_tokens: int) -> float:
+    def first_token_s(self, step: Step, num_tokens: int, most: int) -> float:
         return num_tokens / self.tokens_per_s
 
 
@@ -35,7 +35,7 @@ class FixedLengths:
         self.num_output_tokens = num_output_tokens
         self.num_reserved = num_reserved
 
-    def expected_remaining(self, num_output_tokens: int) -> float:
+    def expected_remaining(self, num_output_tokens: int, route: str = "") -> float:
         return max(1.0, self.num_output_tokens - num_output_tokens)
 
     def reserve(self, running: Iterable[Sequence]) -> int:
@@ -250,8 +250,8 @@ def test_the_victim_is_of_the_last_level_never_the_first_and_loses_least():
 
 
 def test_the_reserve_for_what_runs_keeps_others_out():
-    """16 blocks. The first has 8 and is expected to need 8 more; alone, whatever is expected, the second runs too."""
-    load = Load(make_scheduler("fcfs", num_blocks=64, max_num_seqs=2, lengths=FixedLengths(30.0, num_reserved=128)))
+    """Of 64 blocks the first has 32, the second needs 10 and 30 are kept for the first. Alone the second runs all the same."""
+    load = Load(make_scheduler("fcfs", num_blocks=64, max_num_seqs=2, lengths=FixedLengths(30.0, num_reserved=1200)))
     first, second = load.submit(128, max_tokens=20), load.submit(40, max_tokens=20)
     step = load.step()
     assert (step.sequences, step.blocked_by) == ([first], BlockedBy.RESERVE)

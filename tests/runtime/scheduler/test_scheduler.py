@@ -264,13 +264,36 @@ class Tokens:
 
     target_s: float | None = None
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, max_decodes: int = 1000) -> None:
         self.num_tokens = num_tokens
+        self.max_decodes = max_decodes
         self.seen: list[tuple[int, int, int, int]] = []
 
     def chunk(self, step: Step, start: int, most: int, least: int = 0) -> int:
         self.seen.append((step.num_decodes, step.num_tokens, start, most))
         return max(min(most, self.num_tokens - step.num_tokens), min(least, most), 0) if step.num_decodes else most
+
+    def fits(self, num_decodes: int, num_context_tokens: int) -> bool:
+        self.asked = (num_decodes, num_context_tokens)
+        return num_decodes <= self.max_decodes
+
+
+def test_nobody_is_admitted_whose_decodes_a_step_has_no_time_for():
+    """A decode, a prompt in progress, and one more: three sequences, with what they will read."""
+    pace = Tokens(64, max_decodes=2)
+    config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, max_num_batched_tokens=10)
+    scheduler = Scheduler(config, KVCache(64, BLOCK_SIZE), pace=pace)
+    submit(scheduler, 4)
+    step(scheduler)
+    submit(scheduler, 20)
+    step(scheduler)
+    (waits,) = submit(scheduler, 7)
+    assert step(scheduler).blocked_by is BlockedBy.STEP_TIME
+    assert pace.asked == (3, 6 + 20 + 7)
+    pace.max_decodes = 0
+    for seq in list(scheduler.running):
+        scheduler.abort(seq.request_id)
+    assert step(scheduler).sequences == [waits], "alone it runs, however long its steps are"
 
 
 def test_a_pace_takes_tokens_from_a_step_and_is_named_for_it():

@@ -13,8 +13,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fake_model import FakeModel, expected_output
-from flyball_protocol import Limits
+from flyball_protocol import Limits, StepModel
 from flyball_runtime.core.request import Sequence, SequenceStatus
+from flyball_runtime.governor import Governor, OutputLengths
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Ending, Scheduler, SchedulerConfig, Step
 from flyball_runtime.scheduler.policies import POLICIES
@@ -38,6 +39,10 @@ PROMPTS = st.builds(
 )
 WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (3,), (None, 5), (6, None, 6), (2, 9))
 SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
+TARGETS_MS = st.sampled_from([None, 0.5, 1.5, 4.0])
+
+STEP_MODEL = StepModel(base_s=0.001, token_s=0.0001, context_token_s=0.00001)
+"""A step takes some milliseconds, of the order of the targets and deadlines here."""
 
 
 def between(low: float, high: float, share: float) -> float:
@@ -55,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from(WINDOWS),
         policy=st.sampled_from(sorted(POLICIES)),
         fair_share=st.booleans(),
+        learns=st.booleans(),
         prompts=st.lists(PROMPTS, min_size=4, max_size=MAX_WAITING),
     )
     def start(
@@ -68,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         policy: str,
         fair_share: bool,
+        learns: bool,
         prompts: list[list[int]],
     ) -> None:
         num_blocks = (-(-MAX_MODEL_LEN // block_size) + spare_tokens // block_size) * len(windows)
@@ -80,7 +87,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             fair_share=fair_share,
         )
-        self.scheduler = Scheduler(config, self.kv)
+        governor = Governor(STEP_MODEL) if learns else None
+        self.lengths = OutputLengths() if learns else None
+        self.scheduler = Scheduler(config, self.kv, pace=governor, forecast=governor, lengths=self.lengths)
         self.model = FakeModel(num_blocks, block_size, windows)
         self.num_blocks_there = num_blocks
         self.in_flight: deque[tuple[Step, list[int | None]]] = deque()
@@ -182,8 +191,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.abort_one(seq.request_id)
 
     @precondition(lambda self: self.live)
-    @rule(seqs=SHARES, kv=SHARES, budget=SHARES)
-    def set_limits(self, seqs: float, kv: float, budget: float) -> None:
+    @rule(seqs=SHARES, kv=SHARES, budget=SHARES, target_ms=TARGETS_MS)
+    def set_limits(self, seqs: float, kv: float, budget: float, target_ms: float | None = None) -> None:
         """Move each limit to a share of the way from the lowest to the highest that the envelope allows."""
         envelope = self.scheduler.envelope
         limits = Limits(
@@ -192,6 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=round(
                 between(envelope.min_num_batched_tokens, envelope.max_num_batched_tokens, budget)
             ),
+            step_time_target_ms=target_ms,
         )
         self.scheduler.set_limits(limits)
         assert self.scheduler.limits == limits
@@ -350,6 +360,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def end(self, seq: Sequence) -> None:
         assert seq.status is SequenceStatus.FINISHED
+        if self.lengths is not None:
+            self.lengths.observe(seq.num_prompt_tokens, seq.num_output_tokens, route=seq.client)
         assert seq.block_table == []
         assert seq.row is None
         self.check_output(seq)
@@ -459,6 +471,7 @@ def test_long_histories_under_load() -> None:
             windows=rng.choice(WINDOWS),
             policy=rng.choice(sorted(POLICIES)),
             fair_share=rng.random() < 0.7,
+            learns=rng.random() < 0.5,
             prompts=[[1, 2, 1]],
         )
         for _ in range(200):
@@ -478,7 +491,7 @@ def random_call(machine: SchedulerMachine, rng: random.Random) -> None:
     elif kind < 0.85:
         machine.steps(rng.randint(1, 4))
     elif kind < 0.92:
-        machine.set_limits(rng.random(), rng.random(), rng.random())
+        machine.set_limits(rng.random(), rng.random(), rng.random(), rng.choice([None, None, 0.5, 1.5, 4.0]))
         if machine.scheduler.kv_drains and rng.random() < 0.2:
             machine.hurry()
     elif machine.live:
