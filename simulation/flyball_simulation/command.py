@@ -94,13 +94,25 @@ def run(args: argparse.Namespace) -> int:
     setup = _setup(args, deployment, profile)
     workload, duration_s = _workload(args)
     result = _run(args, deployment, profile, setup, workload, duration_s)
+    if args.chart is not None:
+        _draw(args, setup, workload, result)
     args.output.write_bytes(result.to_json())
     print(_summary(result), file=sys.stderr)
-    if args.chart is not None:
+    return 0
+
+
+def _draw(args: argparse.Namespace, setup: Setup, workload: Workload, result: Result) -> None:
+    """Draw the run, or of an oracle what is feasible, which the result then says too."""
+    if args.controller != "oracle":
         from flyball_simulation.chart import write_chart  # here: it loads matplotlib, which is optional
 
         write_chart(result, args.chart)
-    return 0
+        return
+    from flyball_simulation import feasibility
+
+    explored = feasibility.explore(setup, workload, seed=args.seed)
+    result.feasible = feasibility.feasible(explored, setup)
+    feasibility.write_chart(explored, setup, args.chart)
 
 
 def _run(
@@ -258,10 +270,16 @@ def _limits(text: str) -> dict[str, int]:
 def _summary(result: Result) -> str:
     limits = next(iter(result.final_limits.values()), None)
     at = f", at {limits.max_num_seqs} sequences and {limits.max_num_batched_tokens} tokens a step" if limits else ""
-    return (
+    told = [
         f"{result.controller}: {result.share_good:.1%} of {result.num_requests} requests good "
         f"(TTFT p95 {_ms(result.ttft_p95_s)}, ITL p95 {_ms(result.itl_p95_s)}), {result.num_changes} changes{at}"
-    )
+    ]
+    told += [
+        f"{one.replicas} replicas: {'feasible' if one.is_feasible else 'not feasible'}, {one.share_good:.1%} good "
+        f"with {one.max_num_seqs} sequences and {one.max_num_batched_tokens} tokens a step"
+        for one in result.feasible
+    ]
+    return "\n".join(told)
 
 
 def _ms(seconds: float | None) -> str:

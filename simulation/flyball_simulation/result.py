@@ -58,6 +58,16 @@ class Tried(Struct, frozen=True, kw_only=True):
     given_up: bool = False
 
 
+class Feasible(Struct, frozen=True, kw_only=True):
+    """The best fixed limits for a number of replicas, and whether they meet the objectives."""
+
+    replicas: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    share_good: float
+    is_feasible: bool
+
+
 class Result(Struct, kw_only=True):
     """The content of OUT.json. Times are seconds of the simulated clock.
 
@@ -72,6 +82,7 @@ class Result(Struct, kw_only=True):
         final_limits: of each replica, by name.
         timeline: by the minute in which requests arrived.
         sweep: of an oracle, everything that was tried.
+        feasible: of an oracle with a chart, by number of replicas.
         num_decisions, num_replayed: decisions on record, and those that give the same when they are replayed.
         num_steps: engine steps of all replicas.
         steps_per_s: of the simulator, on the wall clock; all else is the same for the same seed.
@@ -100,6 +111,7 @@ class Result(Struct, kw_only=True):
     final_limits: dict[str, Limits]
     timeline: list[Bin]
     sweep: list[Tried]
+    feasible: list[Feasible]
     num_decisions: int
     num_replayed: int
     num_steps: int

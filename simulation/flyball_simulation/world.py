@@ -145,6 +145,7 @@ class World:
             final_limits={one.name: one.limits for one in self.replicas if one is not None},
             timeline=bins(self.workload, outcomes, setup.objectives),
             sweep=[],
+            feasible=[],
             num_decisions=len(records),
             num_replayed=sum(record.replay() == record.decision for record in records),
             num_steps=num_steps,

@@ -7,6 +7,7 @@ import pytest
 
 from flyball_cli import main
 from flyball_protocol import endpoints
+from flyball_simulation.oracle import grid
 
 MANIFEST = """
 apiVersion: flyball.dev/v1alpha1
@@ -148,3 +149,14 @@ def test_a_workload_asks_for_its_rate(files: Path, capsys: pytest.CaptureFixture
     assert "give both" in capsys.readouterr().err
     assert run(files, trace=False) == endpoints.EXIT_CONFIG_ERROR
     assert "neither of --trace and --workload" in capsys.readouterr().err
+
+
+def test_an_oracle_with_a_chart_says_what_is_feasible(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--controller", "oracle", "--trace-limit", "12", "--replicas", "2", "--chart", str(files / "f.svg"))
+    assert run(files, *words) == endpoints.EXIT_OK
+    out = json.loads((files / "out.json").read_bytes())
+    assert out["controller"] == "oracle"
+    assert len(out["sweep"]) == len(grid())
+    assert [(one["replicas"], one["is_feasible"]) for one in out["feasible"]] == [(1, True), (2, True)]
+    assert "2 replicas: feasible" in capsys.readouterr().err
+    assert "<svg" in (files / "f.svg").read_text()
