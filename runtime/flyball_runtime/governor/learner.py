@@ -13,6 +13,8 @@ from flyball_runtime.governor.store import StepStore, rescaled
 from flyball_runtime.governor.work import Work
 
 REFIT_STEPS = 64
+"""Steps between two fits of the store; four times as many when it has seen a thousand."""
+
 KEPT_RESIDUALS = 256
 SETTLED_STEPS = 256
 SETTLED_STEPS_WITH_PRIOR = 32
@@ -174,7 +176,7 @@ class StepTimeLearner:
         self._recursive.observe(work, seconds, 1.0 / max(expected_s, 0.25 * seconds))
         self._linear.model = self._recursive.model
         self._store.add(work, seconds)
-        if self.num_steps % REFIT_STEPS == 0:
+        if self.num_steps % (REFIT_STEPS if self.num_steps < 1024 else 4 * REFIT_STEPS) == 0:
             self._refit = self._store.refit(self._used.model)
         next(self._refit, None)
         self._fitted.model = self._store.model

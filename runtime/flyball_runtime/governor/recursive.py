@@ -8,7 +8,8 @@ from flyball_runtime.governor.work import SCALES, Work
 
 FORGETTING = 0.998
 _RIDGE = 1e-6
-EVERY = 8
+_, _PER_TOKEN, _PER_CONTEXT, _PER_PAIR = (1.0 / SCALES).tolist()
+EVERY = 16
 """Steps between two solutions; at first each step has one."""
 
 
@@ -33,9 +34,7 @@ class RecursiveFit:
 
     def observe(self, work: Work, seconds: float, weight: float) -> None:
         """Learn from a step; ``weight`` is the inverse of the time that it was expected to take."""
-        x = np.array((1.0, work.num_tokens, work.context_tokens, work.attention_pairs))
-        x /= SCALES
-        x *= weight
+        x = _features(work, weight)
         along = self._info @ x
         size = float(x @ along)
         if size > 0.0:
@@ -45,7 +44,7 @@ class RecursiveFit:
         self._info += x[:, None] * x
         self._moment += x * (seconds * weight)
         self._num_steps += 1
-        if self._num_steps < 4 * EVERY or self._num_steps % EVERY == 0:
+        if self._num_steps < 2 * EVERY or self._num_steps % EVERY == 0:
             self._solve()
 
     def leverage(self, work: Work, weight: float) -> float:
@@ -53,7 +52,7 @@ class RecursiveFit:
 
         It is as of the last solution.
         """
-        x = np.array((1.0, work.num_tokens, work.context_tokens, work.attention_pairs)) / SCALES * weight
+        x = _features(work, weight)
         return float(x @ self._inverse @ x)
 
     def rescale(self, factor: float) -> None:
@@ -70,6 +69,13 @@ class RecursiveFit:
         self._inverse = inverse(self._info)
         base, token, context, pair = (nnls(self._info, self._moment) / SCALES).tolist()
         self.model = StepModel(base_s=base, token_s=token, context_token_s=context, attention_pair_s=pair)
+
+
+def _features(work: Work, weight: float) -> Array:
+    prefill, decodes, context, pairs = work
+    return np.array(
+        (weight, (prefill + decodes) * weight * _PER_TOKEN, context * weight * _PER_CONTEXT, pairs * weight * _PER_PAIR)
+    )
 
 
 def _coefficients(model: StepModel) -> Array:
