@@ -1,4 +1,4 @@
-"""The command ``flyball``: hands each command to the package that has it, and imports no other package."""
+"""The command ``flyball``. It passes each command to the package that has it, and imports no other package."""
 
 import argparse
 import importlib
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(f"{package}.cli").main(words))
     except ModuleNotFoundError as error:
         if str(error.name).startswith("flyball_") and error.name != package:
-            raise  # a fault of Flyball's own
+            raise  # a bug of Flyball
         print(
             f"flyball: {words[0]} needs the Python package {error.name}, which is not installed here. "
             f"Install the packages of this command: pip install 'flyball[{command.extra}]'",
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_own(words: list[str]) -> int:
-    """Print help, the version, what is wrong, or a completion script."""
+    """Print help, the version, an error of usage, or a completion script."""
     parser = build_parser()
     arguments = parser.parse_args(words)
     print(completion.script(arguments.shell, parser))
@@ -39,7 +39,7 @@ def _run_own(words: list[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return a parser that knows the commands' names and none of their flags."""
+    """Return a parser that knows the names of the commands, but not their flags."""
     parser = argparse.ArgumentParser(
         prog="flyball",
         description="Serve language models, on one machine or on Kubernetes; talk to them; measure them.",

@@ -1,4 +1,4 @@
-"""``flyball completion``: the script by which a shell completes commands, flags and values."""
+"""``flyball completion``: a script with which a shell completes commands, flags and values."""
 
 import argparse
 import importlib
@@ -47,7 +47,7 @@ def commands_of(parser: argparse.ArgumentParser) -> "Commands[argparse.ArgumentP
 
 
 def _installed(extra: str, listed: "Commands[argparse.ArgumentParser]") -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers, with all flags, of those listed commands that the package of an extra has."""
+    """Return the parsers, with all flags, of the commands that the package of an extra has."""
     try:
         package = importlib.import_module(f"flyball_{extra}.cli")
         known = commands_of(package.build_parser()).choices

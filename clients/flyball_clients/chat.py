@@ -22,12 +22,12 @@ from flyball_clients.stream import Chunk, find_model, open_session, stream_chunk
 
 _HELP = "/reset deletes the conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer."
 
-# A model's output must not steer the terminal: escape and other control characters are dropped.
+# Escape and other control characters are removed, because a model's output must not control the terminal.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 MIN_SPAN_S = 0.1
-"""Over less than this between first and last token, a rate says how a proxy or a socket gathered them, not how they were
-made."""
+"""If first and last token are closer than this, their rate shows how a proxy or a socket buffered them, not the speed of the
+model."""
 
 
 class Answer(Struct):
@@ -40,7 +40,7 @@ class Answer(Struct):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Speed after the first token; None for fewer than two tokens, or when they came in one burst."""
+        """Speed after the first token. None for fewer than two tokens, or if they arrived together."""
         if self.ttft_s is None or self.num_tokens < 2 or self.last_token_s - self.ttft_s < MIN_SPAN_S:
             return None
         return (self.num_tokens - 1) / (self.last_token_s - self.ttft_s)
@@ -64,7 +64,7 @@ class Answer(Struct):
 
 
 class Conversation:
-    """Messages so far, and the model that answers them.
+    """The messages so far, and the model that answers them.
 
     Args:
         options: further fields of each request, like temperature.
@@ -87,11 +87,11 @@ class Conversation:
         self._options = options or {}
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Delete all messages but the system message."""
         self.messages.clear()
 
     async def ask(self, question: str, write: Callable[[str], None]) -> Answer:
-        """Send ``question``, call ``write`` with each piece of text as it comes, and remember both sides.
+        """Send ``question``, call ``write`` with each piece of the answer, and keep both as messages.
 
         When cancelled, the request is aborted and the part that came is remembered; after an error, nothing is.
 
@@ -145,7 +145,7 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def _one_prompt(args: argparse.Namespace) -> str | None:
-    """The only question there will be, or None to talk."""
+    """Return the only question, or None for a conversation."""
     if args.prompt is None and sys.stdin.isatty():
         return None
     try:
@@ -169,7 +169,7 @@ def _connected(runner: asyncio.Runner, args: argparse.Namespace) -> Iterator[Con
 
 
 async def _open(endpoint: Endpoint, timeout_s: float) -> aiohttp.ClientSession:
-    return open_session(endpoint, timeout_s)  # aiohttp wants a running loop
+    return open_session(endpoint, timeout_s)  # aiohttp needs a running loop
 
 
 def _talk(runner: asyncio.Runner, conversation: Conversation) -> None:
@@ -187,7 +187,7 @@ def _talk(runner: asyncio.Runner, conversation: Conversation) -> None:
 
 
 def _read_question() -> str | None:
-    """A line without its blanks, or None to leave."""
+    """Return a line without surrounding blanks, or None to exit."""
     try:
         question = input("> ").strip()
     except EOFError:
@@ -225,7 +225,7 @@ def _note(text: str) -> None:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The request fields that were asked for; the server's defaults hold for the others."""
+    """Return the request fields that flags set; the server has defaults for the others."""
     if args.temperature is not None and not 0 <= args.temperature <= 2:
         raise ConfigError(f"--temperature is {args.temperature}; it must be from 0 to 2.")
     if args.max_tokens is not None and args.max_tokens < 1:

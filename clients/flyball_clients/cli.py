@@ -1,4 +1,4 @@
-"""The command line: ``flyball chat | bench``. Imports nothing heavy, so that help and completion answer at once."""
+"""The command line: ``flyball chat | bench``. It imports no heavy package, so that help and completion are fast."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ from flyball_protocol import endpoints, installed_version
 
 _DEFAULTS = BenchSettings()
 _EXIT_NO_ANSWER = 1
-"""No server was there, or an answer did not come to its end."""
+"""No server answered, or an answer was incomplete."""
 _EXIT_INTERRUPTED = 130
 
 
@@ -233,7 +233,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def settings_from(args: argparse.Namespace) -> BenchSettings:
-    """Raises ConfigError naming the first flag that is wrong."""
+    """Return the settings that the flags describe. Raises ConfigError, which names the first wrong flag."""
     return BenchSettings(
         base_url=args.base_url,
         model=args.model,

@@ -24,7 +24,7 @@ class Endpoint(Struct, frozen=True):
 
     @classmethod
     def resolve(cls, base_url: str, api_key_env: str | None = None) -> "Endpoint":
-        """Raises ConfigError for an address that cannot be one, or an environment variable that is not set."""
+        """Return the endpoint. Raises ConfigError for an invalid address or an environment variable that is not set."""
         return cls(normalise_base_url(base_url), None if api_key_env is None else _api_key(api_key_env))
 
     def __repr__(self) -> str:
@@ -44,7 +44,7 @@ class Endpoint(Struct, frozen=True):
 
 
 def normalise_base_url(base_url: str) -> str:
-    """``http://host:8000/v1/`` and ``http://host:8000`` are the same server."""
+    """Return the address without ``/v1``: ``http://host:8000/v1/`` and ``http://host:8000`` are the same server."""
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname or not _has_good_port(parts):
         raise ConfigError(f"--base-url is {base_url!r}; it must look like http://127.0.0.1:8000.")

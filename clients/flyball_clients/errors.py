@@ -1,15 +1,15 @@
-"""How a run of a client can fail."""
+"""Errors of the clients."""
 
 
 class ConfigError(Exception):
-    """A flag, a file or the environment makes the run impossible; nothing was sent."""
+    """A flag, a file or an environment variable is wrong; nothing was sent."""
 
 
 class EndpointError(Exception):
-    """A request did not get its whole answer.
+    """A request did not get a complete answer.
 
     Attributes:
-        kind: a short stable word that results count by.
+        kind: a short stable word; results count errors by kind.
     """
 
     kind = "endpoint"
@@ -45,7 +45,7 @@ class BadAnswer(EndpointError):
 
 
 class ServerError(EndpointError):
-    """An error object inside a stream that had begun well."""
+    """The stream contained an error object."""
 
     kind = "server_error"
 

@@ -1,7 +1,7 @@
-"""Requests to an endpoint, and what it answers: its models, and streams of chunks.
+"""Requests to an endpoint, and its answers: the list of models, and streams of chunks.
 
 aiohttp and not httpx: at 500 concurrent streams httpx took 300-450 us of CPU a chunk, and 5-25 ms a request, growing with
-the number of open connections; aiohttp took 12-27 us and 0.1-0.2 ms, which one core can pay.
+the number of open connections; aiohttp took 12-27 us and 0.1-0.2 ms, which one core can afford.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from flyball_clients.endpoint import Api, Endpoint
 from flyball_clients.errors import BadAnswer, Disconnected, HttpError, RequestTimeout, ServerError, Unreachable
 
-# uvicorn closes idle connections after 5 s; reusing one at that very moment would count as a server's failure.
+# uvicorn closes idle connections after 5 s. A request on a connection that is being closed would count as a failure.
 KEEPALIVE_TIMEOUT_S = 2.0
 
 
@@ -44,7 +44,7 @@ class _Choice(Struct):
 
 
 class Chunk(Struct):
-    """A completions or chat chunk; fields that nobody here reads are skipped while decoding."""
+    """A completions or chat chunk. Fields that are not listed are skipped while decoding."""
 
     choices: list[_Choice] = field(default_factory=list)
     usage: Usage | None = None
@@ -52,7 +52,7 @@ class Chunk(Struct):
 
     @property
     def text(self) -> str:
-        """Answer text of this chunk, may be empty."""
+        """Answer text of this chunk, possibly empty."""
         return "".join(choice.text or (choice.delta and choice.delta.content) or "" for choice in self.choices)
 
     @property
@@ -61,10 +61,10 @@ class Chunk(Struct):
 
     @property
     def carries_token(self) -> bool:
-        """Whether a token came with it: any text, or emptiness that is neither an opening nor an ending.
+        """Whether this chunk contains a token.
 
-        Empty text in mid-stream is a token whose bytes do not yet make a character. The role that opens a chat answer
-        and a closing ``finish_reason`` without text carry none.
+        Empty text in the middle of a stream is a token whose bytes do not yet form a character. The first chunk of a chat,
+        which has the role, and a last chunk with ``finish_reason`` and no text contain no token.
         """
         return any(_carries_token(choice) for choice in self.choices)
 
@@ -82,7 +82,7 @@ _decoder = msgspec.json.Decoder(Chunk)
 
 
 def decode_chunk(data: bytes) -> Chunk:
-    """Raises BadAnswer for what is not a chunk, ServerError for an error object."""
+    """Return the chunk. Raises BadAnswer if the data is not a chunk, ServerError if it is an error object."""
     try:
         chunk = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -93,7 +93,7 @@ def decode_chunk(data: bytes) -> Chunk:
 
 
 def error_message(body: bytes) -> str:
-    """The message inside an OpenAI error object, or the start of whatever else the body is."""
+    """Return the message of an OpenAI error object, or the start of any other body."""
     try:
         answer = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -118,7 +118,7 @@ class SSEParser:
         self._data: list[bytes] = []
 
     def feed(self, packet: bytes) -> list[bytes]:
-        """The data of every event that this packet completes."""
+        """Return the data of each event that this packet completes."""
         *lines, self._rest = (self._rest + packet).split(b"\n")
         events = []
         for line in lines:
@@ -132,9 +132,9 @@ class SSEParser:
 
 
 def open_session(endpoint: Endpoint, timeout_s: float) -> aiohttp.ClientSession:
-    """A connection pool without a cap; ``timeout_s`` bounds each request from connecting to the last byte.
+    """Return a connection pool without a bound. ``timeout_s`` bounds each request, from connecting to the last byte.
 
-    Proxies named by the environment are not used: a measurement through one would be a measurement of it.
+    Proxies from the environment are not used, because they would be measured too.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S),
@@ -151,7 +151,7 @@ async def stream_chunks(
     Closing the iterator closes the connection, which aborts the request on the server.
 
     Raises:
-        EndpointError: the server is not there, refuses, breaks off, is late, or sends what is not a stream.
+        EndpointError: the server does not answer, refuses, disconnects, is too slow, or does not send a stream.
     """
     async with translated(session, endpoint), session.post(endpoint.url(api), data=body) as response:
         if response.status != 200:
@@ -171,7 +171,7 @@ async def stream_chunks(
 
 @asynccontextmanager
 async def translated(session: aiohttp.ClientSession, endpoint: Endpoint) -> AsyncIterator[None]:
-    """Turn aiohttp's exceptions into this package's."""
+    """Raise aiohttp's exceptions as exceptions of this package."""
     try:
         yield
     except aiohttp.ClientConnectorError as exc:
@@ -183,7 +183,7 @@ async def translated(session: aiohttp.ClientSession, endpoint: Endpoint) -> Asyn
 
 
 class ModelCard(Struct, frozen=True):
-    """One entry of /v1/models. ``max_model_len`` is in tokens; not every server says it."""
+    """One entry of /v1/models. ``max_model_len`` is in tokens; not every server reports it."""
 
     id: str
     max_model_len: int | None = None
@@ -194,7 +194,7 @@ class _ModelList(Struct, frozen=True):
 
 
 async def list_models(session: aiohttp.ClientSession, endpoint: Endpoint) -> list[ModelCard]:
-    """Raises EndpointError when the server is not there or has no such list."""
+    """Return the models of a server. Raises EndpointError if it does not answer or has no such list."""
     async with translated(session, endpoint), session.get(endpoint.models_url) as response:
         body = await response.read()
         if response.status != 200:
@@ -206,19 +206,19 @@ async def list_models(session: aiohttp.ClientSession, endpoint: Endpoint) -> lis
 
 
 async def find_model(session: aiohttp.ClientSession, endpoint: Endpoint, name: str | None) -> ModelCard:
-    """The model ``name``, or the first that the server lists.
+    """Return the model ``name``, or the first model in the server's list.
 
-    A name that is not listed is taken as it is: servers may route names that they do not list.
+    A name that is not listed is used as it is, because servers may route names that they do not list.
 
     Raises:
-        EndpointError: the server is not there, or ``name`` is None and it lists nothing.
+        EndpointError: the server does not answer, or ``name`` is None and the list is empty.
     """
     try:
         cards = await list_models(session, endpoint)
     except (HttpError, BadAnswer):
         if name is None:
             raise
-        cards = []  # the caller knows the name, so a server without a list will do
+        cards = []  # not needed: the caller knows the name
     if name is not None:
         return next((card for card in cards if card.id == name), ModelCard(name))
     if not cards:

@@ -1,4 +1,4 @@
-"""Ports, paths, environment names, exit codes, metric names and the version: what all sides must spell alike."""
+"""Ports, paths, environment names, exit codes, metric names and the version: what all packages must spell alike."""
 
 import json
 import shlex
@@ -27,21 +27,21 @@ LISTENER_ENV = "FLYBALL_LISTENER"
 """Path of the Unix socket at which ``flyball listener`` gives out the API port; without it ``flyball serve`` opens the port."""
 
 TEMPLATE_ENV = "FLYBALL_TEMPLATE"
-"""Name of the pod template that a replica was started from; its evidence says it again."""
+"""Name of the pod template that a replica was started from; its evidence contains it."""
 
 EXIT_OK = 0
 """Stopped by request; every accepted request was finished."""
 EXIT_CONFIG_ERROR = 2
-"""A setting, the model or the machine made start-up impossible; the last line of stderr says which."""
+"""A setting, the model or the machine made start-up impossible; the last line of stderr gives the reason."""
 EXIT_ENGINE_DIED = 3
-"""The engine process ended while serving; pending requests were failed."""
+"""The engine process ended while serving; pending requests got an error."""
 EXIT_DRAIN_TIMEOUT = 4
-"""The drain deadline passed with requests still running; they were failed."""
+"""The drain deadline passed while requests were running; they got an error."""
 
 REQUESTS_WAITING = "flyball_requests_waiting"
 """Requests in a replica's queue."""
 REQUESTS_RUNNING_RATIO = "flyball_requests_running_ratio"
-"""Running requests of a replica over the most that may run now, 0 to 1."""
+"""Running requests of a replica divided by the limit in force, 0 to 1."""
 
 EXAMPLE_QUESTION = "Say hello."
 EXAMPLE_MAX_TOKENS = 32

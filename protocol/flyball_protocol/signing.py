@@ -23,10 +23,10 @@ SCHEME = "Flyball-HMAC-SHA256"
 ANSWER_HEADER = "Flyball-Signature"
 
 MAX_SKEW_S = 60.0
-"""How far apart the clocks of operator and replica may be, and for how long a request that is held up is still taken."""
+"""Allowed difference of the clocks of operator and replica, and allowed delay of a request."""
 
 MAX_NONCES = 10_000
-"""Requests that a replica takes in twice ``MAX_SKEW_S``. An operator sends a few a minute."""
+"""Requests that a replica accepts in twice ``MAX_SKEW_S``. An operator sends a few per minute."""
 
 _HEADER = re.compile(
     rf"{SCHEME} target=(?P<target>[!-+\--~]{{1,128}}), time=(?P<time_ms>\d{{1,15}}), nonce=(?P<nonce>[0-9a-f]{{32}}), "
@@ -36,12 +36,12 @@ _HEADER = re.compile(
 
 
 class SignatureError(Exception):
-    """A request is not taken, and the message says why. It tells a stranger nothing but that the signature is wrong."""
+    """A request is refused; the message says why. A caller without the token learns only that the signature is wrong."""
 
 
 @dataclass(frozen=True)
 class SignedRequest:
-    """What a signature covers. ``path`` is with its query, as it stands in the request line."""
+    """What a signature covers. ``path`` includes the query, as in the request line."""
 
     method: str
     path: str
@@ -72,7 +72,7 @@ def new_request(method: str, path: str, target: str, body: bytes, time_s: float)
 
 
 def target_of(host: str, port: int | None) -> str:
-    """Return an address in the one way that both sides spell it: IPv4 in IPv6 as IPv4, IPv6 in its short form."""
+    """Return an address in the form that both sides use: IPv4 in IPv6 as IPv4, IPv6 in its short form."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -87,7 +87,7 @@ def sign_answer(token: str, nonce: str, status: int, body: bytes) -> str:
 
 
 def is_signed_answer(token: str, nonce: str, status: int, body: bytes, signature: str) -> bool:
-    """Return whether an answer comes from a holder of the token, and is the one to this request. In constant time."""
+    """Return whether an answer was signed with the token for this request. Takes constant time."""
     return hmac.compare_digest(signature.encode(), sign_answer(token, nonce, status, body).encode())
 
 
@@ -96,7 +96,7 @@ def digest_of(body: bytes) -> str:
 
 
 class Verifier:
-    """Takes each signed request once.
+    """Accepts each signed request once.
 
     Args:
         started_s: wall-clock time of this process's start. What was signed before may have been seen by the process before it.
@@ -110,7 +110,7 @@ class Verifier:
         self._turned_s = started_s
 
     def check(self, header: str, *, method: str, path: str, target: str, now_s: float) -> SignedRequest:
-        """Return the request that ``header`` signs; its body is for the caller to compare.
+        """Return the request that ``header`` signs; the caller must compare its body.
 
         Raises:
             SignatureError: not signed with the token, for another method, path or target, at another time, or seen before.

@@ -28,7 +28,7 @@ class WarmupFailed(EndpointError):
 
 
 async def run_benchmark(settings: BenchSettings, observer: LoadObserver | None = None) -> BenchResult:
-    """Find the model, warm up, send the load, sum up. Failed requests are counted and not raised.
+    """Find the model, warm up, send the load and summarise the results. Failed requests are counted, not raised.
 
     Raises:
         ConfigError: a bad trace, dataset, tokenizer or key.
@@ -98,7 +98,7 @@ def run_command(settings: BenchSettings, args: argparse.Namespace) -> BenchResul
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Find out before the load what would spoil its end."""
+    """Check before the load that the results can be written after it."""
     if args.chart is not None:
         check_chart_path(args.chart)
     for flag, path in (("--output", args.output), ("--chart", args.chart)):

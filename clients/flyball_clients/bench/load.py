@@ -15,7 +15,7 @@ from flyball_clients.stream import Chunk, stream_chunks
 
 
 class RequestRecord(Struct, kw_only=True):
-    """Filled in while the request runs.
+    """Measurements of one request, filled in while it runs.
 
     Attributes:
         arrival_s: when it was due: the schedule of an open loop, the moment of sending in a closed one.
@@ -71,7 +71,7 @@ class RequestRecord(Struct, kw_only=True):
 
 
 class Sender:
-    """Sends requests on one session; its clock starts at 0 when it is made."""
+    """Sends requests on one session. Its clock starts at 0 when it is created."""
 
     def __init__(self, session: aiohttp.ClientSession, endpoint: Endpoint, api: Api) -> None:
         self._session = session
@@ -83,7 +83,7 @@ class Sender:
         return time.perf_counter() - self._started
 
     async def send(self, index: int, body: bytes, arrival_s: float | None = None) -> RequestRecord:
-        """Send one request and wait for its end; a failure is written into the record and not raised.
+        """Send one request and wait for its end. A failure is written into the record, not raised.
 
         Args:
             arrival_s: when it was due; None for now.
@@ -118,24 +118,24 @@ class Sender:
 
 
 def _settle(record: RequestRecord, finish_s: float | None) -> None:
-    """Fill in what only the end of the stream tells."""
+    """Fill in what is known only after the end of the stream."""
     if not record.tokens_from_usage:
         record.output_tokens = 0 if record.first_token_s is None else len(record.gaps_s) + 1
-    if record.first_token_s is None and record.output_tokens:  # every token was without text, e.g. only end-of-sequence
+    if record.first_token_s is None and record.output_tokens:  # no token had text, e.g. only end-of-sequence
         record.first_token_s = record.last_token_s = finish_s
 
 
 class LoadObserver:
-    """Told about each request as it is sent and as it ends; a progress bar overrides what it wants to know."""
+    """Is called when a request is sent and when it ends. A progress bar overrides its methods."""
 
     def planned(self, total: int) -> None:
-        """Called once, before the first request, with how many there are."""
+        """Called once, before the first request, with the number of requests."""
 
     def sent(self) -> None:
-        """Called when a request goes out."""
+        """Called when a request is sent."""
 
     def ended(self, record: RequestRecord) -> None:
-        """Called when it has ended, well or not."""
+        """Called when a request has ended, successfully or not."""
 
 
 class LoadGenerator:
@@ -155,7 +155,7 @@ class LoadGenerator:
         self.records: list[RequestRecord] = []
 
     async def run_closed(self, plans: list[RequestPlan], concurrency: int) -> None:
-        """Keep ``concurrency`` requests in flight: each ending starts the next."""
+        """Keep ``concurrency`` requests in flight: when one ends, the next starts."""
         queue = self._until_deadline(plans, lambda plan: self._sender.now())
         async with asyncio.TaskGroup() as tasks:
             for _ in range(min(concurrency, len(plans))):
@@ -164,7 +164,7 @@ class LoadGenerator:
     async def run_open(self, plans: list[RequestPlan]) -> None:
         """Send each request at its ``offset_s``, however many are still unanswered.
 
-        The body is written before the wait, so that writing it delays nobody's arrival.
+        The body is written before the wait, so that writing it does not delay the request.
         """
         async with asyncio.TaskGroup() as tasks:
             for plan in self._until_deadline(plans, lambda plan: max(plan.offset_s or 0.0, self._sender.now())):

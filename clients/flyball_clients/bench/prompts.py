@@ -29,10 +29,10 @@ Unit = NDArray[np.int64]
 
 
 class Prompts(Protocol):
-    """A prompt is a row of units: words of text, or token ids."""
+    """A source of prompts. A prompt is a sequence of units: words of text, or token ids."""
 
     def num_units(self, num_tokens: int) -> int:
-        """How many units come nearest to a prompt of ``num_tokens``, template included; at least 1."""
+        """Return the number of units, at least 1, that is closest to a prompt of ``num_tokens``, chat template included."""
         ...
 
     def draw(self, rng: np.random.Generator, count: int) -> Unit: ...
@@ -63,7 +63,7 @@ class WordPrompts:
 
 
 class TokenPrompts:
-    """Random token ids, special tokens left out: the length is exact."""
+    """Random token ids without special tokens. The length is exact."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = np.asarray(token_ids, np.int64)
@@ -79,7 +79,7 @@ class TokenPrompts:
 
     @classmethod
     def from_file(cls, path: str) -> "TokenPrompts":
-        """From a tokenizer.json or a folder that has one. Raises ConfigError when it is neither."""
+        """Return the ids of a tokenizer.json, or of a folder that has one. Raises ConfigError if there is none."""
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         try:
             tokenizer = json.loads(file.read_bytes())
@@ -97,20 +97,20 @@ def random_prompt(prompts: Prompts, rng: np.random.Generator, num_tokens: int) -
 
 
 def shared_prefix_prompt(prompts: Prompts, hash_ids: tuple[int, ...], seed: int, num_tokens: int) -> str | list[int]:
-    """A prompt whose 512-token blocks are made from ``hash_ids``: equal ids give equal text, in any request."""
+    """Return a prompt whose 512-token blocks are made from ``hash_ids``: equal ids give equal text in all requests."""
     per_block = prompts.num_units(MOONCAKE_BLOCK_TOKENS)
     blocks = [prompts.draw(np.random.default_rng((seed, hash_id)), per_block) for hash_id in hash_ids]
     return prompts.render(np.concatenate(blocks)[: prompts.num_units(num_tokens)])
 
 
 NUM_PROBE_WORDS = 24
-"""Enough to average over, and few enough for a server with a short context."""
+"""Enough words for an average, and few enough for a server with a short context."""
 
 
 async def make_prompts(
     session: aiohttp.ClientSession, endpoint: Endpoint, settings: BenchSettings, model: str
 ) -> tuple[Prompts, list[str]]:
-    """The source of random prompts, and warnings about it."""
+    """Return the source of random prompts, and warnings about it."""
     if settings.tokenizer is not None:
         return TokenPrompts.from_file(settings.tokenizer), []
     if settings.dataset is not None:
@@ -121,7 +121,7 @@ async def make_prompts(
 async def _measured_words(
     session: aiohttp.ClientSession, endpoint: Endpoint, settings: BenchSettings, model: str
 ) -> tuple[Prompts, list[str]]:
-    """Words scaled to the server's tokenizer, by its own count of a few words once and of the same words twice."""
+    """Return words and their number of tokens, from the server's count for a few words and for the same words twice."""
     words = WORDS[:NUM_PROBE_WORDS]
     text = " ".join(words)
     once = await _count_tokens(session, endpoint, settings, model, text)

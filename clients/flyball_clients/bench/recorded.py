@@ -15,7 +15,7 @@ from flyball_clients.endpoint import Api
 from flyball_clients.errors import ConfigError
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
+"""Tokens per hash id of a Mooncake trace."""
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -35,7 +35,7 @@ class TraceRequest(Struct, frozen=True):
 
 
 def read_trace(path: str) -> list[TraceRequest]:
-    """Every request of a file, ordered by time.
+    """Return the requests of a file, ordered by time.
 
     ``.csv`` is Azure's (TIMESTAMP, ContextTokens, GeneratedTokens), ``.jsonl`` Mooncake's (timestamp in ms, input_length,
     output_length, hash_ids for each 512 input tokens); either may end in ``.gz``.
@@ -84,7 +84,7 @@ def _parse_azure(path: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
 
 
 def _utc_seconds(timestamp: str) -> float:
-    """Azure writes no zone; reading it as local time would jump where summer time ends."""
+    """Return seconds since the epoch. Azure writes no time zone; as local time, there would be a jump when summer time ends."""
     moment = datetime.fromisoformat(timestamp)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
@@ -138,7 +138,7 @@ _decoder = msgspec.json.Decoder(DatasetRow)
 
 
 def read_dataset(path: str, api: Api) -> list[DatasetRow]:
-    """Every row of a JSONL file, in order, each fit for ``api``.
+    """Return the rows of a JSONL file, in order. Each is valid for ``api``.
 
     Raises:
         ConfigError: unreadable or empty file, or a line, named as ``file:line``, that is malformed or for the other API.

@@ -45,7 +45,7 @@ class ProgressBar(LoadObserver):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._progress.disable:  # rich before 14.3 would end even what it never drew with a newline
+        if not self._progress.disable:  # rich before 14.3 prints a newline even if it has drawn nothing
             self._progress.stop()
 
     def planned(self, total: int) -> None:
@@ -95,7 +95,7 @@ def _parts(result: BenchResult) -> Iterator[RenderableType]:
 
 
 def describe_load(settings: BenchSettings) -> str:
-    """The load in a few words."""
+    """Return the load in a few words."""
     if settings.trace is not None:
         return f"open loop, trace {settings.trace} at {settings.trace_speed:g}x speed"
     if settings.request_rate is None:
@@ -162,11 +162,15 @@ def _milliseconds(seconds: float) -> str:
 
 CHART_SUFFIXES = (".png", ".svg")
 
-_BLUE, _ORANGE, _RED = "#0072b2", "#e69f00", "#d55e00"  # Okabe and Ito: told apart by everybody
+_BLUE, _ORANGE, _RED = (
+    "#0072b2",
+    "#e69f00",
+    "#d55e00",
+)  # Okabe and Ito's colours, which colour-blind readers can distinguish
 
 
 def check_chart_path(path: str) -> None:
-    """Raise ConfigError, before a long run and not after, when a chart cannot be drawn to ``path``."""
+    """Raise ConfigError if a chart cannot be drawn to ``path``. Called before the run, which may be long."""
     if Path(path).suffix not in CHART_SUFFIXES:
         raise ConfigError(f"--chart is {path}; it must end in {' or '.join(CHART_SUFFIXES)}.")
     _figure_class()
@@ -196,7 +200,7 @@ def _figure_class() -> Any:
 def _draw_cdf(axes: Any, name: str, values_s: list[Any], bound_s: float | None) -> None:
     data = np.sort(np.array([value for value in values_s if value is not None]) * 1000).clip(
         min=0.01
-    )  # the axis is a log
+    )  # for the logarithmic axis
     axes.step(data, np.arange(1, len(data) + 1) / max(len(data), 1), where="post", color=_BLUE)
     for quantile in (50, 99) if len(data) else ():
         value = float(np.percentile(data, quantile))
@@ -210,7 +214,7 @@ def _draw_cdf(axes: Any, name: str, values_s: list[Any], bound_s: float | None) 
 
 
 def _draw_token_rate(axes: Any, good: list[RequestRecord]) -> None:
-    """Output chunks in equal bins of a quarter second or more, scaled to the tokens that they held."""
+    """Draw output tokens per second, in equal bins of a quarter second or more. A chunk counts with its share of the tokens."""
     chunks = [_chunk_times(record) for record in good if record.first_token_s is not None]
     times = np.concatenate(chunks) if chunks else np.zeros(0)
     if len(times):

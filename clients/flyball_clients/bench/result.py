@@ -1,4 +1,4 @@
-"""The outcome of a run, as it goes to JSON."""
+"""The result of a run, as it is written to JSON."""
 
 import math
 import os
@@ -24,11 +24,11 @@ from flyball_clients.bench.statistics import (
 from flyball_protocol import installed_version
 
 SCHEMA_VERSION = 1
-"""Goes up when a field changes its meaning or goes away; new fields do not raise it."""
+"""Raised when a field changes its meaning or is removed; not raised for new fields."""
 
 
 class ErrorCount(Struct, frozen=True, kw_only=True):
-    """How often one kind of error came, and the first message of it."""
+    """Number of errors of one kind, and the first message."""
 
     count: int
     example: str
@@ -85,7 +85,7 @@ class Environment(Struct, frozen=True, kw_only=True):
 
 
 class ServerFacts(Struct, frozen=True, kw_only=True):
-    """Who answered. ``max_model_len``: context length in tokens, if the server says it."""
+    """The server. ``max_model_len``: context length in tokens, if the server reports it."""
 
     base_url: str
     model: str
@@ -93,7 +93,7 @@ class ServerFacts(Struct, frozen=True, kw_only=True):
 
 
 class BenchResult(Struct, frozen=True, kw_only=True):
-    """Everything that a run found out. ``records`` are in order of their index."""
+    """The whole result of a run. ``records`` are in order of their index."""
 
     schema_version: int
     started_at: str
@@ -110,7 +110,7 @@ class BenchResult(Struct, frozen=True, kw_only=True):
     records: list[RequestRecord]
 
     def to_json(self, *, save_requests: bool = False) -> bytes:
-        """Indented JSON; each request's record only when asked, since they hold every gap."""
+        """Return indented JSON. The records of requests are left out by default, because they contain every gap."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         if not save_requests:
             del plain["records"]
@@ -130,7 +130,7 @@ def build_result(
     monitor: ClientMonitor,
     warnings: list[str],
 ) -> BenchResult:
-    """Sum up a run.
+    """Return the result of a run.
 
     Args:
         asked_output_tokens: sum of ``max_tokens`` over the successful requests, 0 where a shorter answer is as good.
@@ -206,7 +206,7 @@ def _latency(good: list[RequestRecord]) -> Latency:
 def _record_caveats(
     good: list[RequestRecord], num_sent: int, num_planned: int, asked_output_tokens: int
 ) -> Iterator[str]:
-    """What the records tell a reader to know before believing the figures."""
+    """Yield warnings that follow from the records."""
     if num_sent < num_planned:
         yield f"--max-duration stopped the run after {num_sent} of {num_planned} requests."
     if not all(record.tokens_from_usage for record in good):

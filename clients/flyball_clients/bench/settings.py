@@ -12,7 +12,7 @@ from flyball_clients.endpoint import Api, normalise_base_url
 from flyball_clients.errors import ConfigError
 from flyball_protocol import endpoints
 
-if TYPE_CHECKING:  # numpy is slow to import, and flags are checked by every command
+if TYPE_CHECKING:  # numpy is slow to import, and help and completion do not need it
     import numpy as np
 
 Arrival = Literal["poisson", "gamma", "constant"]
@@ -50,7 +50,7 @@ class Slo(Struct, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Name to seconds, for those that are set."""
+        """Bounds that are set, by name, in seconds."""
         pairs = ((name, getattr(self, f"{name}_s")) for name in _NAMES)
         return {name: value for name, value in pairs if value is not None}
 
@@ -59,7 +59,7 @@ class Slo(Struct, frozen=True, kw_only=True):
 
 
 def parse_slo(text: str) -> Slo:
-    """``ttft=500ms,tpot=50ms,e2e=10s`` as an Slo. Raises ConfigError for anything else."""
+    """Return text like ``ttft=500ms,tpot=50ms,e2e=10s`` as an Slo. Raises ConfigError for anything else."""
     bounds: dict[str, float] = {}
     for part in text.split(","):
         match = _BOUND.fullmatch(part.strip())
@@ -141,7 +141,7 @@ class BenchSettings(Struct, frozen=True, kw_only=True):
     max_duration_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError naming the first setting that is wrong."""
+        """Raise ConfigError, which names the first wrong setting."""
         normalise_base_url(self.base_url)
         self._check_numbers()
         self._check_combinations()
@@ -154,7 +154,7 @@ class BenchSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def max_in_flight(self) -> int:
-        """Closed loop's concurrency; also how many warm-up requests go at a time."""
+        """Concurrency of a closed loop, and of the warm-up."""
         return self.concurrency or DEFAULT_CONCURRENCY
 
     def _check_numbers(self) -> None:
@@ -202,7 +202,7 @@ def _flag(field_name: str) -> str:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """A distribution by name.
+    """Return a distribution by its name.
 
     ``128`` or ``fixed:128``; ``uniform:LOW:HIGH``, both ends included; ``lognormal:MEDIAN:SIGMA[:MAX]``, where SIGMA is the
     standard deviation of the logarithm; ``zipf:ALPHA:LOW:HIGH``, where k is drawn with probability proportional to k^-ALPHA.

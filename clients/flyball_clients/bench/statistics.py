@@ -1,4 +1,4 @@
-"""Numbers over many requests, and whether the load generator itself kept up."""
+"""Statistics over many requests, and checks of the load generator itself."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ class Summary(Struct, frozen=True, kw_only=True):
 
 
 def summarise(values: Iterable[float | None]) -> Summary | None:
-    """Summary of the values that are there; None when there are none."""
+    """Return a summary of the values that are not None; None if there are none."""
     data = np.array([value for value in values if value is not None])
     if not len(data):
         return None
@@ -46,7 +46,7 @@ def summarise(values: Iterable[float | None]) -> Summary | None:
 
 
 class Goodput(Struct, frozen=True, kw_only=True):
-    """Requests that met the whole objective.
+    """Requests that met all bounds of the objective.
 
     Attributes:
         share: of all requests, failed ones included.
@@ -61,7 +61,10 @@ class Goodput(Struct, frozen=True, kw_only=True):
 
 
 def goodput(records: list[RequestRecord], slo: Slo, duration_s: float) -> Goodput:
-    """A failed request is never good. A bound on what a request has not (a gap between tokens, of one token) is met."""
+    """Count good requests. A failed request is never good.
+
+    A bound on a value that a request does not have is met, such as on the gap between tokens if there is one token.
+    """
     misses = [missed_bounds(record, slo) for record in records if record.ok]
     good = sum(not names for names in misses)
     return Goodput(
@@ -74,7 +77,7 @@ def goodput(records: list[RequestRecord], slo: Slo, duration_s: float) -> Goodpu
 
 
 def missed_bounds(record: RequestRecord, slo: Slo) -> list[str]:
-    """Names of the bounds that a successful request did not meet. TTFT and E2E count from the scheduled arrival."""
+    """Return the names of the bounds that a successful request missed. TTFT and E2E count from the scheduled arrival."""
     seen = {
         "ttft": record.ttft_from_arrival_s,
         "tpot": record.tpot_s,
@@ -85,7 +88,7 @@ def missed_bounds(record: RequestRecord, slo: Slo) -> list[str]:
 
 
 def peak_in_flight(records: list[RequestRecord]) -> int:
-    """Most requests that were open at one moment."""
+    """Return the largest number of requests in flight at one moment."""
     if not records:
         return 0
     events = sorted([(record.sent_s, 1) for record in records] + [(record.end_s, -1) for record in records])
@@ -95,11 +98,11 @@ def peak_in_flight(records: list[RequestRecord]) -> int:
 SAMPLE_EVERY_S = 0.01
 MAX_LAG_S = 0.01
 MAX_CPU_SHARE = 0.9
-MIN_SAMPLES = 100  # about a second; a shorter run is all start-up and says nothing about the client
+MIN_SAMPLES = 100  # about a second; a shorter run is mostly start-up
 
 
 class ClientHealth(Struct, frozen=True, kw_only=True):
-    """How well the load generator did its own part.
+    """Lateness and CPU share of the load generator.
 
     Attributes:
         send_lag_s: how much later than scheduled requests were sent; None in a closed loop.
@@ -112,7 +115,7 @@ class ClientHealth(Struct, frozen=True, kw_only=True):
     cpu_share: float
 
     def caveats(self) -> Iterator[str]:
-        """What to say when the client, and not the server, shaped the figures."""
+        """Yield warnings if the client influenced the figures."""
         send_lag_s = self.send_lag_s.p99 if self.send_lag_s else 0.0
         loop_lag_s = self.loop_lag_s.p99 if self.loop_lag_s else 0.0
         long_enough = self.loop_lag_s is not None and self.loop_lag_s.count >= MIN_SAMPLES
@@ -145,7 +148,7 @@ class ClientMonitor:
         self._cpu_s += time.process_time()
 
     def health(self, send_lag_s: Summary | None) -> ClientHealth:
-        """What was seen between entering and leaving."""
+        """Return what was measured between entering and leaving."""
         cpu_share = self._cpu_s / self._wall_s if self._wall_s > 0 else 0.0
         return ClientHealth(send_lag_s=send_lag_s, loop_lag_s=summarise(self._lags_s), cpu_share=cpu_share)
 

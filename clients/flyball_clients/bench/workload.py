@@ -1,4 +1,4 @@
-"""The requests of a run: when, how long, and what they say."""
+"""The requests of a run: their times, lengths and texts."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from flyball_clients.bench.recorded import DatasetRow, TraceRequest, read_datase
 from flyball_clients.bench.settings import DEFAULT_NUM_REQUESTS, BenchSettings, parse_lengths
 from flyball_clients.errors import ConfigError
 
-# One stream of random numbers for each purpose, so that changing one leaves the others as they were.
+# One stream of random numbers for each purpose, so that a change of one does not change the others.
 _LENGTHS, _ARRIVALS, _TEXT, _WARMUP_TEXT = range(4)
 
 
@@ -36,7 +36,7 @@ class RequestPlan(Struct, frozen=True, kw_only=True):
 
 
 def plan_requests(settings: BenchSettings) -> list[RequestPlan]:
-    """The measured requests, the same for the same settings. Raises ConfigError for a bad trace or dataset."""
+    """Return the measured requests; equal settings give equal requests. Raises ConfigError for a bad trace or dataset."""
     if settings.trace is not None:
         return _from_trace(settings, settings.trace)
     rows = _dataset_rows(settings)
@@ -58,7 +58,7 @@ def plan_requests(settings: BenchSettings) -> list[RequestPlan]:
 
 
 def plan_warmup(settings: BenchSettings, plans: list[RequestPlan]) -> list[RequestPlan]:
-    """Requests as long as the measured ones but with other text, so that they fill no prefix cache."""
+    """Return requests that are as long as the measured ones but have other texts, so that they do not fill a prefix cache."""
     return [
         msgspec.structs.replace(plans[i % len(plans)], index=i, offset_s=None, hash_ids=(), row=None, warmup=True)
         for i in range(settings.num_warmup)
@@ -110,7 +110,7 @@ def _selected(settings: BenchSettings, requests: list[TraceRequest]) -> list[Tra
 
 
 class RequestWriter:
-    """Writes the JSON body of a request. Bodies are made one by one, since a trace's prompts can be gigabytes together."""
+    """Writes the JSON body of a request. Bodies are written one by one, because the prompts of a trace can have gigabytes."""
 
     def __init__(self, settings: BenchSettings, model: str, prompts: Prompts) -> None:
         self._settings = settings
@@ -146,7 +146,7 @@ class RequestWriter:
 
 
 def arrival_offsets(settings: BenchSettings, num_requests: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Seconds from the start for each of ``num_requests``; the first is 0, and gaps have mean ``1 / request_rate``.
+    """Return the arrival of each of ``num_requests``, in seconds. The first is 0, and gaps have mean ``1 / request_rate``.
 
     Gamma gaps have shape ``burstiness`` (below 1 is burstier than Poisson), as in BurstGPT (Wang et al. 2024).
     """
@@ -157,7 +157,7 @@ def arrival_offsets(settings: BenchSettings, num_requests: int, rng: np.random.G
 
 
 def _gaps(settings: BenchSettings, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Gaps of mean 1."""
+    """Return gaps of mean 1."""
     if settings.arrival == "poisson":
         return rng.exponential(1.0, count)
     if settings.arrival == "gamma":
@@ -166,7 +166,7 @@ def _gaps(settings: BenchSettings, count: int, rng: np.random.Generator) -> NDAr
 
 
 def spread_equal_times(times: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-    """Spread requests that share one recorded time evenly at random over the clock tick that rounded them together.
+    """Spread requests with the same recorded time at random over the clock tick to which their times were rounded.
 
     The tick is the smallest gap between different times (3 s in Mooncake's traces). A trace without equal times comes
     back as it was; order is kept.
