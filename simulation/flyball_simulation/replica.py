@@ -218,6 +218,7 @@ def engine_config(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     prefix_caching: bool,
+    scheduling_policy: str = "fcfs",
     seed: int,
     prior: BootPrior | None,
 ) -> EngineConfig:
@@ -228,6 +229,7 @@ def engine_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=prefix_caching,
+        scheduling_policy=scheduling_policy,
         fair_share=False,
         seed=seed,
         boot_prior=prior,

@@ -37,6 +37,7 @@ class Setup(Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    scheduling_policy: str = "fcfs"
     objectives: Bounds
     model: str = "model"
     prior: BootPrior | None = None
@@ -164,6 +165,7 @@ class World:
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
             prefix_caching=self._prefix_caching,
+            scheduling_policy=setup.scheduling_policy,
             seed=self.seed,
             prior=setup.prior,
         )
