@@ -1,6 +1,5 @@
 """Counts and samples, since the start and over a sliding window of time, in bounded memory."""
 
-import random
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
@@ -78,13 +77,16 @@ class _Slice:
         self.count = 0
         self.kept: list[float] = []
 
-    def keep(self, values: list[float], rng: random.Random) -> None:
-        for value in values:
-            self.count += 1
-            if len(self.kept) < MAX_KEPT_PER_SLICE:
-                self.kept.append(value)
-            elif (place := int(rng.random() * self.count)) < MAX_KEPT_PER_SLICE:
-                self.kept[place] = value
+    def keep(self, values: list[float], rng: np.random.Generator) -> None:
+        room = MAX_KEPT_PER_SLICE - len(self.kept)
+        self.kept += values[:room]
+        self.count += min(room, len(values))
+        if more := values[room:]:
+            counts = np.arange(self.count + 1, self.count + len(more) + 1)
+            places = (rng.random(len(more)) * counts).astype(np.int64)
+            for at in np.flatnonzero(places < MAX_KEPT_PER_SLICE).tolist():
+                self.kept[places[at]] = more[at]
+            self.count += len(more)
 
     @property
     def weight(self) -> float:
@@ -109,7 +111,7 @@ class Series:
         self._slices: Slices[_Slice] = Slices(lambda: _Slice(len(edges) + 1), window_s)
         self._pending: list[float] = []
         self._pending_slice = _Slice(len(edges) + 1)
-        self._rng = random.Random(0)
+        self._rng = np.random.default_rng(0)
 
     def add(self, now: float, values: Sequence[float]) -> None:
         """Add any number of samples of this moment."""
