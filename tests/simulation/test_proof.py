@@ -62,11 +62,20 @@ def test_there_and_back_is_counted_within_its_time() -> None:
     assert cells.turns_back([469, 469, 800, 700, 469], [0, 1, 2, 3, 4]) == 0
 
 
+RULES_PASS = frozenset(
+    {
+        "a start at the optimum, under KV pressure",
+        "decodes alone take too long",
+        "metrics are lost for 10 minutes",
+        "the operator is down for 10 minutes",
+        "evidence that is not a number",
+    }
+)
+"""What the first tuner did right; a new one must not do worse there."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[one.name for one in SCENARIOS])
-def test_the_first_tuner_fails_what_is_named_after_its_faults(scenario: scenarios.Scenario) -> None:
+def test_the_first_tuner_fails_the_scenarios_of_its_faults(scenario: scenarios.Scenario) -> None:
     verdict = scenarios.judge(scenario, "rules")
     assert verdict.passed == (scenario.name in RULES_PASS), verdict.figures
-
-
-RULES_PASS: frozenset[str] = frozenset()

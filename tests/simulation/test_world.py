@@ -4,6 +4,8 @@ import pytest
 from msgspec import structs
 
 from flyball_operator.spec import Objectives, Tuning
+from flyball_protocol import LimitsChange, LimitsUpdate, ObjectiveCounts
+from flyball_protocol import Objectives as ObjectiveTimes
 from flyball_runtime.core.errors import ConfigError
 from flyball_simulation.controllers import Aimd, Auto, Controller, Rules, Static
 from flyball_simulation.oracle import best, sweep
@@ -172,6 +174,24 @@ def test_a_silent_stretch_reaches_the_controller_as_problems() -> None:
     faults = Faults(silences=(Window(start_s=9.0, end_s=16.0),))
     run(structs.replace(SETUP, faults=faults), [Arrival(0.0, 10, 1), Arrival(22.0, 10, 1)], Watching())
     assert [bool(one[0]) for one in Watching.seen] == [False, True, True, False]
+
+
+def test_posted_objectives_are_counted_against() -> None:
+    class Posting(Static):
+        interval_s = 5.0
+        counted: list[ObjectiveCounts | None] = []  # noqa: RUF012
+
+        def round(self, evidence, now_s):  # type: ignore[no-untyped-def]
+            self.counted += [one.evidence.objective_counts for one in evidence]
+            update = LimitsUpdate(revision=1, limits=LimitsChange(), objectives=ObjectiveTimes(ttft_s=1.0, itl_s=0.005))
+            return {one.pod: update for one in evidence}
+
+    run(SETUP, [Arrival(float(at_s), 10, 20) for at_s in range(1, 14)], Posting())
+    before, after = Posting.counted
+    assert before is None
+    assert after is not None and after.gaps is not None
+    assert after.gaps.num > 0
+    assert after.gaps.num_over == after.gaps.num  # a step takes 11 ms
 
 
 def test_the_oracle_takes_the_best_of_the_grid() -> None:
