@@ -53,6 +53,14 @@ def test_clients_load_neither_the_runtime_nor_the_operator(command: str) -> None
     assert loaded == ["aiohttp"]
 
 
+def test_simulate_loads_no_server_and_no_torch(tmp_path: Path) -> None:
+    words = ["--workload", "code", "--request-rate", "1", "--minutes", "0.1", "--plant", "cpu"]
+    files = ["--manifest", EXAMPLE, "--output", str(tmp_path / "out.json")]
+    heavy = ("torch", "transformers", "fastapi", "aiohttp", "kopf", "kubernetes", "matplotlib", "flyball_runtime.model")
+    assert not loaded_by("simulate", *words, *files, packages=heavy)
+    assert (tmp_path / "out.json").exists()
+
+
 @pytest.mark.parametrize("words", [("--help",), ("--version",)])
 def test_help_and_version_load_no_other_package(words: tuple[str, ...]) -> None:
     assert not loaded_by(*words, packages=(*HEAVY, "flyball_operator"))
