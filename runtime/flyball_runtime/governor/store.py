@@ -10,14 +10,14 @@ from flyball_runtime.governor.nnls import Array, nnls
 from flyball_runtime.governor.work import SCALES, Work
 
 NUM_BUCKETS = 128
-PER_BUCKET = 6
+PER_BUCKET = 24
 KNEES = (0.0, 64.0, 128.0, 192.0, 256.0, 384.0, 512.0)
 PAYS = 0.08
 """A knee or an interaction is used if it takes this share off the squared error."""
 CHANGES = 0.04
 """And another knee than before if it takes this share off."""
 MIN_STEPS = 24
-INERTIA = 0.02
+INERTIA = 0.01
 """Weight of the model before in each fit: what the stored steps say little about changes little from fit to fit."""
 
 _KNEE_SCALE = 256.0
@@ -65,7 +65,9 @@ class StepStore:
         rows = self._rows[self._rows[:, 4] > 0.0]
         if len(rows) < MIN_STEPS:
             return
-        gram, moment, total = _moments(rows, weighting)
+        features, relative = _features(rows, weighting)
+        yield
+        gram, moment, total = features.T @ features, features.T @ relative, float(relative @ relative)
         yield
         best: tuple[float, StepModel] | None = None
         for interaction in (False, True):
@@ -102,8 +104,8 @@ def rescaled(model: StepModel, factor: float) -> StepModel:
     )
 
 
-def _moments(rows: Array, weighting: StepModel | None) -> tuple[Array, Array, float]:
-    """Return ``X.T @ X``, ``X.T @ y`` and ``y @ y`` over all features that a fit may choose from, each row weighted."""
+def _features(rows: Array, weighting: StepModel | None) -> tuple[Array, Array]:
+    """Return all features that a fit may choose from, by row, and the times, both over the time that is expected."""
     prefill, decodes, context, pairs, seconds = rows.T
     tokens = prefill + decodes
     features = np.empty((len(rows), 4 + len(KNEES)))
@@ -114,8 +116,7 @@ def _moments(rows: Array, weighting: StepModel | None) -> tuple[Array, Array, fl
     features[:, _INTERACTION] = prefill * decodes / _INTERACTION_SCALE
     expected = seconds if weighting is None else np.maximum(_predicted(weighting, rows), 0.25 * seconds)
     features /= expected[:, None]
-    relative = seconds / expected
-    return features.T @ features, features.T @ relative, float(relative @ relative)
+    return features, seconds / expected
 
 
 def _predicted(model: StepModel, rows: Array) -> Array:
