@@ -1,5 +1,7 @@
 """A model that is nothing but its KV cache, so that a wrong block id, table or token shows."""
 
+from array import array
+
 import msgspec
 
 from flyball_runtime.core.request import Sequence
@@ -64,7 +66,7 @@ class FakeModel:
         assert plan.number == self._num_plans
         self._num_plans += 1
         self._apply(plan)
-        known = iter(plan.token_ids)
+        known = iter(array("I", plan.token_ids))
         sampled = []
         for index, row in enumerate(plan.rows):
             start, num = plan.starts[index], plan.num_scheduled[index]

@@ -85,7 +85,7 @@ class Rows:
         block_ids = (table.view(-1).index_select(0, table_entries) for table in block_tables)
         token_ids = self.last_token_ids.index_select(0, rows[:num_decodes])
         if plan.token_ids:
-            token_ids = torch.cat((token_ids, self._tensor(np.array(plan.token_ids, np.int64))))
+            token_ids = torch.cat((token_ids, self._tensor(np.frombuffer(plan.token_ids, np.uint32).astype(np.int64))))
         return StepInputs(
             token_ids=token_ids,
             positions=self._tensor(positions),

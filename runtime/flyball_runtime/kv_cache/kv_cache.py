@@ -289,6 +289,8 @@ class KVCache:
 
     def _find(self, hashes: list[bytes]) -> list[list[int]]:
         """Return by group the blocks of the longest prefix that every group has, as far as its window reaches."""
+        if self._windows == (None,):
+            return [self._pool.find(hashes)]
         num = len(hashes)
         for group, window in enumerate(self._windows):
             if window is None:

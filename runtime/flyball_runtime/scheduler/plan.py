@@ -1,5 +1,6 @@
 """What one step computes: a plan for whoever runs it, and what the scheduler remembers until the tokens are there."""
 
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -49,7 +50,8 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
     It can be sent to every rank of a replica, kept and run again, or run while the next one is planned. Before the step
     an executor does the ``block_copies``, then the ``row_starts`` and ``table_writes``. In the step ``rows[i]`` computes its
     tokens ``[starts[i], starts[i] + num_scheduled[i])``. The first ``num_decodes`` entries compute one token each, the
-    row's last; the tokens of the others are in ``token_ids``, one entry after another.
+    row's last; the tokens of the others are in ``token_ids``, one entry after another, each an unsigned 32-bit integer in the
+    machine's order: nobody has to make a Python integer of each on the way to a tensor.
 
     Attributes:
         number: how many plans came before.
@@ -69,7 +71,7 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_context_tokens: int
     prefill_work: int
-    token_ids: list[int]
+    token_ids: bytes
     row_starts: list[RowStart]
     table_writes: list[TableWrite]
     block_copies: list[BlockCopy]
@@ -125,7 +127,7 @@ class Step:
     num_tokens: int
     num_context_tokens: int
     prefill_work: int = 0
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     row_starts: list[RowStart] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
@@ -176,7 +178,7 @@ class Step:
             num_tokens=self.num_tokens,
             num_context_tokens=self.num_context_tokens,
             prefill_work=self.prefill_work,
-            token_ids=self.token_ids,
+            token_ids=self.token_ids.tobytes(),
             row_starts=self.row_starts,
             table_writes=self.table_writes,
             block_copies=self.block_copies,

@@ -135,11 +135,13 @@ class WaitingQueue:
 
     def admit_head(self, num_cached_tokens: int) -> Sequence:
         """Take the head out and charge its client for the prompt tokens to compute; those of a recompute are free."""
-        seq = self.head()
-        account = self._account(seq)
+        lane = self._next_lane()
+        account = self._orders[lane][0][1]
+        seq = account.waiting[lane].pop(0)[1]
+        self._num_waiting -= 1
         level, num_tokens, num_charged = account.level, len(seq.token_ids) - num_cached_tokens, 0
-        self._credit(level, seq, num_tokens)
-        self._take_out(account, seq)
+        if self._orders[1 - lane]:
+            self._credit(level, lane, num_tokens)
         account.running[seq.request_id] = seq
         if seq.num_preemptions == 0:
             num_charged = INPUT_TOKEN_WEIGHT * num_tokens
@@ -192,11 +194,10 @@ class WaitingQueue:
             return IN_TIME if first.key < other.key else LATE
         return LATE if first.late_credit >= len(late[0][1].waiting[LATE][0][1].token_ids) else IN_TIME
 
-    def _credit(self, level: Level, seq: Sequence, num_tokens: int) -> None:
-        """Note what a sequence takes of its level's prompt tokens, if sequences of the other lane wait there too."""
-        if not self._first(level, IN_TIME if seq.is_late else LATE):
-            return
-        level.late_credit += -num_tokens if seq.is_late else num_tokens * LATE_SHARE / (1 - LATE_SHARE)
+    def _credit(self, level: Level, lane: int, num_tokens: int) -> None:
+        """Note what a lane takes of its level's prompt tokens, if sequences of the other lane wait there too."""
+        if self._first(level, 1 - lane):
+            level.late_credit += -num_tokens if lane == LATE else num_tokens * LATE_SHARE / (1 - LATE_SHARE)
 
     def _first(self, level: Level, lane: int) -> Account | None:
         """Return the account of a level that is first in a lane."""
@@ -235,9 +236,9 @@ class WaitingQueue:
     def _place(self, account: Account) -> None:
         """Move the account to where its service and its first sequences say."""
         did_wait = any(account.ranks)
-        for lane, (order, waiting) in enumerate(zip(self._orders, account.waiting, strict=True)):
+        for lane in (IN_TIME, LATE):
+            order, waiting, old = self._orders[lane], account.waiting[lane], account.ranks[lane]
             rank = (account.level.key, account.service, waiting[0][0]) if waiting else None
-            old = account.ranks[lane]
             if rank == old:
                 continue
             if old is not None:

@@ -1,4 +1,5 @@
 import logging
+from array import array
 
 import pytest
 from msgspec import structs
@@ -494,7 +495,7 @@ def test_the_next_step_is_planned_before_the_last_is_committed():
     scheduler = make_scheduler()
     (seq,) = submit(scheduler, 3, max_tokens=3)
     first, second = scheduler.plan(), scheduler.plan()
-    assert (second.starts, second.num_decodes, second.plan.token_ids) == ([3], 1, [])
+    assert (second.starts, second.num_decodes, second.plan.token_ids) == ([3], 1, b"")
     assert (seq.num_computed_tokens, seq.num_pending_tokens, len(seq.token_ids)) == (4, 2, 3)
     assert scheduler.commit(first, [7]) == [(seq, None)]
     third = scheduler.plan()
@@ -570,9 +571,10 @@ def test_a_plan_says_what_changes_and_no_more():
     plan = step(scheduler).plan
     assert plan.row_starts == [RowStart(0, 1, 11, seq.sampling)]
     assert plan.table_writes == [TableWrite(0, 0, seq.block_table)]
-    assert (plan.rows, plan.token_ids, plan.samples, plan.prefill_work) == ([0], [5, 6, 7, 8, 9, 10], [False], 21)
+    token_ids = array("I", plan.token_ids).tolist()
+    assert (plan.rows, token_ids, plan.samples, plan.prefill_work) == ([0], [5, 6, 7, 8, 9, 10], [False], 21)
     plan = step(scheduler).plan
-    assert (plan.row_starts, plan.table_writes, plan.token_ids) == ([], [], []), "the row has the last token"
+    assert (plan.row_starts, plan.table_writes, plan.token_ids) == ([], [], b""), "the row has the last token"
     assert (plan.num_decodes, plan.starts, plan.num_context_tokens) == (1, [6], 7)
     assert (step(scheduler).plan.table_writes, len(seq.block_table)) == ([], 2)
     assert step(scheduler).plan.table_writes == [TableWrite(0, 2, seq.block_table[2:])]
