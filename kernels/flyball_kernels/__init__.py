@@ -3,6 +3,7 @@
 from flyball_kernels.backend import Backend, choose_backend
 from flyball_kernels.linear import PackedLinear
 from flyball_kernels.paged_attention import paged_attention
+from flyball_kernels.penalties import penalize
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_kernels.sampling import sample
@@ -14,6 +15,7 @@ __all__ = [
     "add_rms_norm",
     "choose_backend",
     "paged_attention",
+    "penalize",
     "rms_norm",
     "rope_kv_write",
     "sample",
