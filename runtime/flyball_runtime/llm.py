@@ -11,6 +11,7 @@ from flyball_runtime.core.generation_config import AUTO, default_sampling
 from flyball_runtime.core.request import Failed, Request, SamplingParams, validate_request
 from flyball_runtime.engine.runner import start_engine
 from flyball_runtime.model.hub import find_checkpoint
+from flyball_runtime.text.bad_words import with_bad_words
 from flyball_runtime.text.output import OutputText
 from flyball_runtime.text.tokenizer import load_tokenizer
 
@@ -67,7 +68,7 @@ class LLM:
                 names it. What was generated until then is dropped.
         """
         many = _as_list(prompts)
-        settings = self._settings_for(many, sampling)
+        settings = [self._checked(params) for params in self._settings_for(many, sampling)]
         requests = [self._request(prompt, params, cache_salt) for prompt, params in zip(many, settings, strict=True)]
         outputs = {request.request_id: _Output(request, self.tokenizer) for request in requests}
         try:
@@ -94,6 +95,10 @@ class LLM:
                 f"got {len(sampling)} sampling settings for {len(prompts)} prompts; give one, or one each."
             )
         return list(sampling)
+
+    def _checked(self, sampling: SamplingParams) -> SamplingParams:
+        sampling.validate(self.engine.info.vocab_size)
+        return with_bad_words(sampling, self.tokenizer.backend_tokenizer)
 
     def _request(self, prompt: PromptInput, sampling: SamplingParams, cache_salt: str | None) -> Request:
         self._num_requests += 1

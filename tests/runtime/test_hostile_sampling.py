@@ -35,7 +35,9 @@ INTS = (
     | st.integers(-(2**65), 2**65).map(str)
     | st.sampled_from([str(2**63 - 1), str(-(2**63)), str(2**63), str(2**64), "9" * 500, "9" * 5000, "null"])
 )
-FIELDS = {"temperature": FLOATS, "top_p": FLOATS, "min_p": FLOATS, "top_k": INTS, "seed": INTS}
+PENALTIES = dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), FLOATS)
+FIELDS = {"temperature": FLOATS, "top_p": FLOATS, "min_p": FLOATS, "top_k": INTS, "seed": INTS, "min_tokens": INTS}
+FIELDS |= PENALTIES
 
 
 def check_answer(server: Replica, fields: dict[str, str]) -> None:

@@ -107,3 +107,12 @@ def test_nan_logits_are_an_error_that_names_the_prompt(tmp_path: Path) -> None:
         llm.generate([[5], [9], [6]], GREEDY)
     assert not llm.engine.has_work()
     assert len(llm.generate([[5]], SamplingParams(max_tokens=1))[0].token_ids) == 1
+
+
+def test_a_bad_word_does_not_come(llm: LLM) -> None:
+    (plain,) = llm.generate("governor", SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    word = llm.tokenizer.decode(plain.token_ids[2:3])
+    settings = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, bad_words=(word,))
+    (without,) = llm.generate("governor", settings)
+    assert without.token_ids[:2] == plain.token_ids[:2]
+    assert plain.token_ids[2] not in without.token_ids

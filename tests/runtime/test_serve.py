@@ -315,12 +315,12 @@ def test_a_taken_port_is_told_before_the_model_loads(model: Path) -> None:
 @pytest.mark.slow
 def test_a_request_that_says_nothing_is_sampled_as_the_checkpoint_asks(model: Path, tmp_path: Path) -> None:
     path = corrupt(model, tmp_path / "copy", lambda path: None)
-    (path / "generation_config.json").write_text('{"temperature": 0.0, "repetition_penalty": 1.1}')
+    (path / "generation_config.json").write_text('{"temperature": 0.0, "typical_p": 0.5}')
     with replica(path, log=tmp_path / "log") as server:
         greedy = server.complete(max_tokens=20).json()["choices"]
         assert server.complete(max_tokens=20, temperature=None, seed=1).json()["choices"] == greedy
         assert server.complete(max_tokens=20, temperature=2, seed=1).json()["choices"] != greedy
-    assert "repetition_penalty 1.1: IGNORED" in server.log.read_text()
+    assert "typical_p 0.5: IGNORED" in server.log.read_text()
 
 
 def test_the_admin_port_is_off_without_a_token_and_no_token_is_logged(server: Replica) -> None:

@@ -4,7 +4,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -232,6 +232,14 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
+class Understood(NamedTuple):
+    """A body, and what it asks for."""
+
+    body: GenerationFields
+    sampling: SamplingParams
+    prompts: list[Prompt]
+
+
 class CompletionRoutes:
     """The endpoints that generate text."""
 
@@ -239,12 +247,12 @@ class CompletionRoutes:
         self._server = server
 
     async def chat_completions(self, request: Request) -> Response:
-        arrival_s, (body, prompts) = await self._read(request, self._chat)
-        return await self._answer(request, body, ChatFormat(), prompts, arrival_s)
+        arrival_s, understood = await self._read(request, self._chat)
+        return await self._answer(request, ChatFormat(), understood, arrival_s)
 
     async def completions(self, request: Request) -> Response:
-        arrival_s, (body, prompts) = await self._read(request, self._completion)
-        return await self._answer(request, body, CompletionFormat(), prompts, arrival_s)
+        arrival_s, understood = await self._read(request, self._completion)
+        return await self._answer(request, CompletionFormat(), understood, arrival_s)
 
     async def _read(self, request: Request, understand: Callable[[Json], T]) -> tuple[float, T]:
         """Like Server.read, but nothing is done for a body that cannot wait now. What the engine refuses is counted."""
@@ -261,34 +269,35 @@ class CompletionRoutes:
             self._server.measured.rejected(error.code)
             raise
 
-    def _chat(self, fields: Json) -> tuple[ChatRequest, list[Prompt]]:
+    def _chat(self, fields: Json) -> Understood:
         self._server.check_messages(fields.get("messages"))
         body = convert(without_noops(fields, ChatRequest.__struct_fields__, CHAT_NOOPS), ChatRequest)
-        self._check(body, num_prompts=1)
+        sampling = self._check(body, num_prompts=1)
         ids = self._server.codec.encode_chat(
             body,
             add_special_tokens=bool(body.add_special_tokens),
             max_tokens=self._server.engine_info().max_model_len,
         )
-        return body, self._server.front.prepare([ids], body.num_choices, body.cache_salt)
+        prompts = self._server.front.prepare([ids], body.num_choices, body.cache_salt)
+        return Understood(body, sampling, prompts)
 
-    def _completion(self, fields: Json) -> tuple[CompletionRequest, list[Prompt]]:
+    def _completion(self, fields: Json) -> Understood:
         self._server.check_prompt(fields.get("prompt"))
         body = convert(without_noops(fields, CompletionRequest.__struct_fields__, COMPLETION_NOOPS), CompletionRequest)
         texts, ids = body.prompts()
-        self._check(body, len(texts) + len(ids))
+        sampling = self._check(body, len(texts) + len(ids))
         ids = ids or self._server.codec.encode(
             texts,
             add_special_tokens=body.add_special_tokens is not False,
             max_tokens=self._server.engine_info().max_model_len,
         )
-        return body, self._server.front.prepare(ids, body.num_choices, body.cache_salt)
+        return Understood(body, sampling, self._server.front.prepare(ids, body.num_choices, body.cache_salt))
 
-    def _check(self, body: GenerationFields, num_prompts: int) -> None:
-        """What can be refused before any text is tokenized."""
+    def _check(self, body: GenerationFields, num_prompts: int) -> SamplingParams:
+        """Return the sampling of a body, after all that can be refused before any prompt is tokenized."""
         self._server.check_model(body.model)
         body.check_stream_options()
-        self._sampling(body)
+        sampling = self._sampling(body)
         validate_cache_salt(body.cache_salt)
         validate_deadlines(body.ttft_deadline_ms, body.e2e_deadline_ms)
         most = self._server.settings.max_choices // num_prompts
@@ -296,14 +305,16 @@ class CompletionRoutes:
             raise InvalidRequest(
                 f"n is {quoted(body.num_choices)}; with {num_prompts} prompts it may be 1 to {most}.", param="n"
             )
+        return sampling
 
     def _sampling(self, body: GenerationFields) -> SamplingParams:
-        return sampling_params(body, self._server.settings.default_sampling, self._server.engine_info().vocab_size)
+        vocab_size = self._server.engine_info().vocab_size
+        sampling = sampling_params(body, self._server.settings.default_sampling, vocab_size)
+        return self._server.codec.with_bad_words(sampling)
 
-    async def _answer(
-        self, request: Request, body: GenerationFields, format: Format, prompts: list[Prompt], arrival_s: float
-    ) -> Response:
-        call = self._call(request, body, prompts, arrival_s)
+    async def _answer(self, request: Request, format: Format, understood: Understood, arrival_s: float) -> Response:
+        body = understood.body
+        call = self._call(request, understood, arrival_s)
         generation = Generation(call, self._server.front, self._server.measured, self._server.codec)
         model = body.model or self._server.settings.model_name
         frame = AnswerFrame(format, unique=call.unique, created=int(time.time()), model=model)
@@ -314,15 +325,15 @@ class CompletionRoutes:
             choices = [format.choice(choice) for choice in generation.choices]
             return json_response(frame.response(choices, generation.usage))
 
-    def _call(
-        self, request: Request, body: GenerationFields, prompts: list[Prompt], arrival_s: float
-    ) -> CheckedRequest:
+    @staticmethod
+    def _call(request: Request, understood: Understood, arrival_s: float) -> CheckedRequest:
+        body = understood.body
         return CheckedRequest(
             request_id=request.state.request_id,
             unique=uuid.uuid4().hex,
             arrival_s=arrival_s,
-            prompts=prompts,
-            sampling=self._sampling(body),
+            prompts=understood.prompts,
+            sampling=understood.sampling,
             num_choices=body.num_choices,
             urgency=urgency_of(body, request.headers),
             client=client_of(request),

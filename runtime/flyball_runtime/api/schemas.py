@@ -30,14 +30,9 @@ IGNORED_HINTS = frozenset(
 
 _COMMON_NOOPS: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
     "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
     "logprobs": (None, False),
     "prompt_logprobs": (None,),
-    "min_tokens": (None, 0),
     "use_beam_search": (None, False),
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
@@ -114,6 +109,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         top_k: -1 is off too, as vLLM's clients send it.
+        logit_bias: by token id, written as a text, as JSON has it.
         add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
         priority: lower runs first, under ``--scheduling-policy priority`` and ``edf``.
         ttft_deadline_ms, e2e_deadline_ms: milliseconds to the first and to the last token, under ``edf``.
@@ -130,6 +126,13 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -292,7 +295,7 @@ def sampling_params(body: GenerationFields, defaults: SamplingParams, vocab_size
     """The checked SamplingParams of a request. Raises InvalidRequest naming the first field out of range.
 
     Args:
-        defaults: temperature, top_p, top_k and min_p where the request has none.
+        defaults: temperature, top_p, top_k, min_p and repetition_penalty where the request has none.
     """
     params = SamplingParams(
         max_tokens=_max_tokens(body),
@@ -304,6 +307,15 @@ def sampling_params(body: GenerationFields, defaults: SamplingParams, vocab_size
         stop=_stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        min_tokens=body.min_tokens or 0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=(
+            defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+        ),
+        logit_bias=_logit_bias(body.logit_bias),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        bad_words=tuple(body.bad_words or ()),
     )
     params.validate(vocab_size)
     return params
@@ -332,6 +344,15 @@ def _max_tokens(body: GenerationFields) -> int | None:
 
 def _top_k(top_k: int, vocab_size: int) -> int:
     return 0 if top_k == -1 else min(top_k, vocab_size)
+
+
+def _logit_bias(biases: dict[str, float] | None) -> dict[int, float]:
+    wrong = next((key for key in biases or () if not (key.isascii() and key.isdigit() and len(key) <= 10)), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f'logit_bias has the key {quoted(wrong)}; its keys must be token ids, like "42".', param="logit_bias"
+        )
+    return {int(key): bias for key, bias in (biases or {}).items()}
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

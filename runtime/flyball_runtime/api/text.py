@@ -10,6 +10,7 @@ from flyball_protocol.quoting import one_line, quoted_list
 from flyball_runtime.api.schemas import Chat, Message
 from flyball_runtime.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.text.bad_words import with_bad_words
 from flyball_runtime.text.output import OutputText
 from flyball_runtime.text.tokenizer import max_chars_per_token
 
@@ -87,6 +88,10 @@ class TextCodec:
         return [
             self._backend.id_to_token(token_id) for token_id in token_ids
         ]  # map() would keep Python's lock to the end
+
+    def with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
+        """Like the function of this name."""
+        return with_bad_words(sampling, self._backend)
 
     def output(self, sampling: SamplingParams) -> OutputText:
         return OutputText(self._backend, sampling)

@@ -19,7 +19,6 @@ NONE_OF_VLLM = "vllm"
 """What ``vllm serve`` calls NONE."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "repetition_penalty": (None, 1),
     "encoder_repetition_penalty": (None, 1),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -42,6 +41,7 @@ class _Fields(Struct):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 def default_sampling(generation_config: str, model: Path) -> SamplingParams:

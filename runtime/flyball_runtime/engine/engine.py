@@ -161,6 +161,8 @@ class Engine:
         )
         sequence.arrived_s = self._clock.now()
         try:
+            if sampling.changes_logits:
+                sampling.check_choice_is_left(sequence.stop_token_ids, self.info.vocab_size)
             self.scheduler.submit(sequence)
         except RequestError as error:
             return Failed(request.request_id, error.status, error.code, error.message, error.retry_after_s)

@@ -231,7 +231,7 @@ class ModelRunner:
             copy_blocks(self._pool.tensors, plan.block_copies)
         self._rows.apply(plan)
         for start in plan.row_starts:
-            self._sampling.set_row(start.row, start.sampling)
+            self._sampling.set_row(start.row, start.sampling, start.past)
         logits = self._model.forward(self._rows.inputs(plan), self._pool.tensors, self._on_progress)
         if not logits.shape[0]:
             return LaunchedStep(None)

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from flyball_kernels.backend import Backend
 from flyball_kernels.sampling import NO_TOKEN, sample
+from flyball_runtime.core.past import Past
 from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.model.logits_processor import LogitsProcessor
 
 __all__ = ["NO_TOKEN", "SamplingTensors"]
 
@@ -25,8 +27,9 @@ class SamplingTensors:
         self._top_p = np.ones(num_rows, np.float32)
         self._min_p = np.zeros(num_rows, np.float32)
         self._seeds = np.zeros(num_rows, np.int64)
+        self._processor = LogitsProcessor(num_rows, self._device, backend)
 
-    def set_row(self, row: int, sampling: SamplingParams) -> None:
+    def set_row(self, row: int, sampling: SamplingParams, past: Past | None = None) -> None:
         """Take over the settings of the sequence that now owns ``row``; they have a seed (see ``with_seed``)."""
         assert sampling.seed is not None, "a request gets its seed before it gets a row"
         self._temperature[row] = sampling.temperature
@@ -34,17 +37,19 @@ class SamplingTensors:
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
         self._seeds[row] = sampling.seed
+        self._processor.set_row(row, sampling, past)
 
     def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Choose one token per row; what a row gets depends on its own logits, settings and position alone.
 
         Args:
-            logits: ``[n, vocab]`` fp32.
+            logits: ``[n, vocab]`` fp32. Those of rows that ask for it are changed in place.
             rows: ``[n]`` integers, in the order of ``logits``.
             positions: ``[n]`` int64, how many tokens the sequence has before the sampled one.
         Returns:
             ``[n]`` int64 token ids on the device of ``logits``; NO_TOKEN where a row's logits give no distribution.
         """
+        self._processor.apply(logits, rows, positions)
         temperature = self._gather(self._temperature, rows, off=0.0)
         if temperature is None:
             top_k = top_p = min_p = None
@@ -53,7 +58,10 @@ class SamplingTensors:
             top_p = self._gather(self._top_p, rows, off=1.0)
             min_p = self._gather(self._min_p, rows, off=0.0)
         seeds = self._tensor(self._seeds[rows])
-        return sample(logits, temperature, top_k, top_p, min_p, seeds, self._tensor(positions), backend=self._backend)
+        where = self._tensor(positions)
+        token_ids = sample(logits, temperature, top_k, top_p, min_p, seeds, where, backend=self._backend)
+        self._processor.remember(rows, positions, token_ids)
+        return token_ids
 
     def _gather(self, values: np.ndarray, rows: np.ndarray, *, off: float) -> Tensor | None:
         """The rows' values on the device; None when every one of them is off."""

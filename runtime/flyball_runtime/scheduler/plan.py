@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from flyball_runtime.core.past import Past
 from flyball_runtime.core.request import SamplingParams, Sequence
 
 
@@ -17,12 +18,14 @@ class RowStart(Struct, frozen=True, array_like=True):
         epoch: counts the starts of all rows, so that no two are alike.
         last_token_id: the last token that is known. A decode computes it, unless the row has sampled one by then.
         sampling: its settings, with a seed.
+        past: None where the settings do not look at it. From here on an executor knows itself what the row samples.
     """
 
     row: int
     epoch: int
     last_token_id: int
     sampling: SamplingParams
+    past: Past | None = None
 
 
 class TableWrite(Struct, frozen=True, array_like=True):

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from flyball_protocol import Envelope, Limits, Objectives
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
+from flyball_runtime.core.past import Past
 from flyball_runtime.core.request import FinishReason, Sequence, SequenceStatus
 from flyball_runtime.governor import MIN_CHUNK
 from flyball_runtime.kv_cache import Computed, KVCache, PrefixMatch
@@ -554,7 +555,7 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         self._running[seq.request_id] = seq
         self._num_row_starts += 1
-        step.row_starts.append(RowStart(row, self._num_row_starts, seq.token_ids[-1], seq.sampling))
+        step.row_starts.append(RowStart(row, self._num_row_starts, seq.token_ids[-1], seq.sampling, Past.of(seq)))
         step.table_writes += [TableWrite(row, 0, table.copy(), group) for group, table in enumerate(seq.block_tables)]
 
     def _stop_running(self, seq: Sequence) -> None:

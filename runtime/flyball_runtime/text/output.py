@@ -114,6 +114,7 @@ class OutputText:
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._stops = StopStrings(sampling.stop) if sampling.stop else None
+        self._min_tokens = sampling.min_tokens
         self.num_tokens = 0
 
     @property
@@ -140,4 +141,7 @@ class OutputText:
         return rest if self._stops is None or self.stopped else rest + self._stops.flush()
 
     def _cut(self, text: str) -> str:
-        return text if self._stops is None or not text else self._stops.add(text)
+        """Look for stop strings in all text but that of the first ``min_tokens`` tokens."""
+        if self._stops is None or not text or self.num_tokens <= self._min_tokens:
+            return text
+        return self._stops.add(text)

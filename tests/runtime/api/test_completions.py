@@ -95,6 +95,16 @@ async def test_long_prompts_are_not_cut_and_take_the_thread(
             {"ignore_eos": True, "temperature": None, "n": None, "stream": None},
             {"ignore_eos": True, "temperature": 1.0},
         ),
+        ({"min_tokens": 2, "presence_penalty": -1}, {"min_tokens": 2, "presence_penalty": -1.0}),
+        ({"frequency_penalty": 0.5, "repetition_penalty": 2}, {"frequency_penalty": 0.5, "repetition_penalty": 2.0}),
+        ({"logit_bias": {"5": -100, "17": 0.5}}, {"logit_bias": {5: -100.0, 17: 0.5}}),
+        ({"allowed_token_ids": [5, 6]}, {"allowed_token_ids": (5, 6)}),
+        (
+            dict.fromkeys(
+                ("min_tokens", "presence_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words")
+            ),
+            {"changes_logits": False},
+        ),
     ],
 )
 async def test_sampling_fields_reach_the_engine(
@@ -104,6 +114,14 @@ async def test_sampling_fields_reach_the_engine(
     assert response.status_code == 200, response.text
     sampling = engine.requests[0].sampling
     assert {name: getattr(sampling, name) for name in expected} == expected
+
+
+async def test_bad_words_reach_the_engine_as_tokens(
+    client: httpx.AsyncClient, engine: FakeEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert (await client.post("/v1/completions", json={"prompt": "Hi", "bad_words": ["world"]})).status_code == 200
+    words = engine.requests[0].sampling.bad_words_token_ids
+    assert next(tokenizer.decode(list(word)) for word in words) == "world"
 
 
 async def test_urgency_reaches_the_engine_with_every_choice_and_headers_come_before_the_body(
@@ -150,10 +168,10 @@ async def test_the_cache_salt_reaches_the_engine_with_every_choice(
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, (0.6, 0.95, 306, 0.01)),
-        ({"temperature": None, "top_p": 0.5}, (0.6, 0.5, 306, 0.01)),
-        ({"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0}, (0.0, 1.0, 0, 0.0)),
-        ({"top_k": -1}, (0.6, 0.95, 0, 0.01)),
+        ({}, (0.6, 0.95, 306, 0.01, 1.1)),
+        ({"temperature": None, "top_p": 0.5}, (0.6, 0.5, 306, 0.01, 1.1)),
+        ({"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0}, (0.0, 1.0, 0, 0.0, 1.1)),
+        ({"top_k": -1, "repetition_penalty": 1}, (0.6, 0.95, 0, 0.01, 1.0)),
     ],
 )
 async def test_a_request_wins_over_the_defaults_of_the_checkpoint(
@@ -163,12 +181,13 @@ async def test_a_request_wins_over_the_defaults_of_the_checkpoint(
     fields: dict[str, Any],
     expected: tuple[float, ...],
 ) -> None:
-    defaults = SamplingParams(temperature=0.6, top_p=0.95, top_k=10**6, min_p=0.01)
+    defaults = SamplingParams(temperature=0.6, top_p=0.95, top_k=10**6, min_p=0.01, repetition_penalty=1.1)
     settings = ApiSettings(served_model_names=(MODEL,), default_sampling=defaults)
     async with asgi_client(create_app(engine, tokenizer, settings, metrics)) as client:
         assert (await client.post("/v1/chat/completions", json=chat(**fields))).status_code == 200
     sampling = engine.requests[0].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == expected
+    fields_of = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty)
+    assert fields_of == expected
 
 
 @pytest.mark.parametrize(("fields", "max_tokens"), [({}, 16), ({"max_tokens": None}, None), ({"max_tokens": 3}, 3)])

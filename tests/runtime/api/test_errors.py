@@ -64,6 +64,23 @@ async def test_bodies_that_are_no_json_object(client: httpx.AsyncClient, path: s
         ({"stop": "x" * 257}, "stop"),
         ({"stop_token_ids": [10**9]}, "stop_token_ids"),
         ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": "much"}, "frequency_penalty"),
+        ({"frequency_penalty": False}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
         ({"n": 0}, "n"),
         ({"n": 10**6}, "n"),
         ({"priority": 2**40}, "priority"),
@@ -141,12 +158,9 @@ async def test_prompts_that_cannot_run(client: httpx.AsyncClient, engine: FakeEn
         {"prompt_logprobs": 0},
         {"echo": 0},
         {"best_of": True},
-        {"frequency_penalty": False},
         {"parallel_tool_calls": 1},
         {"tools": [{"type": "function"}]},
         {"response_format": {"type": "json_object"}},
-        {"frequency_penalty": 0.5},
-        {"logit_bias": {"5": 1}},
         {"reasoning_effort": "low"},
         {"temprature": 1},
     ],
@@ -168,7 +182,7 @@ async def test_all_unknown_fields_are_named_and_a_flood_of_them_is_cut(client: h
 
 async def test_defaults_of_unsupported_fields_and_hints_pass(client: httpx.AsyncClient) -> None:
     noops = {"logprobs": False, "tools": None, "tool_choice": "auto", "response_format": {"type": "text"}}
-    more = {"frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "n": 1, "store": False}
+    more = {"frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "min_tokens": 0, "n": 1, "store": False}
     hints = {"user": "ann", "metadata": {"team": "x"}, "safety_identifier": "s", "prompt_cache_key": "k"}
     response = await client.post(CHAT, json=chat(**noops, **more, **hints))
     assert response.status_code == 200, response.text

@@ -31,8 +31,9 @@ def test_the_file_can_be_left_alone(source: str, tmp_path: Path) -> None:
 def test_a_folder_stands_in_for_the_checkpoint(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    write(other, min_p=0.1, top_k=-1)
-    assert default_sampling(str(other), write(tmp_path, temperature=0.6)) == SamplingParams(min_p=0.1)
+    write(other, min_p=0.1, top_k=-1, repetition_penalty=1.05)
+    expected = SamplingParams(min_p=0.1, repetition_penalty=1.05)
+    assert default_sampling(str(other), write(tmp_path, temperature=0.6)) == expected
 
 
 def test_without_a_file_the_defaults_are_openais(tmp_path: Path) -> None:
@@ -42,10 +43,10 @@ def test_without_a_file_the_defaults_are_openais(tmp_path: Path) -> None:
 
 
 def test_what_the_engine_does_not_have_is_said_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    default_sampling("auto", write(tmp_path, repetition_penalty=1.05, num_beams=1, max_new_tokens=512))
+    default_sampling("auto", write(tmp_path, typical_p=0.5, num_beams=1, max_new_tokens=512))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "repetition_penalty 1.05, max_new_tokens 512: IGNORED" in record.getMessage()
+    assert "typical_p 0.5, max_new_tokens 512: IGNORED" in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,7 @@ def test_what_the_engine_does_not_have_is_said_aloud(tmp_path: Path, caplog: pyt
         ({"top_k": -2}, "top_k is -2"),
         ({"top_k": 1.5}, r"\$\.top_k"),
         ({"min_p": 2}, "min_p is 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
     ],
 )
 def test_a_value_that_cannot_be_used_stops_start_up(fields: dict[str, Any], message: str, tmp_path: Path) -> None:

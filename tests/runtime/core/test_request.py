@@ -30,6 +30,13 @@ VOCAB_SIZE = 1000
         {"stop": ("x" * 256,) * 16},
         {"stop_token_ids": (0, VOCAB_SIZE - 1)},
         {"stop_token_ids": (5,) * 128},
+        {"min_tokens": 7, "max_tokens": 7},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"repetition_penalty": 1e-3},
+        {"repetition_penalty": 1e3},
+        {"logit_bias": {0: -100.0, VOCAB_SIZE - 1: 100.0}},
+        {"allowed_token_ids": (0, VOCAB_SIZE - 1, 0)},
+        {"bad_words": ("x" * 256,) * 128},
     ],
 )
 def test_values_at_the_edge_are_taken(params: dict[str, object]):
@@ -55,10 +62,32 @@ def test_values_at_the_edge_are_taken(params: dict[str, object]):
         ({"seed": MAX_SEED + 1}, "seed", f"seed is {MAX_SEED + 1}; it must be from {-MAX_SEED - 1} to {MAX_SEED}."),
         ({"stop": ("",)}, "stop", "stop has an empty string"),
         ({"stop": ("a",) * 17}, "stop", "stop has 17 entries; at most 16 are allowed."),
-        ({"stop": ("x" * 257,)}, "stop", "a stop string has 257 characters; at most 256 are allowed."),
+        ({"stop": ("x" * 257,)}, "stop", "one of stop has 257 characters; at most 256 are allowed."),
         ({"stop_token_ids": (1,) * 129}, "stop_token_ids", "stop_token_ids has 129 entries; at most 128"),
         ({"stop_token_ids": (1, VOCAB_SIZE)}, "stop_token_ids", "stop_token_ids is 1000; it must be from 0 to 999."),
         ({"stop_token_ids": (-1,)}, "stop_token_ids", "stop_token_ids is -1"),
+        ({"min_tokens": -1}, "min_tokens", "min_tokens is -1; it must be at least 0."),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "min_tokens is 6; it must be from 0 to 5."),
+        ({"presence_penalty": 2.1}, "presence_penalty", "presence_penalty is 2.1; it must be a number in [-2, 2]."),
+        (
+            {"frequency_penalty": -2.1},
+            "frequency_penalty",
+            "frequency_penalty is -2.1; it must be a number in [-2, 2].",
+        ),
+        ({"frequency_penalty": math.nan}, "frequency_penalty", "frequency_penalty is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "repetition_penalty is 0.0; it must be a number in [0.001"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty", "repetition_penalty is inf"),
+        ({"logit_bias": {5: 100.5}}, "logit_bias", "logit_bias is 100.5; it must be a number in [-100, 100]."),
+        ({"logit_bias": {5: math.nan}}, "logit_bias", "logit_bias is nan"),
+        ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias", "logit_bias is 1000; it must be from 0 to 999."),
+        ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias", "logit_bias has 1025 entries; at most 1024"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids", "allowed_token_ids is empty"),
+        ({"allowed_token_ids": (VOCAB_SIZE,)}, "allowed_token_ids", "allowed_token_ids is 1000; it must be from 0"),
+        ({"allowed_token_ids": (1,) * 1001}, "allowed_token_ids", "allowed_token_ids has 1001 entries; at most 1000"),
+        ({"bad_words": ("",)}, "bad_words", "bad_words has an empty string"),
+        ({"bad_words": ("a",) * 129}, "bad_words", "bad_words has 129 entries; at most 128 are allowed."),
+        ({"bad_words": ("x" * 257,)}, "bad_words", "one of bad_words has 257 characters; at most 256 are allowed."),
+        ({"bad_words_token_ids": ((1, VOCAB_SIZE),)}, "bad_words", "bad_words is 1000; it must be from 0 to 999."),
     ],
 )
 def test_a_value_out_of_range_is_an_error_that_names_it(params: dict[str, object], param: str, message: str):
@@ -69,7 +98,17 @@ def test_a_value_out_of_range_is_an_error_that_names_it(params: dict[str, object
 
 
 def test_params_cross_processes_unchanged():
-    params = SamplingParams(max_tokens=5, temperature=0.5, seed=-7, stop=("\n", "é"), stop_token_ids=(3, 4))
+    params = SamplingParams(
+        max_tokens=5,
+        temperature=0.5,
+        seed=-7,
+        stop=("\n", "é"),
+        stop_token_ids=(3, 4),
+        logit_bias={7: 0.5},
+        allowed_token_ids=(7, 8),
+        bad_words=("é",),
+        bad_words_token_ids=((5, 6), (7,)),
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 

@@ -146,3 +146,10 @@ def test_exactly_the_possible_beginning_of_a_stop_is_held_back(text: str, stops:
 )
 def test_cases(pieces: list[str], stops: list[str], expected: list[str]) -> None:
     assert feed(pieces, stops)[0] == expected
+
+
+def test_a_stop_string_in_the_first_tokens_does_not_count(tokenizer: PreTrainedTokenizerFast) -> None:
+    token_ids = encode(tokenizer, "!?!?!?")
+    num_first = next(n for n in range(len(token_ids)) if tokenizer.decode(token_ids[:n]) == "!?!")
+    output = OutputText(tokenizer.backend_tokenizer, SamplingParams(stop=("?",), min_tokens=num_first))
+    assert output.add(token_ids) == "!?!" and output.stopped
