@@ -30,7 +30,8 @@ from flyball_operator.cluster.tuner import ClusterTuner, target
 from flyball_operator.observed import Key, Pod, Resource
 from flyball_operator.spec import Objectives, Tuning
 from flyball_operator.tuning.admin import AdminClient
-from flyball_operator.tuning.signals import signals
+from flyball_operator.tuning.evidence import pool
+from flyball_operator.tuning.signals import objectives_of, signals
 from flyball_protocol import Evidence, LimitsReport
 from flyball_protocol.endpoints import ADMIN_LIMITS_PATH, ADMIN_PORT, ADMIN_TOKEN_ENV, API_PORT, READYZ_PATH
 
@@ -114,7 +115,7 @@ class Measured:
 
     async def share_over(self, objective_ms: int) -> float:
         tuning = tuning_of(objective_ms)
-        return signals(tuning, [], [one.itl for one in await self.evidence()])[1].share
+        return signals(tuning, pool(await self.evidence(), objectives_of(tuning)).counts)[1].share
 
 
 def tuning_of(objective_ms: int) -> Tuning:

@@ -41,7 +41,7 @@ EXIT_DRAIN_TIMEOUT = 4
 REQUESTS_WAITING = "flyball_requests_waiting"
 """Requests in a replica's queue."""
 REQUESTS_RUNNING_RATIO = "flyball_requests_running_ratio"
-"""Running requests of a replica divided by the limit in force, 0 to 1."""
+"""Running requests of a replica divided by the most that its start-up flags allow, 0 to 1."""
 
 EXAMPLE_QUESTION = "Say hello."
 EXAMPLE_MAX_TOKENS = 32

@@ -70,12 +70,12 @@ class Share(Struct, frozen=True, kw_only=True):
 
 
 class ObjectiveCounts(Struct, frozen=True, kw_only=True):
-    """Exact counts against the objectives posted last: over the window, or the time since they were posted if that is shorter.
+    """Exact counts against the objectives posted last: over the window, or since they or other limits came if that is shorter.
 
     What has no objective has no samples.
 
     Attributes:
-        since_s: seconds since these objectives were posted.
+        since_s: seconds since these objectives, or limits under another revision, were posted.
         ttft: requests that got their first token.
         itl: requests that ended with two tokens or more, by the 95th percentile of their own gaps.
         gaps: gaps between two tokens of a request.

@@ -45,7 +45,7 @@ class Auto:
         self.interval_s = float(tuning.interval_seconds)
         self.records: list[DecisionRecord] = []
         self._tuning = structs.replace(tuning, mode="Auto")
-        self._core = LoopCore(deployment, on_record=self.records.append, canary_first=True)
+        self._core = LoopCore(deployment, on_record=self.records.append)
         self.reason = ""
 
     def round(self, evidence: Sequence[PodEvidence], now_s: float) -> Mapping[str, LimitsUpdate]:
@@ -55,7 +55,7 @@ class Auto:
 
     def restart(self) -> None:
         """Forget everything, as an operator that was killed does."""
-        self._core = LoopCore("restarted", on_record=self.records.append, canary_first=True)
+        self._core = LoopCore("restarted", on_record=self.records.append)
 
 
 class Rules:

@@ -153,7 +153,8 @@ class Replica:
     def post(self, update: LimitsUpdate, now_s: float) -> LimitsAck:
         self.clock.advance_to(now_s)
         ack = self.engine.post_limits(update)
-        self.measurements.count_against(self.engine.limits().objectives)
+        limits = self.engine.limits()
+        self.measurements.count_against(limits.objectives, limits.revision)
         return ack
 
     def kill(self, now_s: float) -> int:

@@ -72,10 +72,10 @@ class FakePod:
         return msgspec.json.decode(answer.raise_for_status().content, type=Evidence)
 
     @property
-    def in_force(self) -> tuple[int, int]:
+    def in_force(self) -> tuple[int, float | None]:
         evidence = self.evidence()
         assert evidence is not None
-        return evidence.revision, evidence.target.max_num_batched_tokens
+        return evidence.revision, evidence.target.step_time_target_ms
 
     def shorten_window(self) -> None:
         """Let evidence cover 1 s only, so that what waits for it to settle goes on."""
@@ -95,7 +95,7 @@ class FakePod:
 
 
 class Stage:
-    """A tuned LLMDeployment whose pods are fake runtimes that meet the objective below a token budget of 400."""
+    """A tuned LLMDeployment whose pods are fake runtimes that meet the objective while steps aim below 30 ms."""
 
     def __init__(self, world: World, stack: ExitStack) -> None:
         self.world = world
@@ -108,13 +108,13 @@ class Stage:
         self._token = base64.b64decode(secret["data"][names.ADMIN_TOKEN_KEY]).decode()
 
     def add_pod(self, **environment: str) -> FakePod:
-        seen = {"FAKE_ITL_OVER": "4000", "FAKE_FAST_BELOW": "400"}
+        seen = {"FAKE_ITL_OVER": "4000", "FAKE_FAST_BELOW": "30"}
         pod = FakePod(self.world, f"{NAME}-{len(self.pods)}", self._token, **(seen | environment))
         self.pods.append(self._stack.enter_context(pod.running()))
         return pod
 
     @property
-    def in_force(self) -> list[tuple[int, int]]:
+    def in_force(self) -> list[tuple[int, float | None]]:
         return sorted(pod.in_force for pod in self.pods)
 
     @property
@@ -127,15 +127,15 @@ class Stage:
         for _ in range(3):
             self.add_pod()
         self.world.change(tuning=TUNING)  # not before: while pods come one by one, the first alone is canary and all
-        self.until_in_force((0, 512), (0, 512), (1, 358))
-        (canary,) = [pod for pod in self.pods if pod.in_force[0] == 1]
+        self.until_in_force((1, 34.0), (1, 34.0), (2, 27.2))
+        (canary,) = [pod for pod in self.pods if pod.in_force[0] == 2]
         return canary
 
     def shorten_windows(self) -> None:
         for pod in self.pods:
             pod.shorten_window()
 
-    def until_in_force(self, *expected: tuple[int, int]) -> None:
+    def until_in_force(self, *expected: tuple[int, float | None]) -> None:
         until(lambda: self.in_force == list(expected), f"limits {expected} at the pods; {self.world.says()}")
 
     def prior(self) -> Object | None:
@@ -155,21 +155,22 @@ def test_limits_go_to_a_canary_then_to_all_and_new_pods_start_with_them(
     stage = Stage(world, stack)
     stage.put_on_trial()
     stage.shorten_windows()
-    stage.until_in_force((1, 358), (1, 358), (1, 358))
+    stage.until_in_force((2, 27.2), (2, 27.2), (2, 27.2))
     until(lambda: stage.prior(), "the boot prior")
-    limits = {"max_num_seqs": 64, "kv_cache_fraction": 1.0, "max_num_batched_tokens": 358, "step_time_target_ms": None}
-    assert stage.prior() == {"revision": 1, "limits": limits}
+    limits = {"max_num_seqs": 64, "kv_cache_fraction": 1.0, "max_num_batched_tokens": 512, "step_time_target_ms": 27.2}
+    assert stage.prior() == {"revision": 2, "limits": limits}
     until(lambda: stage.tuning.get("state") == "Converged", "convergence")
     assert stage.tuning["target"] == stage.tuning["effective"]
-    assert stage.tuning["target"] == {"maxNumSeqs": 64, "maxNumBatchedTokens": 358, "kvCachePercent": 100}
-    assert [one["action"] for one in stage.tuning["decisions"]] == ["promote", "try"]
+    shown = {"maxNumSeqs": 64, "maxNumBatchedTokens": 512, "kvCachePercent": 100, "stepTimeTargetMilliseconds": 27}
+    assert stage.tuning["target"] == shown
+    assert [one["action"] for one in stage.tuning["decisions"]] == ["promote", "try", "change"]
     assert condition(world.get(LLM_DEPLOYMENT), "TuningHealthy")["status"] == "True"
     until(lambda: condition(world.get(LLM_DEPLOYMENT), "SLOMet")["status"] == "True", "SLOMet")
     told = [one["reason"] for one in world.api.list(EVENT, world.namespace) if one["reason"].startswith("Limits")]
-    assert sorted(told) == ["LimitsPromoted", "LimitsTried"]
+    assert sorted(told) == ["LimitsChanged", "LimitsPromoted", "LimitsSettled", "LimitsTried"]
     late = stage.add_pod()
     late.shorten_window()
-    until(lambda: late.in_force == (1, 358), "the limits at a pod that started without them")
+    until(lambda: late.in_force == (2, 27.2), "the limits at a pod that started without them")
     until(lambda: stage.tuning["state"] == "Converged" and stage.tuning["effective"] == stage.tuning["target"], "rest")
     operator.wait_at_rest()
 
@@ -183,11 +184,11 @@ def test_an_operator_that_is_killed_in_the_middle_of_a_trial(
     stage.put_on_trial()
     operator.kill()
     stage.shorten_windows()
-    assert stage.in_force == [(0, 512), (0, 512), (1, 358)]
+    assert stage.in_force == [(1, 34.0), (1, 34.0), (2, 27.2)]
     stack.enter_context(OperatorProcess(cluster, namespace, identity="two"))
-    stage.until_in_force((1, 358), (1, 358), (1, 358))
+    stage.until_in_force((2, 27.2), (2, 27.2), (2, 27.2))
     until(lambda: stage.tuning["decisions"][0]["action"] == "promote", "the verdict")
-    assert stage.tuning["revision"] == 1
+    assert stage.tuning["revision"] == 2
 
 
 def test_a_canary_that_goes_away_is_waited_for_then_the_change_is_taken_back(
@@ -201,5 +202,5 @@ def test_a_canary_that_goes_away_is_waited_for_then_the_change_is_taken_back(
     frozen = condition(world.get(LLM_DEPLOYMENT), "TuningHealthy")
     assert (frozen["status"], frozen["reason"]) == ("False", "CanarySilent")
     stage.shorten_windows()
-    stage.until_in_force((2, 512), (2, 512))
+    stage.until_in_force((3, 34.0), (3, 34.0))
     assert stage.tuning["decisions"][0]["reason"] == "CanaryUnjudged"

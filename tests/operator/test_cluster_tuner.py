@@ -36,12 +36,16 @@ TUNING: dict[str, Any] = {
     "bounds": {},
 }
 BROKEN = Key("default", "broken")
-CUT = structs.replace(LIMITS, max_num_batched_tokens=358)
+SET = structs.replace(LIMITS, step_time_target_ms=34.0)
+"""The limits with the step target that the objectives ask for before anything is known."""
+
+CUT = structs.replace(LIMITS, step_time_target_ms=27.2)
+AT_SET, AT_CUT = 34.0, 27.2
 
 
-def good_below(tokens: int) -> Callable[[Limits], dict[str, Any]]:
-    """Evidence of replicas whose gaps meet the objective while the token budget is below ``tokens``."""
-    return lambda limits: {"itl_over": 4000 if limits.max_num_batched_tokens >= tokens else 0}
+def good_below(step_ms: float) -> Callable[[Limits], dict[str, Any]]:
+    """Evidence of replicas whose gaps meet the objective while steps aim below ``step_ms``."""
+    return lambda limits: {"itl_over": 0 if (limits.step_time_target_ms or 1000) < step_ms else 4000}
 
 
 class Scene:
@@ -141,7 +145,11 @@ class Scene:
         return dict(self.tuner.status(KEY) or {})
 
     @property
-    def in_force(self) -> list[tuple[int, int]]:
+    def in_force(self) -> list[tuple[int, float | None]]:
+        return [(one.revision, one.limits.step_time_target_ms) for one in self.replicas]
+
+    @property
+    def budgets(self) -> list[tuple[int, int]]:
         return [(one.revision, one.limits.max_num_batched_tokens) for one in self.replicas]
 
     @property
@@ -179,52 +187,60 @@ def run(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 @run
 async def test_a_change_is_tried_judged_and_taken_everywhere() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         await now.rounds()
-        assert sorted(now.in_force) == [(0, 512), (0, 512), (1, 358)]
+        assert now.in_force == [(1, AT_SET)] * 3
+        await now.until(lambda: now.actions[-1:] == ["try"])
+        assert sorted(now.in_force) == [(1, AT_SET), (1, AT_SET), (2, AT_CUT)]
         assert now.tuning["state"] == "Adjusting"
         assert now.tuning["lastDecision"]["action"] == "try"
-        assert now.tuning["target"]["maxNumBatchedTokens"] == 512  # of every replica but the canary
+        assert now.tuning["target"]["stepTimeTargetMilliseconds"] == 34  # of every replica but the canary
         assert now.condition("SLOMet") == ("False", "InterTokenLatencyOver")
         assert now.tuner.boot_prior(KEY) is None
-        await now.until(lambda: now.in_force == [(1, 358)] * 3)
-        assert now.actions == ["try", "promote"]
-        assert now.tuner.boot_prior(KEY) == {"revision": 1, "limits": structs.asdict(CUT)}
+        await now.until(lambda: now.in_force == [(2, AT_CUT)] * 3)
+        assert now.actions == ["change", "try", "promote"]
+        assert now.tuner.boot_prior(KEY) is None, "it has yet to settle everywhere"
+        await now.until(lambda: now.tuning["lastDecision"]["action"] == "commit")
+        assert now.tuner.boot_prior(KEY) == {"revision": 2, "limits": structs.asdict(CUT)}
+        assert [one.updates[-1].ttl_s for one in now.replicas] == [None] * 3
         await now.until(lambda: now.tuning["state"] == "Converged")
         assert now.tuning["effective"] == now.tuning["target"]
-        assert now.tuning["target"] == {"maxNumSeqs": 64, "maxNumBatchedTokens": 358, "kvCachePercent": 80}
+        limits = {"maxNumSeqs": 64, "maxNumBatchedTokens": 512, "kvCachePercent": 80, "stepTimeTargetMilliseconds": 27}
+        assert now.tuning["target"] == limits
         assert (now.condition("SLOMet"), now.condition("TuningHealthy")) == (("True", "Met"), ("True", "Converged"))
         assert [(type, reason) for type, reason, _ in now.events] == [
+            ("Normal", "LimitsChanged"),
             ("Normal", "LimitsTried"),
             ("Normal", "LimitsPromoted"),
+            ("Normal", "LimitsSettled"),
         ]
-        assert "max_num_batched_tokens 512 -> 358" in now.events[0][2]
+        assert "step_time_target_ms 34 ms -> 27.2 ms" in now.events[1][2]
 
 
 @run
-async def test_a_canary_that_does_worse_is_taken_back() -> None:
-    def worse_when_cut(limits: Limits) -> dict[str, Any]:
-        return {"itl_over": 9000 if limits.max_num_batched_tokens < 512 else 1500}
-
-    async with scene(sees=worse_when_cut) as now:
-        await now.until(lambda: now.actions == ["try", "roll back"])
-        assert now.in_force == [(2, 512)] * 3
-        assert now.tuning["lastDecision"]["reason"] == "CanaryWorse"
+async def test_a_canary_that_gains_nothing_is_taken_back() -> None:
+    async with scene(sees=lambda _: {"itl_over": 1500}) as now:
+        await now.until(lambda: now.actions == ["change", "try", "roll back"])
+        assert now.in_force == [(3, AT_SET)] * 3
+        assert now.tuning["lastDecision"]["reason"] == "CanaryGainedNothing"
         assert now.events[-1][:2] == ("Warning", "LimitsRolledBack")
-        assert now.tuner.boot_prior(KEY) == {"revision": 2, "limits": structs.asdict(LIMITS)}
-        first_s = now.now_s
+        assert now.tuner.boot_prior(KEY) is None
         await now.until(lambda: now.actions[-1] == "try")
-        assert now.now_s - first_s >= 120  # twice the cool-down
+        await now.until(lambda: now.actions[-1] == "roll back")
+        assert now.in_force[0][1] == AT_SET
+        await now.until(lambda: now.tuning["state"] == "AtLimit")
+        assert now.condition("AtLimit") == ("True", "Banned")
 
 
 @run
-async def test_one_replica_is_canary_and_all() -> None:
-    async with scene(1, sees=good_below(400)) as now:
-        await now.rounds()
-        assert (now.in_force, now.actions) == ([(1, 358)], ["change"])
+async def test_one_replica_is_judged_by_how_it_was_before() -> None:
+    async with scene(1, sees=good_below(30)) as now:
+        await now.until(lambda: now.actions[-1:] == ["try"])
+        assert now.in_force == [(2, AT_CUT)]
         assert now.tuner.boot_prior(KEY) is None  # not known to be good yet
         await now.until(lambda: now.tuning["state"] == "Converged")
-        assert now.tuner.boot_prior(KEY) == {"revision": 1, "limits": structs.asdict(CUT)}
+        assert now.actions == ["change", "try", "promote"]
+        assert now.tuner.boot_prior(KEY) == {"revision": 2, "limits": structs.asdict(CUT)}
 
 
 @run
@@ -243,19 +259,19 @@ async def test_steady_state_says_nothing_new() -> None:
 @pytest.mark.parametrize("fault", ["garbage", "endless", "stranger", 500, 401])
 def test_replicas_that_do_not_answer_freeze_tuning(fault: str | int) -> None:
     async def test() -> None:
-        async with scene(sees=good_below(400)) as now:
+        async with scene(sees=good_below(30)) as now:
             for replica in now.replicas[:2]:
                 replica.fault = fault
             await now.rounds(3)
             assert now.tuning["state"] == "Frozen"
-            assert (now.condition("TuningHealthy"), now.in_force) == (("False", "PartialEvidence"), [(0, 512)] * 3)
+            assert (now.condition("TuningHealthy"), now.in_force) == (("False", "PartialEvidence"), [(0, None)] * 3)
             assert "only 1 of 3 replicas" in now.tuning["lastDecision"]["message"]
             assert [reason for _, reason, _ in now.events] == ["TuningFrozen"]
             await now.rounds(20)
             assert len(now.events) == 1
             for replica in now.replicas:
                 replica.fault = None
-            await now.until(lambda: now.in_force == [(1, 358)] * 3)
+            await now.until(lambda: now.in_force == [(2, AT_CUT)] * 3)
             assert now.condition("TuningHealthy")[0] == "True"
 
     asyncio.run(test())
@@ -285,28 +301,27 @@ async def test_an_answer_without_end_is_not_read_to_its_end() -> None:
 
 @run
 async def test_replicas_that_disagree_are_brought_together_before_anything_is_decided() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         now.status = {"tuning": {"state": "Converged", "revision": 7}}
         for replica, revision in zip(now.replicas, (7, 7, 2), strict=True):
             replica.restart(revision, structs.replace(LIMITS, max_num_seqs=10 * revision))
         await now.rounds()
-        assert [(one.revision, one.limits.max_num_seqs) for one in now.replicas] == [(7, 70)] * 3
-        assert now.actions == []
-        await now.rounds()
-        assert now.actions == ["try"]
+        assert [(one.revision, one.limits.max_num_seqs) for one in now.replicas] == [(8, 70)] * 3
+        assert now.actions == ["change"]
+        await now.until(lambda: now.actions == ["change", "try"])
 
 
 @run
 async def test_a_replica_that_takes_no_limits_freezes_tuning() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         for replica in now.replicas[1:]:
             replica.restart(7)
         now.replicas[0].deaf = True
         now.status = {"tuning": {"state": "Converged", "revision": 7}}
         await now.rounds(3)
         assert now.condition("TuningHealthy") == ("False", "Disagreement")
-        assert "replicas disagree: chat-1 behind revision 7" in now.tuning["lastDecision"]["message"]
-        assert now.actions == []
+        assert "replicas disagree: chat-1 behind revision 8" in now.tuning["lastDecision"]["message"]
+        assert now.actions == ["change"]
         now.replicas[0].deaf = False
         await now.until(lambda: now.actions[-1:] == ["promote"])
         assert now.condition("TuningHealthy")[0] == "True"
@@ -314,39 +329,39 @@ async def test_a_replica_that_takes_no_limits_freezes_tuning() -> None:
 
 @run
 async def test_a_replica_that_comes_later_gets_what_is_in_force() -> None:
-    async with scene(3, sees=good_below(400)) as now:
+    async with scene(3, sees=good_below(30)) as now:
         late = now.replicas.pop()
-        await now.until(lambda: now.in_force == [(1, 358)] * 2)
+        await now.until(lambda: now.in_force == [(2, AT_CUT)] * 2)
         now.replicas.append(late)
         await now.rounds()
-        assert now.in_force == [(1, 358)] * 3
+        assert now.in_force == [(2, AT_CUT)] * 3
 
 
 @run
 async def test_a_replica_that_comes_during_a_trial_gets_what_the_others_have() -> None:
-    async with scene(3, sees=good_below(400)) as now:
+    async with scene(3, sees=good_below(30)) as now:
         for replica in now.replicas:
             replica.restart(5)
         late = now.replicas.pop()
         late.restart()
-        await now.rounds()
+        await now.until(lambda: now.actions[-1:] == ["try"])
         now.replicas.append(late)
         await now.rounds()
-        assert sorted(now.in_force) == [(5, 512), (5, 512), (6, 358)]
-        assert late.revision == 5
+        assert sorted(now.in_force) == [(6, AT_SET), (6, AT_SET), (7, AT_CUT)]
+        assert late.revision == 6
 
 
 @pytest.mark.parametrize("status_was_written", [True, False])
 def test_a_trial_goes_on_after_a_restart(status_was_written: bool) -> None:
     async def test() -> None:
-        async with scene(sees=good_below(400)) as now:
-            await now.rounds(2)
+        async with scene(sees=good_below(30)) as now:
+            await now.until(lambda: now.actions[-1:] == ["try"])
             now.status = now.status if status_was_written else {}
             now.restart()
             await now.rounds()
-            assert sorted(now.in_force) == [(0, 512), (0, 512), (1, 358)]
+            assert sorted(now.in_force) == [(1, AT_SET), (1, AT_SET), (2, AT_CUT)]
             assert now.tuning["state"] == "Adjusting"
-            await now.until(lambda: now.in_force == [(1, 358)] * 3)
+            await now.until(lambda: now.in_force == [(2, AT_CUT)] * 3)
             assert now.actions[-1] == "promote"
 
     asyncio.run(test())
@@ -354,7 +369,7 @@ def test_a_trial_goes_on_after_a_restart(status_was_written: bool) -> None:
 
 @run
 async def test_a_restart_changes_nothing_that_is_shown() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         await now.until(lambda: now.tuning.get("state") == "Converged")
         shown, prior, num_changed = now.status, now.tuner.boot_prior(KEY), now.num_changed
         now.restart()
@@ -363,25 +378,25 @@ async def test_a_restart_changes_nothing_that_is_shown() -> None:
         assert [one._asdict() for one in now.tuner.conditions(KEY)] == shown["conditions"]
         await now.rounds(5)
         assert (now.tuning, now.tuner.boot_prior(KEY), now.num_changed) == (shown["tuning"], prior, num_changed)
-        assert now.in_force == [(1, 358)] * 3
+        assert now.in_force == [(2, AT_CUT)] * 3
 
 
 @run
 async def test_revisions_go_on_when_operator_and_replicas_all_restarted() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         await now.until(lambda: now.tuning.get("state") == "Converged")
         for replica in now.replicas:
             replica.restart()
         now.restart()
         await now.rounds()
-        assert now.in_force == [(1, 358)] * 3
+        assert now.in_force == [(3, AT_CUT)] * 3, "and the objectives are posted again"
 
 
 @run
 async def test_after_a_restart_nothing_is_posted_until_enough_replicas_answer() -> None:
-    async with scene(sees=good_below(400)) as now:
-        await now.rounds(2)
-        (canary,) = [one for one in now.replicas if one.revision == 1]
+    async with scene(sees=good_below(30)) as now:
+        await now.until(lambda: now.actions[-1:] == ["try"])
+        (canary,) = [one for one in now.replicas if one.revision == 2]
         for replica in now.replicas:
             replica.fault = None if replica is canary else 500
             replica.updates.clear()
@@ -392,7 +407,7 @@ async def test_after_a_restart_nothing_is_posted_until_enough_replicas_answer() 
 
 @run
 async def test_a_suspended_deployment_is_left_alone() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         now.spec["suspend"] = True
         await now.rounds(3)
         assert [one.num_requests for one in now.replicas] == [0, 0, 0]
@@ -400,7 +415,7 @@ async def test_a_suspended_deployment_is_left_alone() -> None:
 
 @run
 async def test_pods_that_do_not_serve_are_not_asked() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         now.replicas[0].ready = False
         now.replicas[1].deleting = True
         await now.rounds()
@@ -409,11 +424,11 @@ async def test_pods_that_do_not_serve_are_not_asked() -> None:
 
 @run
 async def test_recommendations_are_shown_and_not_made() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         now.spec["tuning"]["mode"] = "Recommend"
-        await now.rounds(5)
-        assert now.in_force == [(0, 512)] * 3
-        assert now.tuning["recommended"]["maxNumBatchedTokens"] == 358
+        await now.rounds()
+        assert now.in_force == [(1, None)] * 3, "the objectives are counted, and no limit has moved"
+        assert now.tuning["recommended"]["stepTimeTargetMilliseconds"] == 34
         assert (now.tuning["state"], now.tuning["lastDecision"]["action"]) == ("Observing", "recommend")
         assert [(type, reason) for type, reason, _ in now.events] == [("Normal", "LimitsRecommended")]
         assert (now.tuner.boot_prior(KEY), now.actions) == (None, [])
@@ -422,12 +437,15 @@ async def test_recommendations_are_shown_and_not_made() -> None:
 @pytest.mark.parametrize("mode", ["Disabled", "Recommend"])
 def test_turning_tuning_off_takes_back_what_is_on_trial(mode: str) -> None:
     async def test() -> None:
-        async with scene(sees=good_below(400)) as now:
-            await now.rounds(2)
+        async with scene(sees=good_below(30)) as now:
+            await now.until(lambda: now.actions[-1:] == ["try"])
             now.spec, now.generation = {"tuning": TUNING | {"mode": mode}}, 2
             await now.rounds()
-            assert now.in_force == [(2, 512)] * 3
-            assert now.events[-1][1] == "LimitsRolledBack"
+            assert now.in_force == [(3, None)] * 3
+            assert {one.limits.max_num_batched_tokens for one in now.replicas} == {2048}, "what the spec says"
+            assert [one.updates[-1].ttl_s for one in now.replicas] == [None] * 3
+            assert now.events[-1][1] == "LimitsRestored"
+            await now.rounds(2)
             num_requests = now.replicas[0].num_requests
             await now.rounds(3)
             assert (now.replicas[0].num_requests == num_requests) == (mode == "Disabled")
@@ -438,13 +456,16 @@ def test_turning_tuning_off_takes_back_what_is_on_trial(mode: str) -> None:
 
 @run
 async def test_rounds_are_counted_until_the_deployment_goes() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         await now.until(lambda: now.tuning.get("state") == "Converged")
+        await now.rounds(2)
         decisions = now.samples("flyball_tuner_decisions_total")
         changes = {labels: count for labels, count in decisions.items() if labels[2] != "held"}
         assert changes == {
-            ("max_num_batched_tokens", "InterTokenLatencyOver", "tried"): 1,
-            ("max_num_batched_tokens", "CanaryNotWorse", "kept"): 1,
+            ("step_time_target_ms", "ObjectivesSet", "made"): 1,
+            ("step_time_target_ms", "InterTokenLatencyOver", "tried"): 1,
+            ("step_time_target_ms", "CanaryGained", "kept"): 1,
+            ("", "Settled", "settled"): 1,
         }
         assert decisions["", "Steady", "held"] == 1, "a hold that goes on is no news"
         assert now.samples("flyball_tuner_violation_share") == {("ttft",): 0, ("inter_token_latency",): 0}
@@ -459,16 +480,16 @@ async def test_rounds_are_counted_until_the_deployment_goes() -> None:
 @run
 async def test_too_few_samples_give_no_share() -> None:
     async with scene(sees=lambda _: {"ttft_count": 5, "itl_over": 4000}) as now:
-        await now.rounds()
+        await now.rounds(2)
         assert now.samples("flyball_tuner_violation_share") == {("inter_token_latency",): 0.2}
 
 
 @run
 async def test_limits_of_the_spec_move_replicas_while_tuning_is_off() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         now.spec["tuning"] = TUNING | {"mode": "Disabled", "objectives": {}, "limits": {"maxNumBatchedTokens": 256}}
         await now.rounds()
-        assert now.in_force == [(1, 256)] * 3
+        assert now.budgets == [(1, 256)] * 3
         assert [(type, reason) for type, reason, _ in now.events] == [("Normal", "LimitsChanged")]
         await now.rounds(3)
         assert {len(one.updates) for one in now.replicas} == {1}, "nothing is posted twice"
@@ -480,10 +501,10 @@ async def test_limits_of_the_spec_move_replicas_while_tuning_is_off() -> None:
         now.restart()
         now.replicas[0].restart()  # with what it starts up with
         await now.rounds()
-        assert now.in_force == [(1, 256)] * 3
+        assert now.budgets == [(1, 256)] * 3
         now.spec, now.generation = {"tuning": TUNING | {"mode": "Disabled", "objectives": {}}}, 2
         await now.rounds(2)
-        assert (now.in_force, now.tuning) == ([(1, 256)] * 3, {"state": "Disabled"})
+        assert (now.budgets, now.tuning) == ([(1, 256)] * 3, {"state": "Disabled"})
 
 
 def test_a_deployment_whose_spec_is_refused_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -493,7 +514,7 @@ def test_a_deployment_whose_spec_is_refused_is_left_alone(caplog: pytest.LogCapt
         async with scene() as now:
             now.spec["tuning"]["mode"] = "Off"
             await now.rounds(3)
-            assert (now.in_force, now.replicas[0].num_requests) == ([(0, 512)] * 3, 0)
+            assert (now.in_force, now.replicas[0].num_requests) == ([(0, None)] * 3, 0)
             assert (now.tuner.status(KEY), now.tuner.conditions(KEY)) == (None, ())
 
     asyncio.run(test())
@@ -502,7 +523,7 @@ def test_a_deployment_whose_spec_is_refused_is_left_alone(caplog: pytest.LogCapt
 
 @run
 async def test_a_new_deployment_of_the_same_name_starts_afresh() -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         await now.until(lambda: now.tuning.get("state") == "Converged")
         now.store.remove_resource(KEY, now.uid, "2")
         now.uid, now.status, now.token = "uid-2", {}, "another"
@@ -531,7 +552,7 @@ async def test_changed_objectives_are_taken_up_at_once() -> None:
 async def test_trouble_with_one_deployment_is_not_that_of_others(
     caplog: pytest.LogCaptureFixture | None = None,
 ) -> None:
-    async with scene(sees=good_below(400)) as now:
+    async with scene(sees=good_below(30)) as now:
         broken = Resource(
             key=BROKEN,
             uid="x",
@@ -542,12 +563,12 @@ async def test_trouble_with_one_deployment_is_not_that_of_others(
             deleting=False,
         )
         now.store.put_resource(broken)
-        await now.until(lambda: now.in_force == [(1, 358)] * 3)
+        await now.until(lambda: now.in_force == [(2, AT_CUT)] * 3)
 
 
 @run
 async def test_replicas_that_hang_hold_up_no_other_deployment() -> None:
-    async with scene(4, sees=good_below(400)) as now:
+    async with scene(4, sees=good_below(30)) as now:
         hanging = now.replicas.pop()
         hanging.fault = "hang"
         for i in range(200):
@@ -565,7 +586,7 @@ async def test_replicas_that_hang_hold_up_no_other_deployment() -> None:
             )
             now.store.put_pod(key, structs.replace(hanging.pod, name=f"{key.name}-1"))
         rounds = asyncio.create_task(now.rounds())
-        while now.actions != ["try"]:
+        while now.actions != ["change"]:
             await asyncio.sleep(0.01)
         assert not rounds.done()
         rounds.cancel()
@@ -584,7 +605,7 @@ async def test_a_replica_that_hangs_is_not_waited_for_long() -> None:
 
 def test_each_decision_is_logged_with_all_that_it_was_made_from(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        async with scene(sees=good_below(400)) as now:
+        async with scene(sees=good_below(30)) as now:
             await now.until(lambda: now.tuning.get("state") == "Converged")
             now.spec, now.generation = {"tuning": TUNING | {"mode": "Recommend"}}, 2
             await now.rounds(2)
@@ -593,6 +614,7 @@ def test_each_decision_is_logged_with_all_that_it_was_made_from(caplog: pytest.L
         asyncio.run(test())
     lines = [one.getMessage() for one in caplog.records if one.name.endswith(".decisions")]
     records = [from_line(line.encode()) for line in lines]
-    assert {str(record.decision.action) for record in records} == {"try", "hold", "promote"}
+    actions = {"change", "try", "hold", "promote", "commit", "restore"}
+    assert {str(record.decision.action) for record in records} == actions
     assert {one.levelno for one in caplog.records if '"action":"hold"' in one.getMessage()} == {logging.DEBUG}
     assert [record.replay() for record in records] == [record.decision for record in records]

@@ -1,20 +1,25 @@
-"""What a replica says is checked before it counts, and replicas are pooled by their steps."""
+"""What a replica says is checked before it counts, and only replicas that are alike are pooled."""
 
+import math
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from flyball_operator.tuning import PodEvidence, TunerState
-from flyball_operator.tuning.evidence import fault, pool, tightest
-from flyball_operator.tuning.signals import samples_over, wilson
-from flyball_protocol import Evidence, LatencyWindow
-from operator_kit.evidence import ENVELOPE, make_evidence
+from flyball_operator.tuning import PodEvidence
+from flyball_operator.tuning.evidence import Seen, fault, in_force, largest_family, pool, tightest
+from flyball_protocol import Evidence, KVBlocks, LatencyWindow, ObjectiveCounts, Share
+from operator_kit.evidence import ENVELOPE, LIMITS, MODEL, POSTED, make_evidence, pods
 
 
-def fault_of(evidence: Evidence | None, *, age_s: float = 0.0, problem: str = "") -> str | None:
+def fault_of(
+    evidence: Evidence | None, *, age_s: float = 0.0, problem: str = "", before: Seen | None = None
+) -> str | None:
     pod = PodEvidence(pod="one", evidence=evidence, age_s=age_s, problem=problem)
-    return fault(pod, max_age_s=45.0, min_uptime_s=15.0)
+    return fault(pod, max_age_s=45.0, min_uptime_s=15.0, before=before)
+
+
+BLOCKS = KVBlocks(total=1000, capacity=800, free=500, used=400, cached=100)
 
 
 @pytest.mark.parametrize(
@@ -23,14 +28,26 @@ def fault_of(evidence: Evidence | None, *, age_s: float = 0.0, problem: str = ""
         ({}, 0.0, None),
         ({}, 45.0, None),
         ({}, 46.0, "evidence is 46 s old, more than 45 s"),
+        ({}, math.nan, "evidence is nan s old, more than 45 s"),
         ({"draining": True}, 0.0, "draining"),
         ({"draining": True, "ready": False}, 0.0, "draining"),
         ({"ready": False}, 0.0, "not ready"),
         ({"uptime_s": 14.0}, 0.0, "up for 14 s only"),
         ({"uptime_s": 15.0}, 0.0, None),
-        ({"blocked_by": {"kv": -0.1}}, 0.0, "blocked_by shares outside 0 to 1"),
+        ({"blocked_by": {"kv": -0.1}}, 0.0, "evidence.blocked_by.kv is -0.1, which is no possible value"),
+        ({"blocked_by": {"kv": math.nan}}, 0.0, "evidence.blocked_by.kv is nan, which is no possible value"),
+        ({"num_waiting": -3}, 0.0, "evidence.num_waiting is -3, which is no possible value"),
+        ({"window_s": math.inf}, 0.0, "evidence.window_s is inf, which is no possible value"),
         ({"blocked_by": {"kv": 1.1}}, 0.0, "blocked_by shares outside 0 to 1"),
         ({"blocked_by": {"kv": 1.0, "seqs": 0.0}}, 0.0, None),
+        ({"version": 1}, 0.0, "evidence of version 1; this operator reads version 2"),
+        ({"version": 3}, 0.0, "evidence of version 3; this operator reads version 2"),
+        ({"step_model": structs.replace(MODEL, covariance=(1.0, -0.5, 1.0))}, 0.0, None),
+        (
+            {"kv_blocks": structs.replace(BLOCKS, used=-1)},
+            0.0,
+            "evidence.kv_blocks.used is -1, which is no possible value",
+        ),
     ],
 )
 def test_what_makes_a_replica_unusable(fields: dict[str, Any], age_s: float, said: str | None) -> None:
@@ -38,80 +55,68 @@ def test_what_makes_a_replica_unusable(fields: dict[str, Any], age_s: float, sai
 
 
 def test_a_replica_without_an_answer_says_why_if_it_can() -> None:
-    assert (fault_of(None), fault_of(None, problem="timed out")) == ("no answer", "timed out")
+    assert fault_of(None) == "no answer"
+    assert fault_of(None, problem="no answer in 2.0 s") == "no answer in 2.0 s"
 
 
-@pytest.mark.parametrize("which", ["ttft", "itl"])
-@pytest.mark.parametrize(
-    ("edges_s", "counts"),
-    [
-        ((0.1, 0.2), (1, 2)),
-        ((0.1, 0.2), (1, 2, 3, 4)),
-        ((0.1, 0.2), (1, -2, 3)),
-        ((0.2, 0.1), (1, 2, 3)),
-        ((0.1, 0.1), (1, 2, 3)),
-    ],
-)
-def test_buckets_that_contradict_themselves_are_not_used(
-    which: str, edges_s: tuple[float, ...], counts: tuple[int, ...]
-) -> None:
-    odd = LatencyWindow(count=6, p50_s=None, p95_s=None, p99_s=None, edges_s=edges_s, counts=counts)
-    assert fault_of(make_evidence(**{which: odd})) == "latency buckets that contradict themselves"
+def test_counts_that_go_back_are_a_fault() -> None:
+    before = Seen("one", "b1", 700.0)
+    assert fault_of(make_evidence(), before=before) == "its clock went back, from 700 s up to 600 s"
+    assert fault_of(make_evidence(boot_id="b2"), before=before) is None, "it has restarted"
+    assert fault_of(make_evidence(uptime_s=701.0), before=before) is None
 
 
-def test_shares_are_weighted_by_steps_and_a_reason_not_named_is_zero() -> None:
-    busy = make_evidence(blocked_by={"kv": 0.4}, num_steps=300, num_waiting=5)
-    calm = make_evidence(blocked_by={"seqs": 1.0}, num_steps=100, num_waiting=2)
-    pooled = pool([busy, calm], TunerState())
-    assert pooled.blocked_by == {"kv": pytest.approx(0.3), "seqs": pytest.approx(0.25)}
-    assert pooled.num_waiting == 7
+@pytest.mark.parametrize(("edges", "counts"), [((1.0, 2.0), (1, 2)), ((2.0, 1.0), (1, 2, 3)), ((1.0, 1.0), (1, 2, 3))])
+def test_buckets_that_contradict_themselves_are_a_fault(edges: tuple[float, ...], counts: tuple[int, ...]) -> None:
+    window = LatencyWindow(count=3, p50_s=None, p95_s=None, p99_s=None, edges_s=edges, counts=counts)
+    assert fault_of(make_evidence(itl=window)) == "latency buckets that contradict themselves"
 
 
-def test_shares_of_one_step_and_one_token_are_whole() -> None:
-    fields = {"num_prompt_tokens": 0, "num_generated_tokens": 0, "num_recomputed_tokens": 1}
-    pooled = pool([make_evidence(num_steps=1, blocked_by={"kv": 1.0}, **fields)], TunerState())
-    assert (pooled.blocked_by, pooled.recomputed_share) == ({"kv": 1.0}, 1.0)
-    idle = pool([make_evidence(num_steps=0, **(fields | {"num_recomputed_tokens": 0}))], TunerState())
-    assert idle.recomputed_share == 0.0
+def test_more_over_than_there_are_is_a_fault() -> None:
+    one = Share(num=5, num_over=6)
+    counts = ObjectiveCounts(objectives=POSTED, since_s=5.0, ttft=one, itl=one, gaps=one, steps=one)
+    assert fault_of(make_evidence(objective_counts=counts)) == "more samples over an objective than there are"
 
 
-def test_the_window_is_the_longest_that_a_replica_has_been_up_for() -> None:
-    young, short = make_evidence(window_s=60.0, uptime_s=20.0), make_evidence(window_s=30.0)
-    assert pool([young, short], TunerState()).window_s == 30.0
-    assert pool([young], TunerState()).window_s == 20.0
+def test_replicas_of_one_model_and_template_are_decided_on_together() -> None:
+    old, new = make_evidence(template="t1"), make_evidence(template="t2")
+    assert largest_family(pods(old, old, new), "") == "demo/t1"
+    assert largest_family(pods(old, new), "demo/t1") == "demo/t1"
+    assert largest_family(pods(old, new), "demo/t2") == "demo/t2"
+    assert largest_family(pods(None, None), "demo/t2") == "demo/t2"
 
 
-def test_the_tightest_envelope_is_what_every_replica_can_take() -> None:
-    other = structs.replace(
-        ENVELOPE,
-        max_num_seqs=64,
-        max_num_batched_tokens=4096,
-        min_num_batched_tokens=32,
-        num_kv_blocks=900,
-        min_kv_cache_fraction=0.05,
-        block_size=8,
-        max_model_len=512,
-    )
-    assert tightest([ENVELOPE, other]) == structs.replace(
-        ENVELOPE, max_num_seqs=64, min_num_batched_tokens=32, num_kv_blocks=900, max_model_len=512
-    )
+def test_shares_of_steps_are_weighed_by_steps() -> None:
+    busy = make_evidence(num_steps=3000, blocked_by={"kv": 0.4, "none": 0.6})
+    idle = make_evidence(num_steps=1000, blocked_by={"none": 1.0})
+    assert pool([busy, idle], POSTED).blocked_by == {"kv": pytest.approx(0.3), "none": pytest.approx(0.7)}
 
 
-@pytest.mark.parametrize(
-    ("objective_s", "p99_s", "over"),
-    [
-        (0.4, 0.3, 10),  # at the last edge, which says all there is to know
-        (0.41, 0.41, 0),
-        (0.41, 0.42, 10),
-        (0.3, 0.2, 25),  # inside the buckets their counts hold, whatever the p99 says
-        (0.5, None, 10),
-    ],
-)
-def test_the_open_bucket(objective_s: float, p99_s: float | None, over: float) -> None:
-    counts = (10, 50, 30, 10)
-    window = LatencyWindow(count=100, p50_s=None, p95_s=None, p99_s=p99_s, edges_s=(0.1, 0.2, 0.4), counts=counts)
-    assert samples_over(window, objective_s) == pytest.approx(over)
+def test_only_replicas_that_count_against_the_objectives_are_counted() -> None:
+    other = make_evidence(posted=structs.replace(POSTED, itl_s=0.03), itl_over=20000)
+    pooled = pool([make_evidence(ttft_over=10, since_s=7.0), other, make_evidence(posted=None)], POSTED)
+    assert pooled.counts.ttft == Share(num=1000, num_over=10)
+    assert (pooled.counts.steps.num_over, pooled.counted_s) == (0, 7.0)
 
 
-def test_a_share_is_never_above_one() -> None:
-    assert all(wilson(num, num)[1] <= 1.0 for num in range(1, 200))
+def test_arrivals_are_per_replica() -> None:
+    assert pool([make_evidence(num_arrived=600), make_evidence(num_arrived=0)], POSTED).arrivals_per_s == 5.0
+
+
+def test_without_steps_nothing_was_blocked_and_nothing_recomputed() -> None:
+    idle = make_evidence(num_steps=0, num_prompt_tokens=0, num_generated_tokens=0, blocked_by={})
+    pooled = pool([idle], POSTED)
+    assert (pooled.blocked_by, pooled.recomputed_share) == ({}, 0.0)
+
+
+def test_the_newest_revision_is_in_force() -> None:
+    other = structs.replace(LIMITS, max_num_seqs=10)
+    reported = [make_evidence(revision=3), make_evidence(revision=2, limits=other)]
+    assert in_force(reported, 0, None) == (3, LIMITS)
+    assert in_force(reported, 3, other) == (3, other), "what was decided goes before what a replica makes of it"
+    assert in_force(reported, 2, other) == (3, LIMITS)
+
+
+def test_the_tightest_envelope_is_that_of_all() -> None:
+    wide = structs.replace(ENVELOPE, max_num_seqs=999, min_num_batched_tokens=1, min_kv_cache_fraction=0.01)
+    assert tightest([wide, ENVELOPE]) == ENVELOPE

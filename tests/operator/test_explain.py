@@ -12,9 +12,8 @@ from flyball_operator.cli import main
 from flyball_operator.commands.explain import MAX_READ_BYTES, read_last
 from flyball_operator.commands.explanation import Explanation, of_records, of_status, render
 from flyball_operator.spec import Objectives
-from flyball_operator.tuning.core import LoopCore
 from flyball_operator.tuning.record import DecisionRecord, to_line
-from operator_kit.evidence import LIMITS, TUNING, make_evidence, pods
+from operator_kit.deployment import Deployment
 
 MADE: dict[str, Any] = {
     "time": "2026-01-01T10:00:00Z",
@@ -37,15 +36,10 @@ KEPT = MADE | {
 
 
 def recorded() -> list[DecisionRecord]:
-    """What a slow loop records whose replica gets better with each cut."""
-    records: list[DecisionRecord] = []
-    core, limits, revision = LoopCore("chat", on_record=records.append), LIMITS, 0
-    for i in range(12):
-        over = 4000 if limits.max_num_batched_tokens > 300 else 0
-        evidence = pods(make_evidence(limits=limits, revision=revision, itl_over=over))
-        for update in core.turn(TUNING, evidence, now_s=1000.0 + 20 * i).updates.values():
-            limits, revision = update.limits.applied_to(limits), update.revision
-    return records
+    """What a slow loop records whose replica meets the objective once steps aim below 30 ms."""
+    found = Deployment(lambda one: {"itl_over": 4000 if one.step_ms > 30 else 0}, num_replicas=1)
+    found.minutes(5)
+    return found.records
 
 
 def deployment(**tuning: Any) -> dict[str, Any]:
@@ -71,16 +65,20 @@ def test_a_record_file_is_told_in_words(tmp_path: Path) -> None:
     assert shown[0] == "chat tuning Auto, Converged, revision 2"
     (itl,) = [line for line in shown if line.startswith("inter-token latency")]
     assert itl.endswith("0 % over 40 ms (may be 5%)") and "█" in itl and "▁" in itl
-    assert any(line.startswith("tokens a step") and line.endswith("250 (250 to 358)") for line in shown)
-    changed = [line.partition(" Changed ")[2] for line in shown if " Changed " in line]
-    assert changed == ["tokens a step 512 -> 358 at every replica", "tokens a step 358 -> 250 at every replica"]
-    assert any(line.startswith("InterTokenLatencyOver: 20.0% of 20000 inter-token gaps") for line in shown)
+    assert any(line.startswith("step time target") and line.endswith("27 ms (27 to 34 ms)") for line in shown)
+    told = [line.split(" ", 2)[2] for line in shown if line[:2] == "20" and "step time target" in line]
+    assert told == [
+        "Changed step time target none -> 34 ms at every replica",
+        "Tried step time target 34 ms -> 27 ms at one replica",
+        "Kept step time target 34 ms -> 27 ms and given to every replica",
+    ]
+    assert any("20.0% of 1000 requests by their p95 gap took longer" in line for line in shown)
     assert "Converged: the objectives are met and no limit needs to move." in shown
 
 
 def test_holds_are_in_the_chart_and_not_in_the_list() -> None:
     found = of_records("chat", recorded())
-    assert {one.verdict for one in found.decisions} == {"made", "held"}
+    assert {one.verdict for one in found.decisions} == {"made", "tried", "kept", "settled", "held"}
     assert not any("Held" in line for line in text(found))
 
 
@@ -145,8 +143,9 @@ def test_the_command_reads_the_record_of_this_machine(tmp_path: Path, capsys: py
         found = json.loads(printed.out)
         assert "1 lines of another version" in printed.err
         assert (found["name"], found["state"], found["decisions"][0]["verdict"]) == ("chat", "Converged", "made")
-        assert found["decisions"][0]["moves"] == [{"limit": "maxNumBatchedTokens", "from": 512, "to": 358}]
-        assert found["decisions"][0]["overPerMille"] == {"ttft": 0, "interTokenLatency": 200}
+        assert found["decisions"][0]["moves"] == [{"limit": "stepTimeTargetMilliseconds", "to": 34}]
+        tried = next(one for one in found["decisions"] if one["verdict"] == "tried")
+        assert tried["overPerMille"] == {"ttft": 0, "interTokenLatency": 200}
 
 
 @pytest.mark.parametrize(

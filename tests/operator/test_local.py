@@ -462,18 +462,18 @@ def test_tuning_changes_the_limits_of_every_replica_and_records_why() -> None:
         }
         async with running(2, replicas=2, tuning=tuning, env={"FAKE_ITL_OVER": "4000"}, evidence_period_s=0.05) as now:
 
-            def in_force(snapshot: Any) -> list[int]:
+            def in_force(snapshot: Any) -> list[float | None]:
                 read = [replica.evidence.evidence for replica in snapshot.replicas if replica.evidence]
-                return [evidence.target.max_num_batched_tokens for evidence in read if evidence]
+                return [evidence.target.step_time_target_ms for evidence in read if evidence]
 
-            await now.until(lambda s: in_force(s) == [358, 358])
-            assert "tuning, revision 1 (InterTokenLatencyOver): max_num_batched_tokens 512 -> 358" in now.lines
+            await now.until(lambda s: in_force(s) == [34.0, 34.0])
+            assert "tuning, revision 1 (ObjectivesSet): step_time_target_ms none -> 34 ms" in now.lines
             now.file.write(replicas=3)
-            await now.until(lambda s: in_force(s) == [358, 358, 358])  # a new replica gets the limits in force
+            await now.until(lambda s: in_force(s) == [34.0, 34.0, 34.0])  # a new replica gets the limits in force
             records = [from_line(line) for line in (now.folder.log_dir / "decisions.jsonl").read_bytes().splitlines()]
             assert [record.replay() for record in records] == [record.decision for record in records]
-            now.file.write(tuning={"mode": "Disabled"})
-            await now.until(lambda s: s.decision is None)
+            now.file.write(tuning={"mode": "Disabled", "intervalSeconds": 1})
+            await now.until(lambda s: s.decision is None and in_force(s) == [None] * 3)
 
     run(scenario())
 
@@ -499,10 +499,10 @@ def test_recommendations_change_nothing() -> None:
     async def scenario() -> None:
         tuning = {"mode": "Recommend", "objectives": {"interTokenLatencyP95Milliseconds": 40}, "intervalSeconds": 1}
         async with running(1, tuning=tuning, env={"FAKE_ITL_OVER": "4000"}, evidence_period_s=0.05) as now:
-            await now.until_line("tuning recommends (InterTokenLatencyOver): max_num_batched_tokens 512 -> 358")
+            await now.until_line("tuning recommends (ObjectivesSet): step_time_target_ms none -> 34 ms")
             evidence = now.runner.snapshot().replicas[0].evidence
             assert evidence is not None
             assert evidence.evidence is not None
-            assert evidence.evidence.revision == 0
+            assert evidence.evidence.target.step_time_target_ms is None
 
     run(scenario())

@@ -15,11 +15,12 @@ from flyball_operator.tuning.knobs import as_change
 from flyball_operator.tuning.loop import SlowLoop
 from flyball_operator.tuning.record import DecisionRecord
 from flyball_operator.tuning.recovery import Memory
-from flyball_protocol import Evidence, LimitsAck, LimitsStatus, LimitsUpdate
-from operator_kit.evidence import LIMITS, TUNING, make_evidence
+from flyball_protocol import Evidence, Limits, LimitsAck, LimitsChange, LimitsStatus, LimitsUpdate
+from operator_kit.evidence import LIMITS, POSTED, TUNING, make_evidence
 
 TARGETS = [Target("one", "http://127.0.0.1:1"), Target("two", "http://127.0.0.1:2")]
 OVER = {"itl_over": 4000}
+NOT_POSTED = OVER | {"posted": None}
 
 
 class Admin:
@@ -57,26 +58,26 @@ def make_loop(admin: Admin, **options: Any) -> tuple[SlowLoop, list[DecisionReco
 
 
 @pytest.mark.parametrize(("interval_s", "lease_s"), [(1, MIN_LEASE_S), (600, LEASE_ROUNDS * 600.0)])
-def test_every_replica_gets_the_change_under_a_lease(interval_s: int, lease_s: float) -> None:
-    admin = Admin(**OVER)
+def test_every_replica_gets_the_objectives_under_a_lease(interval_s: int, lease_s: float) -> None:
+    admin = Admin(**NOT_POSTED)
     loop, records = make_loop(admin)
     tuning = structs.replace(TUNING, interval_seconds=interval_s)
     result = asyncio.run(loop.round(tuning, TARGETS))
     assert result.decision.action is Action.CHANGE
     assert [(update.revision, update.ttl_s) for update in admin.updates] == [(4, lease_s)] * 2
-    assert admin.updates[0].limits.max_num_batched_tokens == 358
+    assert admin.updates[0].limits.step_time_target_ms == 34
+    assert admin.updates[0].objectives == POSTED
     assert [(one.pod, one.ack is not None) for one in result.posted] == [("one", True), ("two", True)]
-    assert (len(records), records[0].canary_first, result.told) == (1, False, True)
+    assert (len(records), result.told) == (1, True)
     assert (records[0].deployment, records[0].evidence) == ("chat", result.evidence)
     assert records[0].replay() == records[0].decision == result.decision
-    assert not loop.has_trial, "without a canary a change goes to all"
+    assert loop.has_work
 
 
-def test_with_a_canary_a_change_goes_to_one_first() -> None:
+def test_a_move_goes_to_one_replica_first() -> None:
     admin = Admin(**OVER)
-    loop, _ = make_loop(admin, canary_first=True)
+    loop, _ = make_loop(admin)
     asyncio.run(loop.round(TUNING, TARGETS))
-    assert loop.has_trial
     assert [update.revision for update in admin.updates] == [3, 4], "the second is the canary"
 
 
@@ -94,22 +95,34 @@ def test_a_recommendation_is_neither_posted_nor_remembered() -> None:
 
 def test_a_hold_is_recorded_when_it_is_news() -> None:
     loop, records = make_loop(Admin())
-    results = [asyncio.run(loop.round(TUNING, TARGETS)) for _ in range(3)]
-    assert [result.decision.reason for result in results] == [Reason.STEADY] * 3
-    assert [result.told for result in results] == [True, False, False]
-    assert len(records) == 1
+    results = [asyncio.run(loop.round(TUNING, TARGETS)) for _ in range(4)]
+    assert [result.decision.reason for result in results] == [Reason.SETTLED, *[Reason.STEADY] * 3]
+    assert [result.told for result in results] == [True, True, False, False]
+    assert len(records) == 2
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", records[0].time), "UTC, whatever the zone"
 
 
-def test_a_trial_is_taken_back_when_tuning_is_turned_off() -> None:
+def test_what_was_moved_is_taken_back_when_tuning_is_turned_off() -> None:
     admin = Admin(**OVER)
-    loop, records = make_loop(admin, canary_first=True)
+    loop, records = make_loop(admin)
     asyncio.run(loop.round(TUNING, TARGETS))
     admin.updates.clear()
     result = asyncio.run(loop.round(structs.replace(TUNING, mode="Disabled"), TARGETS))
-    assert (result.decision.action, loop.has_trial) == (Action.ROLL_BACK, False)
-    assert [(one.revision, one.limits) for one in admin.updates] == [(5, as_change(LIMITS))] * 2
+    assert result.decision.action is Action.RESTORE
+    whole = Limits(max_num_seqs=128, max_num_batched_tokens=2048, kv_cache_fraction=1.0)
+    assert [(one.revision, one.limits, one.ttl_s) for one in admin.updates] == [(4, as_change(whole), None)] * 2
+    assert loop.has_work, "until the replicas have it"
+    admin.evidence = make_evidence(revision=4, limits=whole)
+    asyncio.run(loop.round(structs.replace(TUNING, mode="Disabled"), TARGETS))
+    assert not loop.has_work
     assert [record.replay() for record in records] == [record.decision for record in records]
+
+
+def test_mode_recommend_has_the_objectives_counted_and_changes_no_limit() -> None:
+    admin = Admin(**NOT_POSTED)
+    loop, _ = make_loop(admin)
+    asyncio.run(loop.round(structs.replace(TUNING, mode="Recommend"), TARGETS))
+    assert [(one.revision, one.limits, one.objectives) for one in admin.updates] == [(3, LimitsChange(), POSTED)] * 2
 
 
 def test_after_a_restart_nothing_is_posted_until_the_replicas_answer() -> None:
@@ -121,9 +134,11 @@ def test_after_a_restart_nothing_is_posted_until_the_replicas_answer() -> None:
     assert (waiting.decision.reason, waiting.posted, admin.updates) == (Reason.PARTIAL_EVIDENCE, (), [])
     admin.evidence, admin.silent = make_evidence(revision=7, **OVER), set()
     found = asyncio.run(loop.round(TUNING, targets))
-    assert (found.decision.action, found.decision.revision, len(admin.updates)) == (Action.CHANGE, 8, 3)
+    assert (found.decision.action, found.decision.revision, len(admin.updates)) == (Action.TRY, 8, 3)
     again = asyncio.run(loop.round(TUNING, targets))
-    assert (again.decision.action, again.decision.revision) == (Action.HOLD, 8), "it remembers what it did since"
+    assert (again.decision.action, again.decision.reason) == (Action.HOLD, Reason.CANARY_SILENT), (
+        "it remembers the trial"
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +154,7 @@ def test_after_a_restart_nothing_is_posted_until_the_replicas_answer() -> None:
 def test_the_log_says_what_each_replica_made_of_it(
     status: LimitsStatus | None, level: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    admin = Admin(**OVER)
+    admin = Admin(**NOT_POSTED)
     admin.status = status
     loop, _ = make_loop(admin)
     with caplog.at_level("DEBUG", logger="flyball_operator"):

@@ -1,72 +1,86 @@
-"""Shares over an objective and their confidence."""
+"""Shares over an objective, and how sure they are."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
 
-from flyball_operator.tuning.signals import Standing, samples_over, signal, wilson
-from flyball_protocol import LatencyWindow
-
-
-def window(counts: tuple[int, ...], *, p99_s: float | None = 9.0) -> LatencyWindow:
-    return LatencyWindow(count=sum(counts), p50_s=None, p95_s=None, p99_s=p99_s, edges_s=(0.1, 0.2, 0.4), counts=counts)
-
-
-@pytest.mark.parametrize(
-    ("objective_s", "over"),
-    [(0.2, 40), (0.1, 90), (0.15, 65), (0.3, 25), (0.4, 10), (0.05, 95), (5.0, 10)],
-)
-def test_samples_over_are_exact_at_edges_and_linear_between(objective_s: float, over: float) -> None:
-    assert samples_over(window((10, 50, 30, 10)), objective_s) == pytest.approx(over)
+from flyball_operator.spec import Objectives
+from flyball_operator.tuning.signals import BUDGET, NOTHING, Counts, Standing, objectives_of, signals, total, wilson
+from flyball_protocol import Objectives as PostedObjectives
+from flyball_protocol import Share
+from operator_kit.evidence import TUNING
 
 
-def test_the_open_bucket_counts_as_met_when_nearly_all_samples_meet_the_objective() -> None:
-    assert samples_over(window((10, 50, 30, 10), p99_s=0.9), 1.0) == 0
-    assert samples_over(window((10, 50, 30, 10), p99_s=1.1), 1.0) == 10
+def counts(
+    ttft: tuple[int, int] = (0, 1000), itl: tuple[int, int] = (0, 1000), steps: tuple[int, int] = (0, 2000)
+) -> Counts:
+    return Counts(*(Share(num=num, num_over=over) for over, num in (ttft, itl, steps)))
 
 
-def test_wilson_matches_published_values() -> None:
-    # 10 of 100: the 95 % Wilson interval is 5.5 % to 17.4 % (e.g. Brown, Cai, DasGupta 2001, worked examples).
-    assert wilson(10, 100) == pytest.approx((0.0552, 0.1744), abs=1e-4)
-    assert wilson(0, 0) == (0.0, 1.0)
-    assert wilson(0, 50)[0] == 0.0
-    assert wilson(50, 50)[1] == 1.0
+def standings(found: Counts) -> tuple[Standing, Standing]:
+    ttft, itl = signals(TUNING, found)
+    return ttft.standing, itl.standing
 
 
 @pytest.mark.parametrize(
-    ("over", "within", "standing"),
-    [
-        (0, 99, Standing.UNKNOWN),
-        (0, 1000, Standing.CLEAR),
-        (12, 988, Standing.CLEAR),
-        (18, 982, Standing.MET),
-        (25, 975, Standing.MET),
-        (45, 955, Standing.NEAR),
-        (60, 940, Standing.NEAR),
-        (80, 920, Standing.OVER),
-        (8, 92, Standing.NEAR),  # 8 %, but of 100 samples only
-    ],
+    ("over", "standing"),
+    [(0, Standing.CLEAR), (10, Standing.CLEAR), (25, Standing.MET), (50, Standing.NEAR), (75, Standing.OVER)],
 )
-def test_standing_needs_confidence(over: int, within: int, standing: Standing) -> None:
-    assert signal("gaps", [window((0, within, over, 0))], 200, min_samples=100).standing is standing
+def test_where_an_objective_stands(over: int, standing: Standing) -> None:
+    assert standings(counts(ttft=(over, 1000)))[0] is standing
 
 
-def test_an_objective_that_is_not_set_is_never_missed() -> None:
-    found = signal("gaps", [window((0, 0, 0, 1000))], None, min_samples=1)
-    assert (found.standing, found.num_over, str(found)) == (Standing.UNSET, 0, "gaps: no objective")
+def test_the_worse_count_speaks_for_inter_token_latency() -> None:
+    assert standings(counts(itl=(200, 1000)))[1] is Standing.OVER
+    assert standings(counts(steps=(400, 2000)))[1] is Standing.OVER
+    assert standings(counts(itl=(1, 1), steps=(0, 2000)))[1] is Standing.CLEAR, "one request says nothing"
+    assert standings(counts(itl=(1, 1), steps=(0, 99)))[1] is Standing.UNKNOWN
 
 
-def test_without_samples_no_share_is_over() -> None:
-    assert signal("gaps", [window((0, 0, 0, 0))], 200, min_samples=1).share == 0.0
+def test_too_few_samples_say_nothing() -> None:
+    assert standings(counts(ttft=(99, 99)))[0] is Standing.UNKNOWN
+    assert standings(NOTHING) == (Standing.UNKNOWN, Standing.UNKNOWN)
 
 
-def test_a_signal_in_words_names_the_objective_in_milliseconds() -> None:
-    found = str(signal("gaps", [window((0, 940, 60, 0))], 2500, min_samples=1))
-    assert found == "0.0% of 1000 gaps took longer than 2500 ms (0.0% to 0.4%; budget 5%)"
+def test_without_an_objective_nothing_is_asked() -> None:
+    ttft, itl = signals(structs.replace(TUNING, objectives=Objectives()), counts())
+    assert (ttft.standing, itl.standing) == (Standing.UNSET, Standing.UNSET)
+    assert str(ttft) == "first tokens: no objective"
 
 
-def test_wilson_is_wide_for_one_sample() -> None:
-    assert wilson(0, 1)[1] == pytest.approx(0.7935, abs=1e-4)
+def test_steps_in_a_row_weigh_less_than_independent_samples() -> None:
+    """Six in a hundred of 1000 steps are no proof: a few prefills made them."""
+    assert standings(counts(steps=(65, 1000)))[1] is Standing.NEAR
+    assert wilson(65, 1000)[0] > BUDGET, "as independent samples they would be one"
 
 
-def test_replicas_add_up() -> None:
-    both = signal("gaps", [window((0, 60, 0, 0)), window((0, 20, 20, 0))], 200, min_samples=100)
-    assert (both.num_over, both.num_samples) == (20, 100)
+def test_the_counts_of_windows_and_replicas_add_up() -> None:
+    assert total([counts((1, 10)), counts((2, 20))]) == counts((3, 30), (0, 2000), (0, 4000))
+
+
+def test_one_replica_of_several_needs_its_part_of_the_samples() -> None:
+    assert signals(TUNING, counts(ttft=(0, 25)), one_of=4)[0].standing is not Standing.UNKNOWN
+
+
+def test_objectives_are_posted_in_seconds() -> None:
+    assert objectives_of(TUNING) == PostedObjectives(ttft_s=1.0, itl_s=0.04)
+
+
+def test_it_is_told_with_its_numbers() -> None:
+    assert str(signals(TUNING, counts(ttft=(100, 1000)))[0]) == (
+        "10.0% of 1000 first tokens took longer than 1000 ms (7.7% to 12.9%; budget 5%)"
+    )
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_the_interval_holds_the_share(a: int, b: int) -> None:
+    over, num = sorted((a, b))
+    low, high = wilson(over, num)
+    assert 0 <= low <= high <= 1
+    if num:
+        assert low - 1e-12 <= over / num <= high + 1e-12
+
+
+def test_the_interval_by_hand() -> None:
+    assert wilson(5, 100) == pytest.approx((0.0215, 0.1118), abs=1e-4)

@@ -4,7 +4,20 @@ from typing import Any
 
 from flyball_operator.spec import Bounds, Objectives, Tuning
 from flyball_operator.tuning import PodEvidence
-from flyball_protocol import Envelope, Evidence, KVBlocks, LatencyWindow, Limits
+from flyball_protocol import (
+    Envelope,
+    Evidence,
+    KVBlocks,
+    LatencyWindow,
+    Lengths,
+    Limits,
+    ObjectiveCounts,
+    Share,
+    StepModel,
+)
+from flyball_protocol import (
+    Objectives as PostedObjectives,
+)
 
 EDGES_S = (0.01, 0.02, 0.04, 0.08, 0.5, 1.0, 2.0, 4.0)
 TUNING = Tuning(
@@ -15,6 +28,28 @@ TUNING = Tuning(
     max_step_percent=25,
     objectives=Objectives(ttft_p95_milliseconds=1000, inter_token_latency_p95_milliseconds=40),
     bounds=Bounds(),
+)
+POSTED = PostedObjectives(ttft_s=1.0, itl_s=0.04)
+MODEL = StepModel(
+    base_s=0.010,
+    token_s=6e-5,
+    context_token_s=8e-8,
+    attention_pair_s=3e-9,
+    residual_p50=0.02,
+    residual_p95=0.05,
+    num_steps=5000,
+    settled=True,
+)
+"""A step of 512 prompt tokens and 16 decodes with 1k tokens of context takes 43 ms."""
+
+LENGTHS = Lengths(
+    num_requests=300.0,
+    prompt_tokens=1000.0,
+    computed_prompt_tokens=1000.0,
+    computed_prompt_tokens_squared=1.5e6,
+    output_tokens=200.0,
+    output_tokens_p95=400.0,
+    context_tokens=1100.0,
 )
 LIMITS = Limits(max_num_seqs=64, kv_cache_fraction=0.8, max_num_batched_tokens=512)
 ENVELOPE = Envelope(
@@ -44,8 +79,25 @@ def make_evidence(
     itl_count: int = 20000,
     blocked_by: dict[str, float] | None = None,
     limits: Limits = LIMITS,
+    posted: PostedObjectives | None = POSTED,
+    since_s: float = 5.0,
     **changes: Any,
 ) -> Evidence:
+    """Return evidence in which so many of the gaps, and as many of the steps and requests, are over the objective.
+
+    Args:
+        posted: the objectives that it counts against.
+        since_s: since when; a few seconds, so that a change need not be waited for.
+    """
+    share = itl_over / max(1, itl_count)
+    counts = posted and ObjectiveCounts(
+        objectives=posted,
+        since_s=since_s,
+        ttft=Share(num=ttft_count, num_over=ttft_over),
+        itl=Share(num=itl_count // 20, num_over=round(share * (itl_count // 20))),
+        gaps=Share(num=itl_count, num_over=itl_over),
+        steps=Share(num=itl_count // 10, num_over=round(share * (itl_count // 10))),
+    )
     fields: dict[str, Any] = {
         "model": "demo",
         "boot_id": "b1",
@@ -78,6 +130,7 @@ def make_evidence(
         "num_steps": 2000,
         "step_time_p50_s": 0.01,
         "step_time_p95_s": 0.03,
+        "objective_counts": counts,
     }
     return Evidence(**(fields | changes))
 

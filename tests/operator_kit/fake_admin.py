@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from flyball_operator.observed import Pod
-from flyball_protocol import Limits, LimitsAck, LimitsStatus, LimitsUpdate, signing
+from flyball_protocol import Limits, LimitsAck, LimitsStatus, LimitsUpdate, Objectives, signing
 from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_LIMITS_PATH, ADMIN_PORT
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from operator_kit.evidence import LIMITS, make_evidence
@@ -42,6 +42,7 @@ class FakeReplica:
         self.fault: str | int | None = None
         self.deaf = False
         self.revision, self.limits = 0, LIMITS
+        self.objectives: Objectives | None = None
         self.updates: list[LimitsUpdate] = []
         self.num_requests = 0
         self.ready, self.deleting = True, False
@@ -61,7 +62,7 @@ class FakeReplica:
             await runner.cleanup()
 
     def restart(self, revision: int = 0, limits: Limits = LIMITS) -> None:
-        self.revision, self.limits = revision, limits
+        self.revision, self.limits, self.objectives = revision, limits, None
 
     @property
     def pod(self) -> Pod:
@@ -84,7 +85,7 @@ class FakeReplica:
     async def _evidence(self, request: web.Request) -> web.Response:
         if (answer := await self._faulty(request)) is not None:
             return answer
-        fields = {"revision": self.revision, "limits": self.limits} | self.sees(self.limits)
+        fields = {"revision": self.revision, "limits": self.limits, "posted": self.objectives} | self.sees(self.limits)
         return web.Response(body=msgspec.json.encode(make_evidence(**fields)))
 
     async def _limits(self, request: web.Request) -> web.Response:
@@ -105,6 +106,7 @@ class FakeReplica:
         if update.revision == self.revision and wanted != self.limits:
             return LimitsStatus.REJECTED
         self.revision, self.limits = update.revision, wanted
+        self.objectives = update.objectives or self.objectives
         return LimitsStatus.APPLIED
 
     async def _faulty(self, request: web.Request) -> web.Response | None:

@@ -3,7 +3,8 @@
 Environment: FAKE_FAIL (end at once with this message and exit code 2), FAKE_START_S (time until ready),
 FAKE_IGNORE_SIGTERM,
 FAKE_ITL_OVER (of 20000 inter-token gaps, how many the evidence says were slow),
-FAKE_FAST_BELOW (a token budget below which none was).
+FAKE_FAST_BELOW (a step-time target, in ms, below which none was).
+From revision 2 on, it counts as if since long ago, so that a trial waits for a whole window.
 POST /fake/hang stops answering anything; POST /fake/exit ends at once with code 3; POST /fake/unready turns /readyz red;
 POST /fake/window/2 lets the evidence cover 2 s, 60 at first.
 POST /v1/completions takes {"tokens": 3, "gap_s": 0.01, "stream": true}.
@@ -24,7 +25,7 @@ class FakeRuntime:
         self.ready = self.draining = self.unready = False
         self.running = 0
         self.max_running = 0
-        self.revision, self.limits = 0, None
+        self.revision, self.limits, self.objectives = 0, None, None
         self.window_s = 60.0
         self.started_s, self.verifier = time.time(), None
 
@@ -137,7 +138,7 @@ class FakeRuntime:
         start = Limits(max_num_seqs=64, kv_cache_fraction=1.0, max_num_batched_tokens=512)
         self.limits = self.limits or start
         if path == "/admin/evidence":
-            fast = self.limits.max_num_batched_tokens < int(os.environ.get("FAKE_FAST_BELOW", "0"))
+            fast = (self.limits.step_time_target_ms or 1000.0) < float(os.environ.get("FAKE_FAST_BELOW", "0"))
             evidence = make_evidence(
                 itl_over=0 if fast else int(os.environ.get("FAKE_ITL_OVER", "0")),
                 window_s=self.window_s,
@@ -145,6 +146,8 @@ class FakeRuntime:
                 revision=self.revision,
                 envelope=ENVELOPE,
                 num_running=self.running,
+                posted=self.objectives,
+                since_s=5.0 if self.revision < 2 or self.window_s < 60 else 1000.0,
             )
             return 200, msgspec.json.encode(evidence)
         update = msgspec.json.decode(body, type=LimitsUpdate)
@@ -154,6 +157,7 @@ class FakeRuntime:
             ack, status = "rejected", 422
         else:
             self.revision, self.limits = update.revision, update.limits.applied_to(self.limits)
+            self.objectives = update.objectives or self.objectives
             ack, status = "applied", 200
         answer = LimitsAck(status=ack, revision=self.revision, target=self.limits, effective=self.limits)
         return status, msgspec.json.encode(answer)

@@ -42,6 +42,7 @@ def step_stats(**changes: object) -> StepStats:
         "revision": 0,
         "target": LIMITS,
         "effective": LIMITS,
+        "max_num_seqs": 256,
     }
     return StepStats(**(fields | changes))  # type: ignore[arg-type]
 

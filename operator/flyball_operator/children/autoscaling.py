@@ -2,8 +2,8 @@
 
 Both aim at the scale subresource of the LLMDeployment, so ``spec.replicas`` stays the one place that says how many. Both take
 the larger of two wishes: waiting requests over their target, which adds replicas, and the sum of the replicas' running ratios
-over its target, which keeps them while the queue is empty. The ratio is of the limit in force: when tuning lowers the limit,
-queue and ratio rise together.
+over its target, which keeps them while the queue is empty. The ratio is of what a replica started with, so lowering a live
+limit does not raise it.
 """
 
 from collections.abc import Iterator

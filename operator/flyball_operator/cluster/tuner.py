@@ -18,12 +18,13 @@ from flyball_operator.observed import Key, Pod, Resource
 from flyball_operator.spec import Tuning
 from flyball_operator.status import Condition
 from flyball_operator.status.tuning import DISABLED, Report, TuningStatus, report
-from flyball_operator.tuning import Action, Reason
+from flyball_operator.tuning import Action
 from flyball_operator.tuning.admin import AdminClient, Target
 from flyball_operator.tuning.loop import Round, SlowLoop
 from flyball_operator.tuning.record import DecisionRecord, to_line
 from flyball_operator.tuning.recovery import Memory
-from flyball_protocol import BootPrior
+from flyball_operator.tuning.situation import TYPICAL_STEP
+from flyball_protocol import BootPrior, Evidence, StepModel
 from flyball_protocol.endpoints import ADMIN_PORT
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,6 @@ decisions_log = logging.getLogger(f"{__name__}.decisions")
 TICK_S = 0.25
 MAX_REQUESTS = 256
 """Requests at the same time, of all rounds together. They have a timeout, so replicas that hang hold others up little."""
-
-_GOOD = frozenset({Reason.STEADY, Reason.AT_LIMIT, Reason.NOT_THE_LIMITS, Reason.NEAR_OBJECTIVE})
-"""Reasons to hold that come only once the evidence of the limits in force has settled: a new replica may start with them."""
 
 
 class Tell(Protocol):
@@ -85,7 +83,7 @@ class ClusterTuner:
     def status(self, key: Key) -> Mapping[str, Any] | None:
         """Return status.tuning; before the first round, as an earlier process left it."""
         resource = self._store.resources.get(key)
-        if resource is None or _is_idle(resource):
+        if resource is None or self._is_at_rest(resource):
             return None if resource is None else DISABLED.as_object()
         known = self._report(resource)
         return None if known is None else known.status.as_object()
@@ -93,7 +91,7 @@ class ClusterTuner:
     def conditions(self, key: Key) -> Sequence[Condition]:
         """Return TuningHealthy and SLOMet; none where tuning is off or nothing is known yet."""
         resource = self._store.resources.get(key)
-        if resource is None or _is_idle(resource):
+        if resource is None or self._is_at_rest(resource):
             return ()
         known = self._report(resource)
         return () if known is None else known.conditions
@@ -127,9 +125,14 @@ class ClusterTuner:
     def _is_tunable(self, resource: Resource) -> bool:
         if resource.deleting or resource.spec.get("suspend", False):
             return False
+        return not self._is_at_rest(resource) and _is_valid(
+            resource
+        )  # last: this is asked of every resource in every tick
+
+    def _is_at_rest(self, resource: Resource) -> bool:
+        """Return whether the spec asks for nothing, and what tuning once moved is taken back."""
         tuned = self._current(resource)
-        has_work = not _is_idle(resource) or (tuned is not None and tuned.has_trial)
-        return has_work and _is_valid(resource)  # last: this is asked of every resource in every tick
+        return _is_idle(resource) and not (_was_tuned(resource) if tuned is None else tuned.has_work)
 
     def _take_turn(self, resource: Resource, now_s: float) -> bool:
         tuned = self._current(resource)
@@ -146,9 +149,7 @@ class ClusterTuner:
         memory = remembered(resource, prior, self._now())
         token = self._token_of(resource)
         admin = AdminClient(self._session, token, timeout_s=self._timeout_s, slots=self._requests)
-        loop = SlowLoop(
-            str(resource.key), admin, on_record=_log_record, clock=self._clock, canary_first=True, memory=memory
-        )
+        loop = SlowLoop(str(resource.key), admin, on_record=_log_record, clock=self._clock, memory=memory)
         return _Tuned(resource.uid, loop, Report.found(resource.status), prior)
 
     def _forget(self) -> None:
@@ -156,8 +157,8 @@ class ClusterTuner:
         resources = self._store.resources
         for key, tuned in list(self._tuned.items()):
             resource = resources.get(key)
-            is_idle = resource is not None and _is_idle(resource) and not tuned.has_trial
-            if (resource is None or resource.uid != tuned.uid or is_idle) and not tuned.is_busy:
+            is_at_rest = resource is not None and resource.uid == tuned.uid and self._is_at_rest(resource)
+            if (resource is None or resource.uid != tuned.uid or is_at_rest) and not tuned.is_busy:
                 del self._tuned[key]
                 self._metrics.forget(key)
 
@@ -185,7 +186,7 @@ class ClusterTuner:
         prior_before, tuned.prior = tuned.prior, _prior(tuned.prior, tuning, done)
         if tuned.report.is_news:
             self._tell(resource, tuned, tuned.report.status)
-        if prior_before != tuned.prior or _shown(before) != _shown(tuned.report):
+        if prior_before != tuned.prior or _shown(before) != _shown(tuned.report) or self._is_at_rest(resource):
             self._changed(resource.key)
 
     def _tell(self, resource: Resource, tuned: "_Tuned", status: TuningStatus) -> None:
@@ -206,6 +207,8 @@ _EVENT_REASONS = {
     "try": "LimitsTried",
     "promote": "LimitsPromoted",
     "roll back": "LimitsRolledBack",
+    "commit": "LimitsSettled",
+    "restore": "LimitsRestored",
     "recommend": "LimitsRecommended",
 }
 
@@ -235,8 +238,8 @@ class _Tuned:
         return self.task is not None and not self.task.done()
 
     @property
-    def has_trial(self) -> bool:
-        return self.loop.has_trial
+    def has_work(self) -> bool:
+        return self.loop.has_work
 
 
 def serves(pod: Pod) -> bool:
@@ -256,7 +259,13 @@ def remembered(resource: Resource, prior: BootPrior | None, now: datetime) -> Me
     last = status.decisions[0] if status.decisions else None
     age_s = None if last is None else max(0.0, (now - datetime.fromisoformat(last.time)).total_seconds())
     trying = last is not None and last.action == Action.TRY
-    return Memory(revision=status.revision, trying=trying, change_age_s=age_s, prior=prior)
+    return Memory(revision=status.revision, trying=trying, tuned=_was_tuned(resource), change_age_s=age_s, prior=prior)
+
+
+def _was_tuned(resource: Resource) -> bool:
+    """Return whether the status tells of limits that tuning has moved."""
+    status = TuningStatus.from_object(resource.status.get("tuning", {}))
+    return status is not None and status.state != "Disabled" and status.revision > 0
 
 
 def _mode(resource: Resource) -> str:
@@ -291,14 +300,47 @@ def _left_prior(store: Store, resource: Resource) -> BootPrior | None:
 
 
 def _prior(before: BootPrior | None, tuning: Tuning, done: Round) -> BootPrior | None:
-    """Return the limits that new replicas should start with after a round."""
+    """Return what new replicas should start with after a round: limits that have settled, and the step model."""
     decision = done.decision
-    is_good = decision.action in (Action.PROMOTE, Action.ROLL_BACK) or (
-        decision.action is Action.HOLD and decision.reason in _GOOD and decision.state.trial is None
-    )
-    if tuning.mode != "Auto" or not is_good or decision.limits is None or decision.revision == 0:
+    is_settled = decision.state.settled and decision.state.trial is None and decision.revision > 0
+    if tuning.mode != "Auto" or not is_settled or decision.limits is None:
         return before
-    return BootPrior(revision=decision.revision, limits=decision.limits)
+    learned = [one.evidence for one in done.evidence if one.evidence is not None and _has_model(one.evidence)]
+    if not learned:
+        return _same_or(before, BootPrior(revision=decision.revision, limits=decision.limits))
+    typical = sorted(learned, key=_typical_s)[len(learned) // 2]
+    prior = BootPrior(
+        revision=decision.revision, limits=decision.limits, step_model=typical.step_model, key=typical.key
+    )
+    return _same_or(before, prior)
+
+
+def _typical_s(evidence: Evidence) -> float:
+    return 0.0 if evidence.step_model is None else evidence.step_model.predict(*TYPICAL_STEP)
+
+
+def _has_model(evidence: Evidence) -> bool:
+    return evidence.step_model is not None and evidence.step_model.settled
+
+
+MODEL_CHANGE = 0.1
+"""A step model is left for new replicas again when its typical step has changed by this share."""
+
+
+def _same_or(before: BootPrior | None, prior: BootPrior) -> BootPrior:
+    """Return ``before`` where ``prior`` says hardly anything else: each other one is written to the API server."""
+    if before is None or (before.revision, before.limits) != (prior.revision, prior.limits):
+        return prior
+    if prior.step_model is None or (before.step_model is not None and before.key == prior.key):
+        known, found = before.step_model, prior.step_model
+        if found is None or (known is not None and _is_near(known, found)):
+            return before
+    return prior
+
+
+def _is_near(known: StepModel, found: StepModel) -> bool:
+    before_s, now_s = known.predict(*TYPICAL_STEP), found.predict(*TYPICAL_STEP)
+    return abs(now_s - before_s) <= MODEL_CHANGE * before_s
 
 
 def _shown(known: Report | None) -> object:

@@ -34,6 +34,8 @@ BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 WORDS = {
     "made": ("Changed", "at every replica", "cyan"),
     "tried": ("Tried", "at one replica", "yellow"),
+    "settled": ("Settled", "for good", "green"),
+    "restored": ("Restored", "at every replica", ""),
     "kept": ("Kept", "and given to every replica", "green"),
     "reverted": ("Taken back", "", "red"),
     "recommended": ("Recommended", "and not made", "cyan"),
@@ -47,7 +49,7 @@ LIMITS = {
 }
 """By name in spec.tuning.limits: what it is, and its unit."""
 
-_MOVES = re.compile(r"(\w+ \S+ -> \S+, )*\w+ \S+ -> \S+: ")
+_MOVES = re.compile(r"(\w+ \S+( ms)? -> \S+( ms)?, )*\w+ \S+( ms)? -> \S+( ms)?: ")
 
 
 class Explanation(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

@@ -18,7 +18,9 @@ from flyball_operator.tuning.record import DecisionRecord, to_line
 
 log = logging.getLogger(__name__)
 
-WAITING = frozenset({Reason.NO_REPLICAS, Reason.NO_EVIDENCE, Reason.SETTLING, Reason.COOLING_DOWN, Reason.STEADY})
+WAITING = frozenset(
+    {Reason.NO_REPLICAS, Reason.NO_EVIDENCE, Reason.SETTLING, Reason.COOLING_DOWN, Reason.STEADY, Reason.TUNING_OFF}
+)
 """Reasons to hold that need no attention; they are told in the debug log only."""
 
 
@@ -66,7 +68,7 @@ class LocalTuner:
     async def _tune_forever(self) -> None:
         while True:
             self._changed.clear()
-            if self._tuning.mode == "Disabled" and self._tuning.limits == LiveLimits():
+            if self._tuning.mode == "Disabled" and self._tuning.limits == LiveLimits() and not self._loop.has_work:
                 self.decision = None
             else:
                 await self._round()

@@ -12,17 +12,16 @@ from msgspec import Struct, field, structs
 
 from flyball_operator.spec import Tuning
 from flyball_operator.status import Condition
-from flyball_operator.tuning.decide import find_faults
-from flyball_operator.tuning.decision import Action, Reason
-from flyball_operator.tuning.evidence import PodEvidence, fault
+from flyball_operator.tuning.decision import Action, Findings, Reason
+from flyball_operator.tuning.evidence import PodEvidence, fault, find_faults, pool
 from flyball_operator.tuning.loop import Round
 from flyball_operator.tuning.moved import Moved, is_made, moved_by, verdict_of
-from flyball_operator.tuning.signals import BUDGET, Signal, Standing, signals
+from flyball_operator.tuning.signals import NOTHING, Signal, Standing, objectives_of, signals
 from flyball_protocol import Evidence, Limits
 
 State = Literal["Disabled", "Observing", "Adjusting", "Converged", "AtLimit", "Frozen"]
 
-HEALTHY, SLO_MET = "TuningHealthy", "SLOMet"
+HEALTHY, SLO_MET, SLO_INFEASIBLE, AT_LIMIT = "TuningHealthy", "SLOMet", "SLOInfeasible", "AtLimit"
 MAX_DECISIONS = 10
 MAX_REPLICAS = 32
 RECOMMEND = "recommend"
@@ -32,6 +31,13 @@ _STATES: dict[Reason, State] = {
     Reason.SETTLING: "Adjusting",
     Reason.COOLING_DOWN: "Adjusting",
     Reason.STEADY: "Converged",
+    Reason.SETTLED: "Converged",
+    Reason.SLOW_REPLICA: "Converged",
+    Reason.BANNED: "AtLimit",
+    Reason.SLO_INFEASIBLE: "AtLimit",
+    Reason.MEMORY_PRESSURE: "AtLimit",
+    Reason.OUT_OF_BOUNDS: "Frozen",
+    Reason.TUNING_OFF: "Adjusting",
     Reason.AT_LIMIT: "AtLimit",
     Reason.NOT_THE_LIMITS: "AtLimit",
     Reason.NEAR_OBJECTIVE: "AtLimit",
@@ -137,7 +143,7 @@ class MadeDecision(ShownDecision, frozen=True, kw_only=True, rename="camel", omi
     """A decision that changed limits.
 
     Attributes:
-        verdict: made, tried, kept or reverted.
+        verdict: made, tried, kept, reverted or restored.
         over_per_mille: what the evidence was.
         limits: what follows; of a try, at the canary.
     """
@@ -176,6 +182,36 @@ _IN_SPEC = {
 """By a limit's name in Limits: its name in the spec, and how many of the spec's units one is."""
 
 
+class ShownCapacity(Struct, frozen=True, kw_only=True, rename="camel"):
+    """What one replica can serve within the objectives, as planned, and what it gets; the API has no fractions.
+
+    Attributes:
+        headroom_percent: share of the capacity that is free; negative when more arrives than can be served.
+    """
+
+    requests_per_minute: int
+    arrivals_per_minute: int
+    headroom_percent: int
+
+    @classmethod
+    def of(cls, findings: Findings) -> "ShownCapacity | None":
+        headroom = findings.headroom
+        if headroom is None or findings.capacity_per_s is None or findings.arrivals_per_s is None:
+            return None
+        return cls(
+            requests_per_minute=round(60 * findings.capacity_per_s),
+            arrivals_per_minute=round(60 * findings.arrivals_per_s),
+            headroom_percent=max(-1000, round(100 * headroom)),
+        )
+
+    def is_near(self, other: "ShownCapacity") -> bool:
+        """Return whether the difference is not worth writing the status again."""
+        return abs(self.headroom_percent - other.headroom_percent) < HEADROOM_STEP
+
+
+HEADROOM_STEP = 10
+
+
 class TuningStatus(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """status.tuning. ``decisions`` holds the last ones that changed limits, newest first."""
 
@@ -184,6 +220,7 @@ class TuningStatus(Struct, frozen=True, kw_only=True, rename="camel", omit_defau
     target: ShownLimits | None = None
     effective: ShownLimits | None = None
     replicas: tuple[ShownReplica, ...] = ()
+    capacity: ShownCapacity | None = None
     recommended: ShownLimits | None = None
     last_decision: ShownDecision | None = None
     decisions: tuple[MadeDecision, ...] = ()
@@ -248,8 +285,8 @@ class Report(NamedTuple):
     def conditions(self) -> tuple[Condition, ...]:
         if self.status.state == "Disabled":
             return ()
-        healthy = _healthy(self.status)
-        return (healthy,) if self.slo is None else (healthy, self.slo)
+        told = (_healthy(self.status), _infeasible(self.status), _at_limit(self.status))
+        return told if self.slo is None else (*told, self.slo)
 
 
 def report(before: Report | None, tuning: Tuning, done: Round, now: str) -> Report:
@@ -259,12 +296,25 @@ def report(before: Report | None, tuning: Tuning, done: Round, now: str) -> Repo
         now: RFC 3339, in seconds.
     """
     theme, made = _theme(tuning, done), is_made(tuning, done.decision)
-    is_news = before is None or made or (theme == before.seen and theme != Theme.of_status(before.status))
+    is_news = (
+        before is None
+        or made
+        or done.decision.action is Action.COMMIT
+        or (theme == before.seen and theme != Theme.of_status(before.status))
+    )
     status = _facts(before.status if before else TuningStatus(state=theme.state), tuning, done)
     if is_news:
         status = _told(status, theme, tuning, done, now)
     slo_seen, slo = (None, None) if tuning.mode == "Disabled" else _slo(before, tuning, done)
-    return Report(status, slo, theme, slo_seen, is_news)
+    return Report(_with_capacity(status, done.decision.findings, is_news), slo, theme, slo_seen, is_news)
+
+
+def _with_capacity(status: TuningStatus, findings: Findings, is_news: bool) -> TuningStatus:
+    """Return ``status`` with the capacity, when it is shown again anyway or has moved far."""
+    found, shown = ShownCapacity.of(findings), status.capacity
+    if found is None or (shown is not None and not is_news and found.is_near(shown)):
+        return status
+    return structs.replace(status, capacity=found)
 
 
 def _theme(tuning: Tuning, done: Round) -> Theme:
@@ -278,9 +328,9 @@ def _theme(tuning: Tuning, done: Round) -> Theme:
 
 def _state(tuning: Tuning, done: Round) -> State:
     decision = done.decision
-    if tuning.mode == "Disabled" and decision.reason is not Reason.LIMITS_REFUSED:
+    if tuning.mode == "Disabled" and decision.reason is not Reason.LIMITS_REFUSED and not decision.state.tuned:
         return "Disabled"
-    if decision.action is not Action.HOLD:
+    if decision.action not in (Action.HOLD, Action.COMMIT):
         return "Adjusting"
     if decision.reason in (Reason.NO_EVIDENCE, Reason.PARTIAL_EVIDENCE) and not _any_broken(done.evidence):
         return "Observing"  # replicas come and go
@@ -355,41 +405,36 @@ def _healthy(status: TuningStatus) -> Condition:
     return Condition(HEALTHY, "False", reason, f"no limit is moved until this ends: {message}")
 
 
+def _infeasible(status: TuningStatus) -> Condition:
+    last = status.last_decision
+    if last is None or last.reason != Reason.SLO_INFEASIBLE:
+        return Condition(
+            SLO_INFEASIBLE, "False", "Feasible", "nothing is known that keeps the objectives from being met"
+        )
+    return Condition(SLO_INFEASIBLE, "True", last.reason, last.message)
+
+
+def _at_limit(status: TuningStatus) -> Condition:
+    last = status.last_decision
+    if status.state != "AtLimit" or last is None:
+        return Condition(AT_LIMIT, "False", status.state, "no objective is missed for which no limit can help")
+    return Condition(AT_LIMIT, "True", last.reason, last.message)
+
+
 def _slo(before: Report | None, tuning: Tuning, done: Round) -> tuple[tuple[str, str] | None, Condition | None]:
     """Return status and reason that the round speaks for, and the condition to show."""
-    found, shown = _objectives(tuning, done.evidence), before.slo if before else None
-    if found is None:  # too close to say
+    findings, shown = done.decision.findings, before.slo if before else None
+    if not findings.slo:  # too close to say
         return before.slo_seen if before else None, shown
+    found = Condition(SLO_MET, findings.slo, findings.slo_reason, findings.slo_message)
     seen = (found.status, found.reason)
     is_settled = shown is None or (before is not None and seen == before.slo_seen)
     is_change = shown is None or seen != (shown.status, shown.reason)
     return seen, found if is_settled and is_change else shown
 
 
-def _objectives(tuning: Tuning, evidence: Sequence[PodEvidence]) -> Condition | None:
-    """Return SLOMet as the evidence has it, or None when it is too close to the budget to say."""
-    ttft, itl = signals_of(tuning, evidence)
-    by_urgency = ((itl, Reason.INTER_TOKEN_LATENCY_OVER), (ttft, Reason.TTFT_OVER))
-    for one, reason in by_urgency:
-        if one.standing is Standing.OVER:
-            return Condition(SLO_MET, "False", reason, str(one))
-    standings = {one.standing for one, _ in by_urgency}
-    if Standing.UNKNOWN in standings:
-        return Condition(SLO_MET, "Unknown", Reason.FEW_SAMPLES, _few(ttft, itl))
-    if Standing.NEAR in standings:
-        return None
-    return Condition(
-        SLO_MET, "True", "Met", f"fewer than {BUDGET:.0%} of samples took longer than the objectives allow"
-    )
-
-
 def signals_of(tuning: Tuning, evidence: Sequence[PodEvidence]) -> tuple[Signal, Signal]:
-    """Return how TTFT and inter-token latency do, by the evidence that can be decided on."""
-    faults = find_faults(tuning, evidence)
+    """Return how TTFT and inter-token latency do in the window, by the evidence that can be decided on."""
+    faults = find_faults(evidence, interval_s=tuning.interval_seconds)
     usable = [pod.evidence for pod in evidence if pod.evidence is not None and pod.pod not in faults]
-    return signals(tuning, [one.ttft for one in usable], [one.itl for one in usable])
-
-
-def _few(*objectives: Signal) -> str:
-    needed = ", ".join(f"{one.min_samples} {one.what}" for one in objectives if one.objective_s is not None)
-    return f"too few samples to judge by; needed in a window: {needed}"
+    return signals(tuning, pool(usable, objectives_of(tuning)).counts if usable else NOTHING)

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from flyball_operator.spec import Tuning
-from flyball_operator.tuning.canary import advance
 from flyball_operator.tuning.decide import decide
 from flyball_operator.tuning.decision import Action, Decision, Reason
-from flyball_operator.tuning.evidence import PodEvidence
+from flyball_operator.tuning.evidence import PodEvidence, counts_against
 from flyball_operator.tuning.knobs import as_change
 from flyball_operator.tuning.record import DecisionRecord
 from flyball_operator.tuning.recovery import Memory, recover
+from flyball_operator.tuning.signals import objectives_of
 from flyball_operator.tuning.state import TunerState
-from flyball_protocol import LimitsUpdate
+from flyball_protocol import LimitsChange, LimitsUpdate, Objectives
 
 LEASE_ROUNDS = 6
 """Limits are a lease of this many intervals, so that replicas fall back by themselves when the operator is gone."""
@@ -39,22 +39,15 @@ class LoopCore:
     """Decides, round by round, and says what to post where.
 
     Args:
-        canary_first: try each change on one replica before the others get it.
         memory: what an earlier slow loop left; nothing is posted until enough replicas answer to go on from there.
             None starts afresh.
     """
 
     def __init__(
-        self,
-        deployment: str,
-        *,
-        on_record: Callable[[DecisionRecord], None],
-        canary_first: bool = False,
-        memory: Memory | None = None,
+        self, deployment: str, *, on_record: Callable[[DecisionRecord], None], memory: Memory | None = None
     ) -> None:
         self._deployment = deployment
         self._on_record = on_record
-        self._canary_first = canary_first
         self._memory = memory
         self._state = TunerState()
         self._told: tuple[Action, Reason, object] | None = None
@@ -64,22 +57,21 @@ class LoopCore:
         return self._state
 
     def turn(self, tuning: Tuning, evidence: Sequence[PodEvidence], *, now_s: float) -> Turn:
-        """Decide once; in mode Auto the updates bring every replica to the limits that follow, or renew their lease."""
+        """Decide once; the updates bring every replica to the limits that follow, or renew their lease."""
         evidence = tuple(evidence)
         if self._memory is not None:
             self._recover(self._memory, evidence, now_s)
-        function, state = advance if self._canary_first else decide, self._state
-        decision = function(tuning, state, evidence, now_s=now_s)
+        state = self._state
+        decision = decide(tuning, state, evidence, now_s=now_s)
         updates: dict[str, LimitsUpdate] = {}
-        if self._memory is not None or (tuning.mode != "Auto" and decision.action is not Action.ROLL_BACK):
-            self._state = TunerState()  # what was recommended was not done
-        else:
-            # Even a change that no replica took counts as made: it is not tried again before its cool-down.
-            self._state = decision.state
+        if self._memory is None:
             updates = _updates(tuning, decision, evidence)
+            if is_carried_out(tuning, decision):
+                # Even a change that no replica took counts as made: it is not tried again before its cool-down.
+                self._state = decision.state
         told = self.is_news(decision)
         if told or decision.action is not Action.HOLD:
-            self._on_record(_record(self._deployment, tuning, state, evidence, now_s, decision, self._canary_first))
+            self._on_record(_record(self._deployment, tuning, state, evidence, now_s, decision))
         return Turn(decision, updates, told)
 
     def _recover(self, memory: Memory, evidence: tuple[PodEvidence, ...], now_s: float) -> None:
@@ -94,14 +86,42 @@ class LoopCore:
         return news
 
 
+def is_carried_out(tuning: Tuning, decision: Decision) -> bool:
+    """Return whether a decision is more than a recommendation."""
+    return tuning.mode != "Recommend" or decision.action in (Action.HOLD, Action.RESTORE)
+
+
 def _updates(tuning: Tuning, decision: Decision, evidence: tuple[PodEvidence, ...]) -> dict[str, LimitsUpdate]:
+    if tuning.mode == "Recommend" and decision.reason is not Reason.TUNING_OFF:
+        return _to_count(tuning, evidence)
     lease_s = max(MIN_LEASE_S, LEASE_ROUNDS * float(tuning.interval_seconds))
     wanted = {pod.pod: decision.wanted_at(pod.pod) for pod in evidence}
     return {
-        pod: LimitsUpdate(revision=one[0], limits=as_change(one[1]), ttl_s=lease_s)
+        pod: LimitsUpdate(
+            revision=one[0],
+            limits=as_change(one[1]),
+            ttl_s=lease_s if decision.is_lease_at(pod) else None,
+            objectives=decision.state.objectives,
+        )
         for pod, one in wanted.items()
         if one is not None
     }
+
+
+def _to_count(tuning: Tuning, evidence: tuple[PodEvidence, ...]) -> dict[str, LimitsUpdate]:
+    """Have the objectives counted, and no limit changed."""
+    objectives = objectives_of(tuning)
+    if not _is_possible(objectives):
+        return {}
+    return {
+        one.pod: LimitsUpdate(revision=max(1, one.evidence.revision), limits=LimitsChange(), objectives=objectives)
+        for one in evidence
+        if one.evidence is not None and not counts_against(one.evidence, objectives)
+    }
+
+
+def _is_possible(objectives: Objectives) -> bool:
+    return all(one is None or one > 0 for one in (objectives.ttft_s, objectives.itl_s))
 
 
 def _record(
@@ -111,7 +131,6 @@ def _record(
     evidence: tuple[PodEvidence, ...],
     now_s: float,
     decision: Decision,
-    canary_first: bool,
 ) -> DecisionRecord:
     return DecisionRecord(
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -121,5 +140,4 @@ def _record(
         evidence=evidence,
         now_s=now_s,
         decision=decision,
-        canary_first=canary_first,
     )

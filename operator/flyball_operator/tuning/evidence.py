@@ -1,13 +1,19 @@
-"""What the replicas reported, checked and pooled into one view of the deployment."""
+"""What the replicas reported: checked one by one, then those that are alike pooled into one view of the deployment."""
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
-from flyball_operator.tuning.state import TunerState
-from flyball_protocol import Envelope, Evidence, LatencyWindow, Limits
+from flyball_operator.tuning.signals import Counts, counts_of, total
+from flyball_protocol import EVIDENCE_VERSION, Envelope, Evidence, LatencyWindow, Limits, Objectives, Share
+
+MAX_AGE_INTERVALS = 3
 
 
 class PodEvidence(Struct, frozen=True, kw_only=True):
@@ -25,75 +31,155 @@ class PodEvidence(Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Pooled:
-    """The replicas taken together.
+class Seen(Struct, frozen=True):
+    """A replica as an earlier round found it, to notice numbers that go back.
 
     Attributes:
-        limits, revision: what should be in force: the newest revision that a replica reports or that was decided before.
-        in_step: whether every replica that reports this revision also has these limits.
+        step_s: what its step model said of a typical step when it first settled, 0 before.
+    """
+
+    pod: str
+    boot_id: str
+    uptime_s: float
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Replicas of one model and one template, taken together.
+
+    Attributes:
         envelope: the tightest of all.
-        ttft, itl: one window per replica.
+        counts: against the objectives, of the replicas that count against the ones in force.
+        counted_s: for how long they have, the shortest time of all.
         blocked_by: share of steps by reason, over all replicas.
         recomputed_share: computed tokens thrown away by preemption, as a share of all computed tokens.
         window_s: the longest window reported.
-        num_waiting: requests queued now, over all replicas.
+        arrivals_per_s: requests that one replica gets, on average.
     """
 
-    limits: Limits
-    revision: int
-    in_step: bool
     envelope: Envelope
-    ttft: tuple[LatencyWindow, ...]
-    itl: tuple[LatencyWindow, ...]
+    counts: Counts
+    counted_s: float
     blocked_by: dict[str, float]
     recomputed_share: float
     window_s: float
-    num_waiting: int
+    arrivals_per_s: float
 
 
-def fault(pod: PodEvidence, *, max_age_s: float, min_uptime_s: float) -> str | None:
+def family(evidence: Evidence) -> str:
+    """Return what replicas must have in common to be pooled: model and template."""
+    return f"{evidence.model}/{evidence.template}"
+
+
+def largest_family(evidence: Sequence[PodEvidence], known: str) -> str:
+    """Return the family of most replicas; of several, the one that is ``known``."""
+    counts = Counter(family(one.evidence) for one in evidence if one.evidence is not None)
+    return max(counts, key=lambda one: (counts[one], one == known, one), default=known)
+
+
+def find_faults(
+    evidence: Sequence[PodEvidence], *, interval_s: float, seen: Mapping[str, Seen] | None = None
+) -> dict[str, str]:
+    """Return why replicas cannot be decided on, by their names; those that can be are left out."""
+    seen = seen or {}
+    found = {
+        pod.pod: fault(pod, max_age_s=MAX_AGE_INTERVALS * interval_s, min_uptime_s=interval_s, before=seen.get(pod.pod))
+        for pod in evidence
+    }
+    return {pod: why for pod, why in found.items() if why}
+
+
+def fault(pod: PodEvidence, *, max_age_s: float, min_uptime_s: float, before: Seen | None = None) -> str | None:
     """Return why ``pod`` cannot be decided on, or None when it can."""
     evidence = pod.evidence
     if evidence is None:
         return pod.problem or "no answer"
-    if pod.age_s > max_age_s:
+    if evidence.version != EVIDENCE_VERSION:
+        return f"evidence of version {evidence.version}; this operator reads version {EVIDENCE_VERSION}"
+    if (number := _impossible_number(msgspec.to_builtins(evidence), "evidence")) is not None:
+        return number
+    if not pod.age_s <= max_age_s:
         return f"evidence is {pod.age_s:.0f} s old, more than {max_age_s:.0f} s"
     if evidence.draining or not evidence.ready:
         return "draining" if evidence.draining else "not ready"
     if evidence.uptime_s < min_uptime_s:
         return f"up for {evidence.uptime_s:.0f} s only"
-    if not (_consistent(evidence.ttft) and _consistent(evidence.itl)):
+    return _contradiction(evidence) or _step_back(evidence, before)
+
+
+_SIGNED = frozenset({"evidence.step_model.covariance"})
+
+
+def _impossible_number(value: Any, path: str) -> str | None:
+    """Return a sentence on the first number that is no count, size or time: NaN, infinite or negative."""
+    if isinstance(value, dict):
+        parts = ((one, f"{path}.{key}") for key, one in value.items())
+    elif isinstance(value, (list, tuple)):
+        parts = ((one, path) for one in value)
+    else:
+        is_bad = isinstance(value, (int, float)) and not (math.isfinite(value) and (value >= 0 or path in _SIGNED))
+        return f"{path} is {value}, which is no possible value" if is_bad else None
+    return next((why for one, at in parts if (why := _impossible_number(one, at)) is not None), None)
+
+
+def _contradiction(evidence: Evidence) -> str | None:
+    if not all(_consistent(one) for one in (evidence.ttft, evidence.itl, evidence.e2e)):
         return "latency buckets that contradict themselves"
-    if not all(0 <= share <= 1 for share in evidence.blocked_by.values()):
+    if not all(share <= 1 for share in evidence.blocked_by.values()):
         return "blocked_by shares outside 0 to 1"
+    counts = evidence.objective_counts
+    if counts is not None and not all(_possible(one) for one in (counts.ttft, counts.itl, counts.gaps, counts.steps)):
+        return "more samples over an objective than there are"
     return None
 
 
-def pool(evidence: Sequence[Evidence], state: TunerState) -> Pooled:
+def _step_back(evidence: Evidence, before: Seen | None) -> str | None:
+    if before is None or before.boot_id != evidence.boot_id or evidence.uptime_s >= before.uptime_s:
+        return None
+    return f"its clock went back, from {before.uptime_s:.0f} s up to {evidence.uptime_s:.0f} s"
+
+
+def _possible(share: Share) -> bool:
+    return share.num_over <= share.num
+
+
+def _consistent(window: LatencyWindow) -> bool:
+    return len(window.counts) == len(window.edges_s) + 1 and all(low < high for low, high in pairwise(window.edges_s))
+
+
+def pool(evidence: Sequence[Evidence], objectives: Objectives) -> Pooled:
     """Pool the evidence of at least one replica."""
-    newest = max(evidence, key=lambda one: one.revision)
-    limits, revision = newest.target, newest.revision
-    if state.limits is not None and state.revision >= revision:
-        limits, revision = state.limits, state.revision
     steps = sum(one.num_steps for one in evidence)
     reasons = sorted({reason for one in evidence for reason in one.blocked_by})
     computed = sum(one.num_prompt_tokens + one.num_generated_tokens + one.num_recomputed_tokens for one in evidence)
+    counted = [one.objective_counts for one in evidence if counts_against(one, objectives)]
     return Pooled(
-        limits=limits,
-        revision=revision,
-        in_step=all(one.target == limits for one in evidence if one.revision == revision),
         envelope=tightest([one.envelope for one in evidence]),
-        ttft=tuple(one.ttft for one in evidence),
-        itl=tuple(one.itl for one in evidence),
+        counts=total(counts_of(one) for one in counted if one is not None),
+        counted_s=min((one.since_s for one in counted if one is not None), default=0.0),
         blocked_by={
             reason: sum(one.blocked_by.get(reason, 0.0) * one.num_steps for one in evidence) / max(1, steps)
             for reason in reasons
         },
         recomputed_share=sum(one.num_recomputed_tokens for one in evidence) / max(1, computed),
         window_s=max(min(one.window_s, one.uptime_s) for one in evidence),
-        num_waiting=sum(one.num_waiting for one in evidence),
+        arrivals_per_s=sum(one.num_arrived / max(1.0, min(one.window_s, one.uptime_s)) for one in evidence)
+        / len(evidence),
     )
+
+
+def counts_against(evidence: Evidence, objectives: Objectives) -> bool:
+    """Return whether a replica counts against these objectives."""
+    return evidence.objective_counts is not None and evidence.objective_counts.objectives == objectives
+
+
+def in_force(evidence: Sequence[Evidence], revision: int, limits: Limits | None) -> tuple[int, Limits]:
+    """Return the newest revision that a replica reports or that was decided before, and its limits."""
+    newest = max(evidence, key=lambda one: one.revision)
+    if limits is not None and revision >= newest.revision:
+        return revision, limits
+    return newest.revision, newest.target
 
 
 def tightest(envelopes: Sequence[Envelope]) -> Envelope:
@@ -106,12 +192,4 @@ def tightest(envelopes: Sequence[Envelope]) -> Envelope:
         min_kv_cache_fraction=max(one.min_kv_cache_fraction for one in envelopes),
         block_size=max(one.block_size for one in envelopes),
         max_model_len=min(one.max_model_len for one in envelopes),
-    )
-
-
-def _consistent(window: LatencyWindow) -> bool:
-    return (
-        len(window.counts) == len(window.edges_s) + 1
-        and all(count >= 0 for count in window.counts)
-        and all(low < high for low, high in pairwise(window.edges_s))
     )

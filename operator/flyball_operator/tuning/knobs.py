@@ -8,30 +8,40 @@ from enum import StrEnum
 from msgspec import structs
 
 from flyball_operator.spec import Bounds, Range
-from flyball_protocol import Envelope, Limits, LimitsChange
+from flyball_operator.tuning.plan import LEAST_SHARE
+from flyball_protocol import Envelope, Limits, LimitsChange, Objectives
 
 CUT_FACTOR = 0.7
-"""What a cut leaves of a value. Cuts are larger than raises: an objective is being missed while we wait."""
+"""The most that one cut takes without a plan: 30 %. Cuts are larger than raises: an objective is being missed while we wait."""
 
 DEAD_BAND = 0.10
-"""A move that bounds shorten below this share of the value is not worth a change; the knob counts as at its limit."""
+"""A move of less than this share of the value is not worth a change; the knob counts as at its limit."""
 
 
 class Knob(StrEnum):
     """A limit, named as in Limits."""
 
+    STEP_TIME = "step_time_target_ms"
     MAX_NUM_SEQS = "max_num_seqs"
     MAX_NUM_BATCHED_TOKENS = "max_num_batched_tokens"
     KV_CACHE_FRACTION = "kv_cache_fraction"
 
-    @property
-    def blocked_by(self) -> str:
-        """The reason under which the runtime reports that this limit held the head of the queue back."""
-        return {"max_num_seqs": "seqs", "max_num_batched_tokens": "budget", "kv_cache_fraction": "kv"}[self]
+    def waited_for(self, blocked_by: Mapping[str, float]) -> float:
+        """Return the share of steps in which this limit held the head of the queue back."""
+        return sum(blocked_by.get(reason, 0.0) for reason in _BLOCKED_BY[self])
 
     def of(self, limits: Limits) -> float:
-        value: float = getattr(limits, self)
-        return value
+        """Return the value; inf for a step-time target that there is not."""
+        value: float | None = getattr(limits, self)
+        return math.inf if value is None else value
+
+
+_BLOCKED_BY = {
+    Knob.STEP_TIME: ("step_time",),
+    Knob.MAX_NUM_SEQS: ("seqs",),
+    Knob.MAX_NUM_BATCHED_TOKENS: ("budget",),
+    Knob.KV_CACHE_FRACTION: ("kv", "reserve"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,21 +55,52 @@ class Span:
         return min(max(value, self.low), self.high)
 
 
-def spans(bounds: Bounds, envelope: Envelope, limits: Limits) -> dict[Knob, Span]:
-    """Return where each knob may be: inside the spec's bounds, the envelope, and what the other limits make sensible.
+def spans(bounds: Bounds, envelope: Envelope, objectives: Objectives) -> dict[Knob, Span]:
+    """Return where each knob may be: inside the spec's bounds and the envelope.
 
-    A step computes one token for each decoding sequence, so ``max_num_seqs`` is not raised above the token budget, nor the
-    budget cut below ``max_num_seqs``. Where bounds and envelope contradict each other the envelope holds.
+    Where bounds and envelope contradict each other the envelope holds; ``contradictions()`` names them.
     """
     seqs = _span(bounds.max_num_seqs, 1, envelope.max_num_seqs)
     tokens = _span(bounds.max_num_batched_tokens, envelope.min_num_batched_tokens, envelope.max_num_batched_tokens)
-    percent = _span(bounds.kv_cache_percent, math.ceil(100 * envelope.min_kv_cache_fraction), 100)
-    num_seqs = seqs.clamp(limits.max_num_seqs)
+    percent = _span(bounds.kv_cache_percent, *_percents(envelope))
+    itl_ms = None if objectives.itl_s is None else 1000 * objectives.itl_s
     return {
-        Knob.MAX_NUM_SEQS: Span(seqs.low, min(seqs.high, max(num_seqs, limits.max_num_batched_tokens))),
-        Knob.MAX_NUM_BATCHED_TOKENS: Span(min(tokens.high, max(tokens.low, num_seqs)), tokens.high),
+        Knob.STEP_TIME: Span(1.0, math.inf) if itl_ms is None else Span(LEAST_SHARE * itl_ms, itl_ms),
+        Knob.MAX_NUM_SEQS: seqs,
+        Knob.MAX_NUM_BATCHED_TOKENS: tokens,
         Knob.KV_CACHE_FRACTION: Span(percent.low / 100, percent.high / 100),
     }
+
+
+def contradictions(bounds: Bounds, envelope: Envelope) -> list[str]:
+    """Return a sentence for each bound of the spec that no value of the envelope satisfies."""
+    ranges = (
+        ("maxNumSeqs", bounds.max_num_seqs, 1, envelope.max_num_seqs),
+        (
+            "maxNumBatchedTokens",
+            bounds.max_num_batched_tokens,
+            envelope.min_num_batched_tokens,
+            envelope.max_num_batched_tokens,
+        ),
+        ("kvCachePercent", bounds.kv_cache_percent, *_percents(envelope)),
+    )
+    return [
+        f"tuning.bounds.{name} is {_words(bound)}, and the replicas take {low} to {high}"
+        for name, bound, low, high in ranges
+        if (bound.min is not None and bound.min > high)
+        or (bound.max is not None and bound.max < low)
+        or (bound.min is not None and bound.max is not None and bound.min > bound.max)
+    ]
+
+
+def _percents(envelope: Envelope) -> tuple[int, int]:
+    return math.ceil(100 * envelope.min_kv_cache_fraction), 100
+
+
+def _words(bound: Range) -> str:
+    if bound.min is None or bound.max is None:
+        return f"at least {bound.min}" if bound.max is None else f"at most {bound.max}"
+    return f"{bound.min} to {bound.max}"
 
 
 def _span(bounds: Range, low: int, high: int) -> Span:
@@ -69,18 +110,12 @@ def _span(bounds: Range, low: int, high: int) -> Span:
     return Span(min(top, max(low, wanted_low)), top)
 
 
-def raised(knob: Knob, value: float, span: Span, max_step: float) -> float | None:
-    """Return ``value`` one step up (``max_step`` is a share, e.g. 0.25; at least one unit), or None at the upper limit."""
-    if span.high - value < min(DEAD_BAND, max_step) * value or value >= span.high:
+def towards(knob: Knob, value: float, aim: float, span: Span, *, dead_band: float = DEAD_BAND) -> float | None:
+    """Return ``aim`` inside ``span``, rounded down; None when that is no more than the dead band away from ``value``."""
+    wanted = span.clamp(rounded(knob, span.clamp(aim)))
+    if wanted == value or abs(wanted - value) < dead_band * min(value, wanted):
         return None
-    return min(span.high, max(value + _unit(knob), _rounded_down(knob, value * (1 + max_step))))
-
-
-def cut(knob: Knob, value: float, span: Span) -> float | None:
-    """Return ``value`` one step down, or None at the lower limit."""
-    if value - span.low < DEAD_BAND * value or value <= span.low:
-        return None
-    return max(span.low, _rounded_down(knob, value * CUT_FACTOR))
+    return wanted
 
 
 def changed(limits: Limits, values: Mapping[Knob, float]) -> Limits:
@@ -94,18 +129,35 @@ def as_change(limits: Limits) -> LimitsChange:
         max_num_seqs=limits.max_num_seqs,
         kv_cache_fraction=limits.kv_cache_fraction,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        step_time_target_ms=limits.step_time_target_ms or 0.0,  # none is to be none there too
+        step_time_target_ms=limits.step_time_target_ms or 0.0,  # 0 takes a target away
     )
 
 
-def _unit(knob: Knob) -> float:
-    return 0.01 if knob is Knob.KV_CACHE_FRACTION else 1
+def same(one: Limits, other: Limits) -> bool:
+    """Return whether two sets of limits ask for the same."""
+    return all(knob.of(one) == knob.of(other) for knob in Knob)
 
 
-def _rounded_down(knob: Knob, value: float) -> float:
+def in_words(knob: Knob, value: float) -> str:
+    if knob is Knob.STEP_TIME:
+        return "none" if math.isinf(value) else f"{value:.3g} ms"
+    return f"{value:.0%}" if knob is Knob.KV_CACHE_FRACTION else f"{value:.0f}"
+
+
+def rounded(knob: Knob, value: float) -> float:
+    """Return ``value`` rounded down to a unit of its knob."""
+    if math.isinf(value):
+        return value
+    unit = {Knob.KV_CACHE_FRACTION: 0.01, Knob.STEP_TIME: 0.01}.get(knob, 1)
     # The small addend keeps 0.7 * 100 % at 70 %: floor(100 * 0.7) is 69 in binary floating point.
-    return math.floor(value / _unit(knob) + 1e-9) * _unit(knob)
+    return math.floor(value / unit + 1e-9) * unit
 
 
-def _typed(knob: Knob, value: float) -> float:
-    return round(value, 4) if knob is Knob.KV_CACHE_FRACTION else int(value)
+def _typed(knob: Knob, value: float) -> float | None:
+    match knob:
+        case Knob.STEP_TIME:
+            return None if math.isinf(value) else round(value, 3)
+        case Knob.KV_CACHE_FRACTION:
+            return round(value, 4)
+        case _:
+            return int(value)

@@ -32,7 +32,7 @@ class SlowLoop:
     """Tunes one deployment. Revisions carry on from the highest that any replica reports, so a restart loses nothing.
 
     Args:
-        canary_first, memory: see LoopCore.
+        memory: see LoopCore.
     """
 
     def __init__(
@@ -42,34 +42,33 @@ class SlowLoop:
         *,
         on_record: Callable[[DecisionRecord], None],
         clock: Callable[[], float] = time.monotonic,
-        canary_first: bool = False,
         memory: Memory | None = None,
     ) -> None:
         self._admin = admin
         self._clock = clock
-        self._core = LoopCore(deployment, on_record=on_record, canary_first=canary_first, memory=memory)
+        self._core = LoopCore(deployment, on_record=on_record, memory=memory)
 
     @property
-    def has_trial(self) -> bool:
-        """Whether a change is on trial at one replica."""
-        return self._core.state.trial is not None
+    def has_work(self) -> bool:
+        """Whether limits are other than what the spec says."""
+        return self._core.state.tuned
 
     async def round(self, tuning: Tuning, targets: Sequence[Target]) -> Round:
-        """Bring the replicas to spec.tuning.limits where these hold; else decide once and, in mode Auto, post what follows."""
+        """Bring the replicas to spec.tuning.limits where these hold; else decide once and post what follows."""
         evidence = tuple(await self._admin.gather(targets))
         wanted = spec_limits.lacking(tuning, evidence) if self._holds_spec_limits(tuning, evidence) else None
         if wanted is not None:
             posted = await self._post(targets, wanted.updates)
             decision = spec_limits.outcome(wanted, evidence, posted, self._core.state)
             return Round(evidence, decision, posted, self._core.is_news(decision))
-        if tuning.mode == "Disabled" and not self.has_trial:
+        if tuning.mode == "Disabled" and not self.has_work:
             return Round(evidence, spec_limits.settled(evidence, self._core.state), (), False)
         turn = self._core.turn(tuning, evidence, now_s=self._clock())
         return Round(evidence, turn.decision, await self._post(targets, turn.updates), turn.told)
 
     def _holds_spec_limits(self, tuning: Tuning, evidence: Sequence[PodEvidence]) -> bool:
-        """Return whether the limits of the spec are due now. A trial is ended first."""
-        if tuning.limits == LiveLimits() or self.has_trial:
+        """Return whether the limits of the spec are due now. What tuning moved is taken back first."""
+        if tuning.limits == LiveLimits() or (tuning.mode != "Auto" and self.has_work):
             return False
         return tuning.mode != "Auto" or spec_limits.is_start(tuning, self._core.state, evidence)
 

@@ -15,6 +15,8 @@ VERDICTS = {
     Action.TRY: "tried",
     Action.PROMOTE: "kept",
     Action.ROLL_BACK: "reverted",
+    Action.COMMIT: "settled",
+    Action.RESTORE: "restored",
 }
 RECOMMENDED = "recommended"
 
@@ -33,11 +35,11 @@ class Moved(Struct, frozen=True, kw_only=True):
 def is_made(tuning: Tuning, decision: Decision) -> bool:
     """Return whether a decision changed limits; in mode Recommend most are recommendations only."""
     is_due = tuning.mode == "Auto" or decision.action is not Action.CHANGE or decision.reason is Reason.SPEC_LIMITS
-    return decision.action is not Action.HOLD and is_due
+    return decision.action not in (Action.HOLD, Action.COMMIT) and is_due
 
 
 def verdict_of(tuning: Tuning, decision: Decision) -> str:
-    """Return held, made, tried, kept, reverted or recommended."""
+    """Return held, made, tried, kept, reverted, settled, restored or recommended."""
     if decision.action is Action.CHANGE and not is_made(tuning, decision):
         return RECOMMENDED
     return VERDICTS[decision.action]
@@ -45,9 +47,9 @@ def verdict_of(tuning: Tuning, decision: Decision) -> str:
 
 def moved_by(decision: Decision, evidence: Sequence[PodEvidence]) -> tuple[Moved, ...]:
     """Return the limits that a decision moves: of a trial and its end those of the trial, else what differs at a replica."""
-    if decision.action is Action.HOLD or decision.limits is None:
+    if decision.action in (Action.HOLD, Action.COMMIT) or decision.limits is None:
         return ()
-    if decision.action is Action.CHANGE:
+    if decision.action in (Action.CHANGE, Action.RESTORE):
         return _differences(decision.limits, evidence)
     trial, last = decision.state.trial, decision.state.last_move
     move = trial.move if trial is not None else last

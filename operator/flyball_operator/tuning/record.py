@@ -4,7 +4,6 @@ import msgspec
 from msgspec import Struct
 
 from flyball_operator.spec import Tuning
-from flyball_operator.tuning.canary import advance
 from flyball_operator.tuning.decide import decide
 from flyball_operator.tuning.decision import Decision
 from flyball_operator.tuning.evidence import PodEvidence
@@ -12,7 +11,7 @@ from flyball_operator.tuning.state import TunerState
 
 
 class DecisionRecord(Struct, frozen=True, kw_only=True):
-    """One round: the arguments of decide(), or of advance() where ``canary_first``, and the result.
+    """One round: the arguments of decide(), and the result.
 
     ``time`` is ISO 8601 in UTC, for people.
     """
@@ -24,12 +23,10 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     evidence: tuple[PodEvidence, ...]
     now_s: float
     decision: Decision
-    canary_first: bool = False
 
     def replay(self) -> Decision:
         """Decide again from what was recorded."""
-        function = advance if self.canary_first else decide
-        return function(self.tuning, self.state, self.evidence, now_s=self.now_s)
+        return decide(self.tuning, self.state, self.evidence, now_s=self.now_s)
 
 
 def to_line(record: DecisionRecord) -> bytes:

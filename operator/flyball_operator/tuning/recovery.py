@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from flyball_operator.tuning.decide import MIN_EVIDENCE
 from flyball_operator.tuning.evidence import PodEvidence
 from flyball_operator.tuning.knobs import Knob
-from flyball_operator.tuning.state import Direction, Move, Trial, TunerState
+from flyball_operator.tuning.situation import MIN_EVIDENCE
+from flyball_operator.tuning.state import Direction, Move, Trial, TunerState, finite
 from flyball_protocol import BootPrior, Evidence, Limits
 
 
@@ -18,12 +18,14 @@ class Memory(Struct, frozen=True, kw_only=True):
     Attributes:
         revision: the newest it set anywhere; revisions go on above it.
         trying: whether its last change was one on trial, under that revision.
+        tuned: whether limits were moved since they last were what the spec says.
         change_age_s: seconds since its last change, None when it made none.
         prior: the limits it left for new replicas.
     """
 
     revision: int = 0
     trying: bool = False
+    tuned: bool = False
     change_age_s: float | None = None
     prior: BootPrior | None = None
 
@@ -39,7 +41,7 @@ def recover(memory: Memory, evidence: Sequence[PodEvidence], *, now_s: float) ->
         return None
     trial = _trial(memory, answered, now_s)
     if trial is not None:
-        return TunerState(revision=trial.before_revision, limits=trial.before, trial=trial)
+        return TunerState(revision=trial.before_revision, limits=trial.before, trial=trial, tuned=True)
     newest = max(answered.values(), key=lambda one: one.revision)
     revision, limits = newest.revision, newest.target
     if memory.prior is not None and memory.prior.revision > revision:
@@ -47,7 +49,13 @@ def recover(memory: Memory, evidence: Sequence[PodEvidence], *, now_s: float) ->
     revision = max(revision, memory.revision)
     if revision == 0:
         return TunerState()
-    return TunerState(revision=revision, limits=limits, moves=_last_change(memory, limits, now_s))
+    moves = _last_change(memory, limits, now_s)
+    prior = memory.prior
+    settled = prior is not None and (prior.revision, prior.limits) == (
+        revision,
+        limits,
+    )  # only settled limits get there
+    return TunerState(revision=revision, limits=limits, moves=moves, tuned=memory.tuned, settled=settled)
 
 
 def _trial(memory: Memory, answered: dict[str, Evidence], now_s: float) -> Trial | None:
@@ -80,7 +88,7 @@ def _in_force(others: Sequence[Evidence]) -> tuple[Limits, int]:
 def _move(knob: Knob, before: Limits, after: Limits, now_s: float) -> Move:
     low, high = knob.of(before), knob.of(after)
     direction = Direction.RAISE if high > low else Direction.CUT
-    return Move(knob=knob, direction=direction, before=low, after=high, at_s=now_s)
+    return Move(knob=knob, direction=direction, before=finite(low), after=finite(high), at_s=now_s)
 
 
 def _last_change(memory: Memory, limits: Limits, now_s: float) -> tuple[Move, ...]:

@@ -1,21 +1,31 @@
 """How an objective is doing: the share of samples over it, with the confidence that their number allows.
 
-A share over the objective, not a quantile: shares of several replicas add up, and their uncertainty is known.
+A share over the objective, not a quantile: shares of several replicas add up, and their uncertainty is known. The counts are
+exact, since the replicas count against the objectives that were posted to them. Samples that are close in time are alike, so
+the confidence is that of fewer, independent ones.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from msgspec import Struct
+
 from flyball_operator.spec import Tuning
-from flyball_protocol import LatencyWindow
+from flyball_protocol import ObjectiveCounts, Objectives, Share
 
 BUDGET = 0.05
 """Share of samples that may be over a p95 objective."""
 
-ITL_SAMPLES_PER_REQUEST = 20
-"""An inter-token objective needs so many times the samples that a first-token objective needs."""
+STEPS_PER_SAMPLE = 4
+"""So many steps in a row share a prefill, and are long together."""
+
+REQUESTS_PER_SAMPLE = 2
+"""Requests that run or wait together share their fate."""
+
+STEPS_PER_REQUEST = 5
+"""An inter-token objective needs so many steps for each request that a first-token objective needs."""
 
 _Z = 1.96  # of the normal distribution: 95 % two-sided
 
@@ -37,40 +47,72 @@ class Standing(StrEnum):
     """Even the upper bound is inside half the budget: there is room."""
 
 
+class Counts(Struct, frozen=True):
+    """Exact counts of one or several replicas: first tokens, requests by their own p95 gap, and steps."""
+
+    ttft: Share = Share(num=0, num_over=0)
+    itl: Share = Share(num=0, num_over=0)
+    steps: Share = Share(num=0, num_over=0)
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(_added(getattr(self, name), getattr(other, name)) for name in ("ttft", "itl", "steps")))
+
+
+NOTHING = Counts()
+
+
+def counts_of(counts: ObjectiveCounts) -> Counts:
+    return Counts(counts.ttft, counts.itl, counts.steps)
+
+
+def total(counts: Iterable[Counts]) -> Counts:
+    return sum(counts, NOTHING)
+
+
+def _added(one: Share, other: Share) -> Share:
+    return Share(num=one.num + other.num, num_over=one.num_over + other.num_over)
+
+
 @dataclass(frozen=True)
 class Signal:
     """One objective's evidence.
 
     Attributes:
-        what: for people, e.g. ``inter-token gaps``.
+        what: of the samples, for people.
         objective_s: the objective in seconds, or None.
-        num_over, num_samples: samples over it (interpolated inside a bucket, so not whole), and all of them.
-        lower, upper: Wilson score interval of the share over the objective.
+        counted: all samples, and those over the objective.
+        per_sample: so many of them weigh as one independent sample.
+        min_samples: with fewer than this the standing is unknown.
     """
 
     what: str
     objective_s: float | None
-    num_over: float
-    num_samples: int
+    counted: Share
+    per_sample: int
     min_samples: int
 
     @property
     def share(self) -> float:
-        return self.num_over / self.num_samples if self.num_samples else 0.0
+        return self.counted.num_over / self.counted.num if self.counted.num else 0.0
+
+    @property
+    def effective(self) -> tuple[float, float]:
+        """Return independent samples over the objective, and all of them."""
+        return self.counted.num_over / self.per_sample, self.counted.num / self.per_sample
 
     @property
     def lower(self) -> float:
-        return wilson(self.num_over, self.num_samples)[0]
+        return wilson(*self.effective)[0]
 
     @property
     def upper(self) -> float:
-        return wilson(self.num_over, self.num_samples)[1]
+        return wilson(*self.effective)[1]
 
     @property
     def standing(self) -> Standing:
         if self.objective_s is None:
             return Standing.UNSET
-        if self.num_samples < self.min_samples:
+        if self.counted.num < self.min_samples:
             return Standing.UNKNOWN
         if self.lower > BUDGET:
             return Standing.OVER
@@ -82,50 +124,47 @@ class Signal:
         if self.objective_s is None:
             return f"{self.what}: no objective"
         return (
-            f"{self.share:.1%} of {self.num_samples} {self.what} took longer than {self.objective_s * 1000:.0f} ms "
+            f"{self.share:.1%} of {self.counted.num} {self.what} took longer than {self.objective_s * 1000:.0f} ms "
             f"({self.lower:.1%} to {self.upper:.1%}; budget {BUDGET:.0%})"
         )
 
 
-def signals(
-    tuning: Tuning, ttft: Sequence[LatencyWindow], itl: Sequence[LatencyWindow], *, one_of: int = 1
-) -> tuple[Signal, Signal]:
-    """Return how first tokens and inter-token gaps do against ``tuning``.
+def objectives_of(tuning: Tuning) -> Objectives:
+    """Return the objectives as they are posted. Raises nothing: find_infeasible() has told of those that are not above 0."""
+    ttft_ms, itl_ms = tuning.objectives.ttft_p95_milliseconds, tuning.objectives.inter_token_latency_p95_milliseconds
+    return Objectives(ttft_s=_seconds(ttft_ms), itl_s=_seconds(itl_ms))
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def signals(tuning: Tuning, counts: Counts, *, one_of: int = 1) -> tuple[Signal, Signal]:
+    """Return how first tokens and inter-token latency do against ``tuning``.
+
+    Inter-token latency is counted twice: by request, which is what a client sees, and by step, which is known sooner. The
+    count that is worse off speaks for it.
 
     Args:
-        one_of: the windows are of one replica of so many, so that a fair part of the samples is enough.
+        one_of: the counts are of one replica of so many, so that a fair part of the samples is enough.
     """
-    objectives, samples = tuning.objectives, math.ceil(tuning.min_samples / one_of)
-    return (
-        signal("first tokens", ttft, objectives.ttft_p95_milliseconds, samples),
-        signal(
-            "inter-token gaps", itl, objectives.inter_token_latency_p95_milliseconds, samples * ITL_SAMPLES_PER_REQUEST
-        ),
+    objectives, samples = objectives_of(tuning), math.ceil(tuning.min_samples / one_of)
+    ttft = Signal("first tokens", objectives.ttft_s, counts.ttft, REQUESTS_PER_SAMPLE, samples)
+    by_step = Signal(
+        "steps with decodes", objectives.itl_s, counts.steps, STEPS_PER_SAMPLE, samples * STEPS_PER_REQUEST
     )
+    by_request = Signal("requests by their p95 gap", objectives.itl_s, counts.itl, REQUESTS_PER_SAMPLE, samples)
+    return ttft, _worse_off(by_step, by_request)
 
 
-def signal(what: str, windows: Sequence[LatencyWindow], objective_ms: int | None, min_samples: int) -> Signal:
-    """Pool the windows of several replicas against one objective."""
-    objective_s = None if objective_ms is None else objective_ms / 1000
-    num_over = 0.0 if objective_s is None else sum(samples_over(window, objective_s) for window in windows)
-    return Signal(what, objective_s, num_over, sum(sum(window.counts) for window in windows), min_samples)
+_BY_URGENCY = (Standing.OVER, Standing.NEAR, Standing.MET, Standing.CLEAR, Standing.UNKNOWN, Standing.UNSET)
 
 
-def samples_over(window: LatencyWindow, objective_s: float) -> float:
-    """Return how many samples are over ``objective_s``; exact at a bucket edge, linear inside a bucket.
-
-    The last bucket has no upper edge: its samples count as over unless the window's p99 says that (nearly) none are.
-    """
-    edges = (0.0, *window.edges_s)
-    over = 0.0
-    for low, high, count in zip(edges, window.edges_s, window.counts, strict=False):
-        over += count * min(1.0, max(0.0, (high - objective_s) / (high - low)))
-    beyond = window.counts[-1]
-    met_by_nearly_all = window.p99_s is not None and window.p99_s <= objective_s and objective_s > edges[-1]
-    return over if met_by_nearly_all else over + beyond
+def _worse_off(by_step: Signal, by_request: Signal) -> Signal:
+    return min((by_request, by_step), key=lambda one: (_BY_URGENCY.index(one.standing), -one.share))
 
 
-def wilson(successes: float, trials: int) -> tuple[float, float]:
+def wilson(successes: float, trials: float) -> tuple[float, float]:
     """Return the Wilson score interval (95 %) of a share; (0, 1) without trials.
 
     Follows E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927).

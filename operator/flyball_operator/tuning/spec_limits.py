@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from flyball_operator.spec import LiveLimits, Tuning
+from flyball_operator.spec import Tuning
 from flyball_operator.tuning.admin import Posted
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
+from flyball_operator.tuning.modes import as_change
 from flyball_operator.tuning.state import TunerState
 from flyball_protocol import Evidence, LimitsChange, LimitsStatus, LimitsUpdate
 
@@ -28,17 +29,6 @@ class Wanted:
     revision: int
     updates: dict[str, LimitsUpdate]
     moved: str
-
-
-def as_change(limits: LiveLimits) -> LimitsChange:
-    """Return the limits of the spec in the runtime's units; those left out are None."""
-    percent, target_ms = limits.kv_cache_percent, limits.step_time_target_milliseconds
-    return LimitsChange(
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        kv_cache_fraction=None if percent is None else percent / 100,
-        step_time_target_ms=None if target_ms is None else float(target_ms),
-    )
 
 
 def is_start(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence]) -> bool:

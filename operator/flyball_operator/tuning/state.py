@@ -1,18 +1,34 @@
 """What the slow loop remembers between decisions. Safe to lose: the replicas know revision and limits too."""
 
+import math
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from itertools import pairwise
+from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from flyball_operator.tuning.evidence import Seen
 from flyball_operator.tuning.knobs import Knob
-from flyball_protocol import Limits
+from flyball_operator.tuning.signals import Counts
+from flyball_protocol import Limits, Objectives
 
 MAX_MOVES = 16
 MAX_COOLDOWN_S = 1800.0
 OSCILLATION_WINDOW = 10
 """A knob that turned round within this many cool-downs is oscillating; each time doubles the cool-down."""
+
+WIDEST_WINDOW_S = 300.0
+"""With little traffic, reports of so long a time are added up."""
+
+BAN_S = 600.0
+"""A move that gained nothing is not made again for so long; twice as long each time."""
+
+MAX_BAN_S = 3600.0
+
+
+FURTHER = 1.1
+"""A move goes clearly further than another from this factor on."""
 
 
 class Direction(StrEnum):
@@ -26,17 +42,38 @@ class Direction(StrEnum):
 
 
 class Move(Struct, frozen=True, kw_only=True):
-    """One change that was decided. ``at_s`` is on the clock that decide() is given."""
+    """One change that was decided. ``at_s`` is on the clock that decide() is given; None is no step-time target."""
 
     knob: Knob
     direction: Direction
-    before: float
-    after: float
+    before: float | None
+    after: float | None
     at_s: float
 
     def undone(self, at_s: float) -> "Move":
         """Return the move that takes this one back."""
         return Move(knob=self.knob, direction=self.direction.opposite, before=self.after, after=self.before, at_s=at_s)
+
+
+class Forecast(Struct, frozen=True, kw_only=True):
+    """What a move is expected to bring.
+
+    Attributes:
+        what: the count that it should improve: first tokens, or inter-token latency.
+        before, predicted: share of samples over the objective, without the move and with it.
+    """
+
+    what: Literal["ttft", "itl"]
+    before: float
+    predicted: float
+
+
+class Report(Struct, frozen=True):
+    """Counts of one window that ended at ``at_s``."""
+
+    at_s: float
+    counts: Counts
+    others: Counts = Counts()
 
 
 class Trial(Struct, frozen=True, kw_only=True):
@@ -46,8 +83,12 @@ class Trial(Struct, frozen=True, kw_only=True):
         canary: the replica's name.
         move: the change; ``limits`` under ``revision`` is what the canary should have.
         before, before_revision: what every other replica should have.
+        before_settled: whether those had been posted without a lease.
         started_s: when it was decided.
+        forecast: what it should bring.
+        baseline: the counts from before, for a replica that has no others to be compared with.
         taken_s: when the canary was first seen with it, None until then.
+        reports: earlier windows of the canary and of the others, none of which overlap.
     """
 
     canary: str
@@ -57,7 +98,26 @@ class Trial(Struct, frozen=True, kw_only=True):
     before: Limits
     before_revision: int
     started_s: float
+    before_settled: bool = False
+    forecast: Forecast | None = None
+    baseline: Counts | None = None
     taken_s: float | None = None
+    reports: tuple[Report, ...] = ()
+
+
+class Ban(Struct, frozen=True, kw_only=True):
+    """A kind of move that gained nothing, ``times`` times in a row. One that goes clearly further than ``value`` is another."""
+
+    knob: Knob
+    direction: Direction
+    value: float
+    until_s: float
+    times: int = 1
+
+    def covers(self, knob: Knob, direction: Direction, value: float) -> bool:
+        if (self.knob, self.direction) != (knob, direction):
+            return False
+        return value > self.value / FURTHER if direction is Direction.CUT else value < self.value * FURTHER
 
 
 class TunerState(Struct, frozen=True, kw_only=True):
@@ -65,17 +125,68 @@ class TunerState(Struct, frozen=True, kw_only=True):
 
     Attributes:
         revision, limits: of the last change that every replica should have; 0 and None before the first.
+        seqs: replicas with their own ``max_num_seqs``, because their step model differs.
+        objectives: those that were posted, None before.
+        tuned: whether limits were moved since they last were what the spec says.
+        settled: whether the limits were found good and posted without a lease.
+        fallback: the limits from before the last change, until that has settled.
         moves: the last ones, oldest first; that of the trial comes when it ends.
         trial: the change that is being tried, if any.
+        bans: moves that are not made for a while.
+        trim: factor on the planned step time, from observed latency.
+        family: model and template of the replicas.
+        seen: the replicas of the last round.
+        reports: the counts of earlier windows under the same limits, none of which overlap.
+        roomy_since_s: since when the KV pool has been larger than needed, None while it is not.
     """
 
     revision: int = 0
     limits: Limits | None = None
+    seqs: dict[str, int] = {}
+    objectives: Objectives | None = None
+    tuned: bool = False
+    settled: bool = False
+    fallback: Limits | None = None
     moves: tuple[Move, ...] = ()
     trial: Trial | None = None
+    bans: tuple[Ban, ...] = ()
+    trim: float = 1.0
+    family: str = ""
+    seen: tuple[Seen, ...] = ()
+    reports: tuple[Report, ...] = ()
+    roomy_since_s: float | None = None
 
     def after(self, moves: Sequence[Move], limits: Limits, revision: int) -> "TunerState":
-        return TunerState(revision=revision, limits=limits, moves=(*self.moves, *moves)[-MAX_MOVES:])
+        """Return the state once a change is in force everywhere; it has yet to settle."""
+        return structs.replace(
+            self,
+            revision=revision,
+            limits=limits,
+            tuned=True,
+            settled=False,
+            trial=None,
+            moves=(*self.moves, *moves)[-MAX_MOVES:],
+            reports=(),
+        )
+
+    def own(self, pod: str, limits: Limits) -> Limits:
+        """Return ``limits`` with the replica's own ``max_num_seqs``, where it has one that is lower."""
+        own = self.seqs.get(pod, limits.max_num_seqs)
+        return limits if own >= limits.max_num_seqs else structs.replace(limits, max_num_seqs=own)
+
+    def banned(self, move: Move, now_s: float) -> "TunerState":
+        """Return the state with such moves banned, longer each time."""
+        if move.after is None:
+            return self
+        same = [one for one in self.bans if one.covers(move.knob, move.direction, move.after)]
+        times = 1 + max((one.times for one in same), default=0)
+        until_s = now_s + min(MAX_BAN_S, BAN_S * 2.0 ** (times - 1))
+        ban = Ban(knob=move.knob, direction=move.direction, value=move.after, until_s=until_s, times=times)
+        return structs.replace(self, bans=(*(one for one in self.bans if one not in same), ban)[-MAX_MOVES:])
+
+    def ban_left_s(self, knob: Knob, direction: Direction, value: float, now_s: float) -> float:
+        """Return for how long such a move is still banned; 0 or less when it is not."""
+        return max((one.until_s for one in self.bans if one.covers(knob, direction, value)), default=now_s) - now_s
 
     @property
     def last_move(self) -> Move | None:
@@ -89,7 +200,7 @@ class TunerState(Struct, frozen=True, kw_only=True):
         """
         full = self.stretched(cooldown_s, now_s=now_s)
         waits = [move.at_s + (cooldown_s / 4 if direction is Direction.CUT else full) for move in self.moves]
-        waits += [move.at_s + full for move in self.moves if move.knob is knob and move.direction is not direction]
+        waits += [move.at_s + full for move in self.moves if move.knob is knob and move.direction is direction.opposite]
         return max(waits, default=now_s) - now_s
 
     def stretched(self, cooldown_s: float, *, now_s: float) -> float:
@@ -102,3 +213,8 @@ class TunerState(Struct, frozen=True, kw_only=True):
         for knob in Knob:
             own = [move for move in self.moves if move.knob is knob and move.direction is not Direction.CLAMP]
             yield from ((one, two) for one, two in pairwise(own) if one.direction is not two.direction)
+
+
+def finite(value: float) -> float | None:
+    """Return a limit as a Move has it: None is no step-time target."""
+    return None if math.isinf(value) else value

@@ -203,11 +203,11 @@ def _queue_gauges(stats: StepStats | None) -> Iterator[Metric]:
     """Yield what gateways and scalers read, from the start on."""
     running = 0 if stats is None else stats.num_running
     waiting = 0 if stats is None else stats.num_waiting
-    ratio = 0.0 if stats is None else running / stats.effective.max_num_seqs
+    ratio = 0.0 if stats is None else running / stats.max_num_seqs
     usage = 0.0 if stats is None else kv_usage(stats.kv_blocks)
     yield _gauge("flyball_requests_running", "Requests that hold KV blocks.", running)
     yield _gauge(REQUESTS_WAITING, "Requests in the queue.", waiting)
-    yield _gauge(REQUESTS_RUNNING_RATIO, "Running requests over the limit in force, 0 to 1.", ratio)
+    yield _gauge(REQUESTS_RUNNING_RATIO, "Running requests over the most that the start-up flags allow, 0 to 1.", ratio)
     yield _gauge("flyball_kv_cache_usage_ratio", "Used KV blocks over capacity, 0 to 1.", usage)
 
 

@@ -88,6 +88,7 @@ class Measurements:
         self.lengths: Lengths | None = None
         self.prefix_hits: tuple[HitPoint, ...] = ()
         self.objective_counter: ObjectiveCounter | None = None
+        self._counted_revision = 0
         self._first_step_s = 0.0
         self.counts = Counts(window_s)
         self.ttft, self.itl, self.tpot, self.e2e, self.step_time, self.predicted_step_time = (
@@ -101,11 +102,16 @@ class Measurements:
         """Take in requests that the engine accepted."""
         self.counts.add(self.clock.now(), ARRIVED, count)
 
-    def count_against(self, objectives: Objectives | None) -> None:
-        """Count against these objectives from now on; None, and the same again, change nothing."""
-        counter = self.objective_counter
-        if objectives is not None and (counter is None or counter.objectives != objectives):
+    def count_against(self, objectives: Objectives | None, revision: int = 0) -> None:
+        """Count against these objectives from now on; None, and the same under the same revision, change nothing.
+
+        Args:
+            revision: of the limits. Under another one counting begins anew, so that what limits do is known soon.
+        """
+        known = None if self.objective_counter is None else self.objective_counter.objectives
+        if objectives is not None and (known, self._counted_revision) != (objectives, revision):
             self.objective_counter = ObjectiveCounter(objectives, self.clock.now(), self.window_s)
+            self._counted_revision = revision
 
     def step(self, stats: StepStats) -> None:
         """Take in one engine step, or the sign of life of an idle engine (0 tokens, blocked by nothing)."""

@@ -14,6 +14,7 @@ class StepStats(Struct, frozen=True, kw_only=True):
         duration_s: plan, run and commit together.
         blocked_by: why the head of the queue was not admitted in this step: none, seqs, kv, reserve, budget, step_time.
         num_prefix_queried_tokens, num_prefix_hit_tokens: prompt tokens looked up at admission in this step, and found.
+        max_num_seqs: most running sequences that live limits may allow.
         num_allocated_kv_blocks: those that there is memory for.
         predicted_s: time from the end of the step before to its own, as predicted when it was launched; None without a model.
         step_model, lengths, prefix_hits: what has been learned so far; None, or empty, if it was reported a few steps
@@ -35,6 +36,7 @@ class StepStats(Struct, frozen=True, kw_only=True):
     revision: int
     target: Limits
     effective: Limits
+    max_num_seqs: int
     predicted_s: float | None = None
     step_model: StepModel | None = None
     lengths: Lengths | None = None

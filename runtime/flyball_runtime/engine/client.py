@@ -341,7 +341,7 @@ class EngineClient:
         left_s = report.lease_expires_in_s
         self._limits, self._lease_end_s = report, None if left_s is None else self._clock.now() + left_s
         if self._observer is not None:
-            self._observer.count_against(report.objectives)
+            self._observer.count_against(report.objectives, report.revision)
 
     def _note_stats(self, stats: StepStats) -> None:
         self._stats = stats

@@ -318,6 +318,7 @@ class Engine:
             revision=self._ledger.revision,
             target=scheduler.limits,
             effective=scheduler.effective,
+            max_num_seqs=scheduler.envelope.max_num_seqs,
         )
 
 

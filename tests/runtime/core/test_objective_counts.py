@@ -158,3 +158,18 @@ def test_what_leaves_the_window_counts_no_more():
     clock.advance(61.0)
     counts = counted(measured)
     assert counts is not None and (counts.ttft, counts.since_s) == (Share(num=0, num_over=0), 61.0)
+
+
+def test_limits_under_another_revision_begin_the_count_anew():
+    clock = FakeClock()
+    measured = Measurements(clock)
+    measured.step(step_stats())
+    measured.count_against(OBJECTIVES, 3)
+    measured.tokens([RequestTimes(-5.0, 7)])
+    clock.advance(1.0)
+    measured.count_against(OBJECTIVES, 3)
+    counts = counted(measured)
+    assert counts is not None and (counts.ttft.num, counts.since_s) == (1, 1.0), "a renewed lease changes nothing"
+    measured.count_against(OBJECTIVES, 4)
+    counts = counted(measured)
+    assert counts is not None and (counts.ttft.num, counts.since_s) == (0, 0.0)

@@ -103,7 +103,7 @@ def test_streams_abort_limits_and_drain(path: Path) -> None:
         def step(self, stats: StepStats) -> None:
             self.steps.append(stats)
 
-        def count_against(self, objectives: Objectives | None) -> None:
+        def count_against(self, objectives: Objectives | None, revision: int) -> None:
             self.objectives.append(objectives)
 
     async def scenario(client: EngineClient) -> None:
@@ -272,7 +272,7 @@ def test_a_bug_while_reading_the_engine_ends_every_request(path: Path) -> None:
             if stats.num_tokens:
                 raise KeyError("no such metric")
 
-        def count_against(self, objectives: Objectives | None) -> None: ...
+        def count_against(self, objectives: Objectives | None, revision: int) -> None: ...
 
     async def scenario(client: EngineClient) -> None:
         await client.wait_ready()
