@@ -120,7 +120,7 @@ def test_a_killed_runtime_fails_only_what_it_was_answering(busy: Model, work: Wo
     figures |= {
         **load.figures,
         "ready_again_s": back_s,
-        "relayed": log.count("was taken by another replica"),
+        "relayed": log.count("was accepted by another replica"),
         "known_within_s": max(((one.ended_s or killed_s) - killed_s for one in verdict.failed), default=0.0),
         "problems": sorted({one.problem.partition(":")[0] for one in verdict.failed}),
     }

@@ -210,6 +210,8 @@ class AdminRoutes:
 
     async def post_drain(self, request: Request) -> Response:
         """Refuse new requests from now on; idempotent. 202: those accepted go on to their end."""
-        logger.info("request %s: drain, %d unfinished", request.state.request_id, self._front.num_unfinished)
+        logger.info(
+            "request %s: drain started, %d requests unfinished", request.state.request_id, self._front.num_unfinished
+        )
         self._front.start_drain()
         return json_response({"draining": True, "num_unfinished": self._front.num_unfinished}, 202)

@@ -70,7 +70,8 @@ def check_live(front: EngineFront, max_heartbeat_age_s: float) -> None:
         raise HttpRefusal(
             503,
             "engine_stuck",
-            f"the engine has made no progress for {age_s:.1f} s; {limit.source} allows {limit.seconds:.4g} s. Restart it.",
+            f"the engine has made no progress for {age_s:.1f} s; {limit.source} allows {limit.seconds:.4g} s. "
+            "Restart the replica.",
             retry_after_s=RETRY_AFTER_STUCK_S,
         )
 

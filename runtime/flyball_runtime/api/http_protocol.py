@@ -107,7 +107,9 @@ class BoundedH11Protocol(H11Protocol):
             self._watch_reader(num_waiting)
             return
         logger.warning(
-            "a client took nothing of its answer for %g s; %d bytes are dropped", self._write_timeout_s, num_waiting
+            "a client has read nothing of its answer for %g s; the connection is closed and %d bytes are dropped",
+            self._write_timeout_s,
+            num_waiting,
         )
         self.transport.abort()
 

@@ -97,5 +97,5 @@ def _check_networks(listed: str) -> None:
         except ValueError:
             raise ConfigError(
                 f"--forwarded-allow-ips has {quoted(one.strip())}; each must be an address or a network such as 10.0.0.0/8, "
-                "separated by commas, or the whole be *."
+                "separated by commas, or the whole value must be *."
             ) from None

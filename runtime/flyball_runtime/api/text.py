@@ -50,7 +50,7 @@ class TextCodec:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise ConfigError(
-                f"the tokenizer is a {type(tokenizer).__name__}; a fast one (tokenizer.json) is needed. "
+                f"the tokenizer is a {type(tokenizer).__name__}; Flyball needs a fast tokenizer (tokenizer.json). "
                 "Convert it with transformers' AutoTokenizer and save_pretrained."
             )
         backend.no_truncation()

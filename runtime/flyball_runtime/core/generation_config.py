@@ -74,11 +74,11 @@ def _read(file: Path) -> SamplingParams:
         params.validate(vocab_size=1)  # it has no token ids
     except (msgspec.ValidationError, InvalidRequest) as error:
         reason = str(error).rstrip(".")
-        raise ConfigError(f"{file}: {reason}. Mend it, or start with --generation-config {NONE}.") from None
+        raise ConfigError(f"{file}: {reason}. Correct the file, or start with --generation-config {NONE}.") from None
     if set_fields:
-        logger.info("requests that say nothing else are sampled with %s, as %s asks", _listed(set_fields), file)
+        logger.info("sampling defaults of requests: %s, from %s", _listed(set_fields), file)
     if ignored := _ignored(values):
-        logger.warning("%s asks for %s: IGNORED, this engine has no such thing", file, _listed(ignored))
+        logger.warning("%s sets %s, which this engine does not support; it is ignored", file, _listed(ignored))
     return params
 
 

@@ -121,7 +121,7 @@ class EngineClient:
             self._post(StopEngine())
             await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         if self._process.is_alive():
-            logger.warning("the engine process did not stop within %g s; killing it", STOP_TIMEOUT_S)
+            logger.warning("the engine process did not stop within %g s and is killed", STOP_TIMEOUT_S)
             self._process.kill()
             await asyncio.to_thread(self._process.join)
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
@@ -229,7 +229,7 @@ class EngineClient:
 
     def start_drain(self) -> None:
         if not self._refusing:
-            logger.info("draining: no new requests; %d to finish", self.num_unfinished)
+            logger.info("draining: new requests are refused, %d are still running", self.num_unfinished)
         self._draining = self._refusing = True
         self._note_drained()
 
@@ -311,7 +311,7 @@ class EngineClient:
                 message = decode_from_engine(await self._inbox.recv())
                 self._handle(message)
         except Exception as error:  # noqa: BLE001 - the loop's boundary: unread, every stream would hang
-            logger.critical("cannot read the engine any more:\n%s", traceback.format_exc())
+            logger.critical("cannot read messages of the engine:\n%s", traceback.format_exc())
             self._fail_everything(EngineError(f"reading its messages failed: {type(error).__name__}: {error}"))
 
     def _handle(self, message: FromEngine) -> None:

@@ -120,7 +120,7 @@ class Engine:
         self.kv_cache = KVCache(info.num_kv_blocks, info.block_size, config.enable_prefix_caching, info.kv_windows)
         prior, refused = usable_prior(config.boot_prior, info.key)
         if refused:
-            logger.warning("%s. Starting without it; step times are learned anew.", refused)
+            logger.warning("%s. Starting without it; step times are learned from the start.", refused)
         self.governor = Governor(prior)
         self.lengths = OutputLengths()
         self._ghost = GhostCache(info.num_kv_blocks, len(info.kv_windows)) if config.enable_prefix_caching else None

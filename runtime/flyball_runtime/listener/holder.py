@@ -41,7 +41,9 @@ def taken_listener(path: Path) -> Iterator[socket.socket]:
     with _connect(path) as holder:
         _, descriptors, _, _ = socket.recv_fds(holder, len(HANDED_OVER), 1)
         if not descriptors:
-            raise ConfigError(f"the listener at {path} ended before it gave its port. Its container's log says why.")
+            raise ConfigError(
+                f"the listener at {path} ended before it passed its port. The log of its container has the reason."
+            )
         with socket.socket(fileno=descriptors[0]) as listener:
             yield listener
 
@@ -78,9 +80,9 @@ async def hold(host: str, port: int, path: Path, relay: Relay) -> None:
     with await _open_port(host, port) as listener, _open_door(path) as door:
         while True:
             with await _next_runtime(listener, door, relay) as runtime:
-                logger.info("the runtime takes port %d", port)
+                logger.info("the runtime now accepts connections on port %d", port)
                 await _lend(listener, runtime)
-            logger.warning("the runtime is gone; requests go to the other replicas until there is a new one")
+            logger.warning("the runtime has ended; until a new one runs, requests go to the other replicas")
 
 
 async def _open_port(host: str, port: int) -> socket.socket:
@@ -94,7 +96,10 @@ async def _open_port(host: str, port: int) -> socket.socket:
                 why = f"cannot listen on {host}:{port} ({error.strerror}). Choose another address."
                 raise ConfigError(why) from None
             if not is_told:
-                logger.warning("waiting for port %d: a runtime has it from an earlier listener, or somebody else", port)
+                logger.warning(
+                    "waiting for port %d, which is in use by a runtime of an earlier listener or by another program",
+                    port,
+                )
             is_told = True
             await asyncio.sleep(PORT_RETRY_S)
         else:

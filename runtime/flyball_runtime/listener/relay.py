@@ -85,7 +85,7 @@ class Relay:
     async def finish(self) -> None:
         """Wait for the requests under way."""
         if self._running:
-            logger.info("%d relayed requests to finish", len(self._running))
+            logger.info("%d relayed requests are still running", len(self._running))
             await asyncio.wait(self._running)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,10 +122,10 @@ class Relay:
             else:
                 with contextlib.closing(service):
                     if first := await _ask(request, answer, service):
-                        logger.info("%s was taken by another replica after %.2f s", what, loop.time() - start_s)
+                        logger.info("%s was accepted by another replica after %.2f s", what, loop.time() - start_s)
                         return await self._copy(first, answer, writer)
             if loop.time() - start_s > self._patience_s:
-                logger.error("%s was taken by nobody: %s", what, problem)
+                logger.error("no replica accepted %s: %s", what, problem)
                 raise Unanswered(f"{problem}, for {self._patience_s:g} s")
             await asyncio.sleep(self._retry_s)
 

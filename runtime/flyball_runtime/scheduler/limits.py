@@ -183,7 +183,10 @@ class LimitsLedger:
         self._lease_end_s = None
         fallback = lower_of(self.target, self._last_known_good)
         logger.warning(
-            "limits revision %d ran out unrenewed; target falls from %s to %s", self._revision, self.target, fallback
+            "the lease of limits revision %d was not renewed and has run out; target changes from %s to %s",
+            self._revision,
+            self.target,
+            fallback,
         )
         self._enforcer.set_limits(fallback)
         return True
@@ -204,7 +207,7 @@ class LimitsLedger:
         limits = inside(prior.limits, self._enforcer.envelope)
         if reasons := violations(prior.limits, self._enforcer.envelope):
             logger.error(
-                "the boot prior's limits (revision %d) do not fit this runtime: %s Starting with the nearest that do.",
+                "the boot prior's limits (revision %d) do not fit this runtime: %s Starting with the nearest values that fit.",
                 *(prior.revision, " ".join(reasons)),
             )
         self._enforcer.set_limits(limits)

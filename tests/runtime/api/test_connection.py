@@ -67,7 +67,7 @@ async def test_a_whole_answer_that_nobody_reads_is_dropped(
         await until(lambda: connection not in connection.connections)
         assert connection.transport.get_write_buffer_size() == 0
         writer.close()
-    assert "took nothing of its answer" in caplog.text
+    assert "has read nothing of its answer" in caplog.text
 
 
 async def test_a_stream_that_nobody_reads_is_dropped_and_aborted(
@@ -85,7 +85,7 @@ async def test_a_stream_that_nobody_reads_is_dropped_and_aborted(
         await until(lambda: engine.num_unfinished == 0)
         assert connection not in connection.connections and connection.transport.get_write_buffer_size() == 0
         writer.close()
-    assert "took nothing of its answer" in caplog.text
+    assert "has read nothing of its answer" in caplog.text
     assert "ASGI callable" not in caplog.text and "Traceback" not in caplog.text
 
 

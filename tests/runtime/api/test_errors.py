@@ -343,5 +343,5 @@ async def test_settings_out_of_range(changes: dict[str, Any]) -> None:
 async def test_tokenizer_without_a_fast_backend(
     engine: FakeEngine, settings: ApiSettings, metrics: MetricsCollector
 ) -> None:
-    with pytest.raises(ConfigError, match="a fast one"):
+    with pytest.raises(ConfigError, match="a fast tokenizer"):
         create_app(engine, object(), settings, metrics)  # type: ignore[arg-type]

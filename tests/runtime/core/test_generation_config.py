@@ -46,7 +46,7 @@ def test_what_the_engine_does_not_have_is_said_aloud(tmp_path: Path, caplog: pyt
     default_sampling("auto", write(tmp_path, typical_p=0.5, num_beams=1, max_new_tokens=512))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "typical_p 0.5, max_new_tokens 512: IGNORED" in record.getMessage()
+    assert "sets typical_p 0.5, max_new_tokens 512, which this engine does not support" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,9 @@ def test_a_runtime_serves_the_port_by_itself_and_others_do_when_it_is_gone(tmp_p
         assert holder.post() == "other", "before the first runtime"
         for _ in range(2):
             with runtime(holder, b"itself"):
-                wait_until(lambda: b"takes port" in holder.log.read_bytes(), "the port was not lent")
+                wait_until(
+                    lambda: b"now accepts connections on port" in holder.log.read_bytes(), "the port was not lent"
+                )
                 holder.process.send_signal(signal.SIGSTOP)  # no byte passes through the holder
                 assert holder.post() == "itself"
                 holder.process.send_signal(signal.SIGCONT)
@@ -153,7 +155,7 @@ def test_an_end_at_rest_is_quick(tmp_path: Path, other_port: int) -> None:
 
 def test_a_holder_that_is_restarted_waits_for_the_port(tmp_path: Path, other_port: int) -> None:
     with holding(tmp_path, other_port) as first, runtime(first, b"itself"):
-        wait_until(lambda: b"takes port" in first.log.read_bytes(), "the port was not lent")
+        wait_until(lambda: b"now accepts connections on port" in first.log.read_bytes(), "the port was not lent")
         first.close()
         second = Holder(tmp_path, first.port, other_port)
         try:
@@ -261,5 +263,5 @@ def test_a_holder_that_gives_nothing_is_an_error(tmp_path: Path) -> None:
         door.bind(str(tmp_path / "door"))
         door.listen()
         threading.Thread(target=lambda: door.accept()[0].close()).start()
-        with pytest.raises(ConfigError, match="ended before it gave its port"), taken_listener(tmp_path / "door"):
+        with pytest.raises(ConfigError, match="ended before it passed its port"), taken_listener(tmp_path / "door"):
             raise AssertionError("there is no port")

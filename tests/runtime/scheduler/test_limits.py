@@ -186,7 +186,8 @@ def test_a_lease_holds_until_it_runs_out_then_the_last_known_good_returns(
     with caplog.at_level(logging.WARNING):
         assert ledger.tick() is True
     assert caplog.messages == [
-        f"limits revision 2 ran out unrenewed; target falls from {limits(max_num_seqs=32)} to {limits(max_num_seqs=8)}"
+        "the lease of limits revision 2 was not renewed and has run out; "
+        f"target changes from {limits(max_num_seqs=32)} to {limits(max_num_seqs=8)}"
     ]
     assert scheduler.limits == limits(max_num_seqs=8)
     assert (ledger.tick(), ledger.report().revision, ledger.report().lease_expires_in_s) == (False, 2, None)
@@ -317,7 +318,7 @@ def test_a_boot_prior_outside_the_envelope_starts_at_the_nearest_inside(
     (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert error == (
         "the boot prior's limits (revision 7) do not fit this runtime: "
-        f"{' '.join(violations(outside, ENVELOPE))} Starting with the nearest that do."
+        f"{' '.join(violations(outside, ENVELOPE))} Starting with the nearest values that fit."
     )
 
 
