@@ -325,7 +325,7 @@ class Sequence:
         max_total_tokens: prompt and output may not grow past this.
         stop_token_ids: ids that end the sequence (end-of-sequence ids included unless ignored).
         num_computed_tokens: tokens whose K and V are in the cache, or will be once the planned steps have run.
-        num_pending_tokens: tokens that planned steps sample and that are not known yet; they come after ``token_ids``.
+        num_tokens: of ``token_ids``, and those after them that planned steps sample and that are not known yet.
         block_tables: for each group of layers (``core/kv_layout.py``), KV block ids in order of position. Entries
             before ``num_freed_blocks`` of the group are behind its window, and no longer this sequence's.
         block_hashes: chained hash of each full block that has been hashed so far.
@@ -360,10 +360,10 @@ class Sequence:
         "num_computed_tokens",
         "num_freed_blocks",
         "num_lost_tokens",
-        "num_pending_tokens",
         "num_predicted_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_tokens",
         "priority",
         "rank",
         "request_id",
@@ -383,7 +383,7 @@ class Sequence:
         self.e2e_deadline_s = _seconds(request.e2e_deadline_ms)
         self.client = request.client
         self.token_ids = array("I", request.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_tokens = self.num_prompt_tokens = len(self.token_ids)
         max_tokens = request.sampling.max_tokens
         room = max_model_len - self.num_prompt_tokens
         self.max_total_tokens = self.num_prompt_tokens + (room if max_tokens is None else min(max_tokens, room))
@@ -391,7 +391,6 @@ class Sequence:
         self.stop_token_ids = own_stops if request.sampling.ignore_eos else own_stops | eos_token_ids
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
-        self.num_pending_tokens = 0
         self.block_tables: list[list[int]] = []
         self.num_freed_blocks: list[int] = []
         self.block_hashes = list(request.block_hashes)
@@ -413,6 +412,11 @@ class Sequence:
     def block_table(self) -> list[int]:
         """That of the first group; empty while waiting."""
         return self.block_tables[0] if self.block_tables else []
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """How many tokens planned steps sample that are not known yet."""
+        return self.num_tokens - len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:

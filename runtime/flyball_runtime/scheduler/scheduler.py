@@ -328,31 +328,49 @@ class Scheduler:
         self, step: Step, tokens: Iterator[int | None]
     ) -> tuple[list[tuple[Sequence, Ending | None]], list[Computed]]:
         """Return what ``commit`` does, and where tokens were computed that fill blocks."""
-        block_size = self._kv.block_size
+        block_size, num = self._kv.block_size, step.num_decodes
         results: list[tuple[Sequence, Ending | None]] = []
         filled: list[Computed] = []
-        # the hot loop: some 256 turns a step, so the checks of the common case are spelled out here
-        for seq, start, num, samples in zip(step.sequences, step.starts, step.num_scheduled, step.samples, strict=True):
-            token = next(tokens) if samples else None
+        # the hot loop: some 256 turns a step, so what every decode needs is spelled out here
+        for seq, start, token in zip(step.sequences[:num], step.starts[:num], islice(tokens, num), strict=True):
             if seq.row is None:
                 continue  # it has ended since the plan
-            if token is None and samples:
+            if token is None:
                 results.append((seq, "failed"))
                 continue
-            if start % block_size + num >= block_size:
-                filled.append((seq, start, start + num))
-            if token is None:
-                continue
-            token_ids = seq.token_ids
-            token_ids.append(token)
-            seq.num_pending_tokens -= 1
+            if (start + 1) % block_size == 0:
+                filled.append((seq, start, start + 1))
+            seq.token_ids.append(token)
             if token in seq.stop_token_ids:
                 results.append((seq, "stop"))
-            elif len(token_ids) >= seq.max_total_tokens:
+            elif start + 2 >= seq.max_total_tokens:
                 results.append((seq, "length"))
             else:
                 results.append((seq, None))
+        self._take_chunks(step, tokens, results, filled)
         return results, filled
+
+    def _take_chunks(
+        self,
+        step: Step,
+        tokens: Iterator[int | None],
+        results: list[tuple[Sequence, Ending | None]],
+        filled: list[Computed],
+    ) -> None:
+        """Go on with the entries that are no decodes."""
+        num = step.num_decodes
+        chunks = zip(step.sequences[num:], step.starts[num:], step.num_scheduled[num:], step.samples[num:], strict=True)
+        for seq, start, num_tokens, samples in chunks:
+            token = next(tokens) if samples else None
+            if seq.row is None:
+                continue
+            if samples and token is None:
+                results.append((seq, "failed"))
+                continue
+            filled.append((seq, start, start + num_tokens))
+            if token is not None:
+                seq.token_ids.append(token)
+                results.append((seq, _ending(seq, token)))
 
     def _slide(self, step: Step) -> None:
         for seq, start, num in zip(step.sequences, step.starts, step.num_scheduled, strict=True):
@@ -393,7 +411,7 @@ class Scheduler:
         prefills: list[Sequence] = []
         for seq in self._running.values():
             start = seq.num_computed_tokens
-            num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+            num_tokens = seq.num_tokens
             if num_tokens - start != 1:
                 prefills.append(seq)
                 continue
@@ -425,12 +443,12 @@ class Scheduler:
         num_decodes = step.num_decodes
         for seq in islice(step.sequences, num_decodes):
             seq.num_computed_tokens += 1
-            seq.num_pending_tokens += 1
+            seq.num_tokens += 1
         for seq, num, samples in zip(
             step.sequences[num_decodes:], step.num_scheduled[num_decodes:], step.samples[num_decodes:], strict=True
         ):
             seq.num_computed_tokens += num
-            seq.num_pending_tokens += samples
+            seq.num_tokens += samples
 
     def _admit(self, step: Step, budget: int, now_s: float) -> BlockedBy:
         """Admit from the head of the queue while limits allow; return what keeps the next one out."""
@@ -584,6 +602,13 @@ class Scheduler:
     def _finish(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.FINISHED
         del self._unfinished[seq.request_id]
+
+
+def _ending(seq: Sequence, last_token_id: int) -> Ending | None:
+    """Return why a sequence ends with its last token, or None."""
+    if last_token_id in seq.stop_token_ids:
+        return "stop"
+    return "length" if len(seq.token_ids) >= seq.max_total_tokens else None
 
 
 def _row(seq: Sequence) -> int:
