@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from statistics import median
 
 from msgspec import structs
@@ -22,7 +23,11 @@ SETTLED_ERROR = 0.35
 """Largest mean relative error of a model that may be planned with."""
 
 PREFERENCE = 0.85
-OUTLIER_SIGMAS = 5.0
+OUTLIER_SIGMAS = 2.5
+SIGMA_STEPS = 16
+MAD_TO_SIGMA = 1.48
+"""Standard deviation of normal errors over their median: a machine with many long steps has no wide bell."""
+
 SHIFT_STEPS = 16
 SHIFT_SIGMAS = 4.0
 MIN_SHIFT = 0.1
@@ -142,16 +147,19 @@ class StepTimeLearner:
         self._used = self._best()
 
     def _judge(self, work: Work, seconds: float, expected_s: float) -> float:
-        """Compare a step with what was predicted; return its time, cut down if it is an outlier."""
+        """Compare a step with what was predicted; return its time, or if it is an outlier the nearest likely one."""
         residual = abs(seconds / expected_s - 1.0)
         self._residuals.append(residual)
-        self._score(work, seconds, expected_s)
-        likely = 1.0 + OUTLIER_SIGMAS * self._sigma
-        self._sigma += (min(1.25 * residual, likely) - self._sigma) / 64
-        return min(seconds, expected_s * likely) if self.num_steps > SHIFT_STEPS else seconds
-
-    def _score(self, work: Work, seconds: float, expected_s: float) -> None:
         well_known = self._recursive.leverage(work, 1.0 / expected_s) <= KNOWN
+        self._score(work, seconds, well_known)
+        if self.num_steps % SIGMA_STEPS == 0:
+            self._sigma = MAD_TO_SIGMA * median(islice(reversed(self._residuals), 4 * SIGMA_STEPS))
+        if not well_known or self.num_steps < SIGMA_STEPS:
+            return seconds
+        likely = OUTLIER_SIGMAS * self._sigma
+        return min(max(seconds, expected_s * (1.0 - likely)), expected_s * (1.0 + likely))
+
+    def _score(self, work: Work, seconds: float, well_known: bool) -> None:
         self._prior.score(work, seconds, well_known=True)
         self._linear.score(work, seconds, well_known=well_known)
         self._fitted.score(work, seconds, well_known=well_known)
