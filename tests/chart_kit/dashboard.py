@@ -28,6 +28,7 @@ class Panel(NamedTuple):
     unit: str
     description: str
     queries: tuple[Query, ...]
+    lowest: int | None = 0
 
 
 def _quantiles(metric: str) -> tuple[Query, ...]:
@@ -181,6 +182,27 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                     "{{verdict}} {{knob}} {{reason}} {{namespace}}/{{llmdeployment}}",
                 ),
             ),
+        ),
+        Panel(
+            "Trials: predicted and observed",
+            "percentunit",
+            "Share of samples over the objective that the last trial should have, and had. Its end is drawn when it is judged.",
+            (
+                Query(
+                    f"flyball_tuner_predicted_share{{{TUNED}}}",
+                    "predicted {{objective}} {{namespace}}/{{llmdeployment}}",
+                ),
+                Query(
+                    f"flyball_tuner_observed_share{{{TUNED}}}", "observed {{objective}} {{namespace}}/{{llmdeployment}}"
+                ),
+            ),
+        ),
+        Panel(
+            "Headroom",
+            "percentunit",
+            "Share of what a replica can serve within the objectives that is free. Below 0, limits cannot help: add replicas.",
+            (Query(f"flyball_tuner_headroom_ratio{{{TUNED}}}", "{{namespace}}/{{llmdeployment}}"),),
+            None,
         ),
         Panel(
             "State",
@@ -346,7 +368,7 @@ def _panel(panel: Panel) -> Json:
         "title": panel.title,
         "description": panel.description,
         "datasource": _source(),
-        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "fieldConfig": {"defaults": _scale(panel), "overrides": []},
         "options": {
             "legend": {"displayMode": "list", "placement": "bottom"},
             "tooltip": {"mode": "multi", "sort": "desc"},
@@ -356,3 +378,7 @@ def _panel(panel: Panel) -> Json:
             for i, query in enumerate(panel.queries)
         ],
     }
+
+
+def _scale(panel: Panel) -> Json:
+    return {"unit": panel.unit} if panel.lowest is None else {"unit": panel.unit, "min": panel.lowest}

@@ -19,8 +19,9 @@ from chart_kit import dashboard, goldens
 from flyball_operator.cluster.monitoring import Metrics as OperatorMetrics
 from flyball_operator.observed import Key
 from flyball_operator.tuning.decide import decide
+from flyball_operator.tuning.decision import Findings
 from flyball_operator.tuning.loop import Round
-from flyball_operator.tuning.state import TunerState
+from flyball_operator.tuning.state import Forecast, TunerState
 from flyball_runtime.api import MetricsCollector
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.measurements import RequestTimes
@@ -30,6 +31,7 @@ from runtime.fake_engine import LIMITS, STEP_MODEL, FakeEngine, step_stats
 VARIABLES = {"$__rate_interval": "1m", "$namespace": ".*", "$deployment": ".*"}
 REPLICA = {"namespace": "team-a", "pod": "chat-1", "app_kubernetes_io_instance": "chat"}
 OPERATOR = {"namespace": "flyball-system", "pod": "flyball-operator-1", "service": "flyball-operator"}
+EVIDENCE = tuple(pods(make_evidence(itl_over=4000)))
 UNIT_TESTS = Path(__file__).parents[1] / "chart" / "alerts_test.yaml"
 
 
@@ -82,9 +84,13 @@ class Operator:
         return generate_latest(self.registry)
 
     def _tune(self) -> None:
-        evidence = tuple(pods(make_evidence(itl_over=4000)))
-        decision = decide(TUNING, TunerState(), evidence, now_s=1000.0)
-        self._metrics.tuner.observe(Key("team-a", "chat"), TUNING, Round(evidence, decision, (), True), "Adjusting")
+        decision = structs.replace(
+            decide(TUNING, TunerState(), EVIDENCE, now_s=1000.0),
+            forecast=Forecast(what="itl", before=0.2, predicted=0.04),
+            observed=0.03,
+            findings=Findings(capacity_per_s=2.0, arrivals_per_s=1.5),
+        )
+        self._metrics.tuner.observe(Key("team-a", "chat"), TUNING, Round(EVIDENCE, decision, (), True), "Adjusting")
 
 
 def exported() -> set[str]:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from flyball_operator.observed import Key
 from flyball_operator.spec import Tuning
 from flyball_operator.status.tuning import State, signals_of
+from flyball_operator.tuning.decision import Decision
 from flyball_operator.tuning.loop import Round
 from flyball_operator.tuning.moved import moved_by, verdict_of
 from flyball_operator.tuning.signals import Signal, Standing
@@ -19,6 +20,7 @@ from flyball_operator.tuning.signals import Signal, Standing
 OF = ("namespace", "llmdeployment")
 STATES: tuple[str, ...] = get_args(State)
 OBJECTIVES = ("ttft", "inter_token_latency")
+OBJECTIVE_OF = {"ttft": "ttft", "itl": "inter_token_latency"}
 
 
 class _Deployment:
@@ -27,12 +29,15 @@ class _Deployment:
     Attributes:
         decisions: how many were made, by knob, reason and verdict.
         signals: by objective, those that were posed.
+        trial: the last decision about a trial with a forecast.
     """
 
     def __init__(self) -> None:
         self.decisions: Counter[tuple[str, str, str]] = Counter()
         self.state: str = ""
         self.signals: dict[str, Signal] = {}
+        self.headroom: float | None = None
+        self.trial: Decision | None = None
 
 
 class TunerMetrics(Collector):
@@ -48,6 +53,8 @@ class TunerMetrics(Collector):
         one.state = state
         found = dict(zip(OBJECTIVES, signals_of(tuning, done.evidence), strict=True))
         one.signals = {name: signal for name, signal in found.items() if signal.objective_s is not None}
+        one.headroom = done.decision.findings.headroom
+        one.trial = done.decision if done.decision.forecast is not None else one.trial
         verdict = verdict_of(tuning, done.decision)
         if done.told or verdict != "held":
             knobs = [moved.knob for moved in moved_by(done.decision, done.evidence)]
@@ -69,6 +76,19 @@ class TunerMetrics(Collector):
             "Share of the samples in the window that took longer than the objective, 0 to 1. Absent with too few samples.",
             "objective",
         )
+        predicted = _gauge(
+            "flyball_tuner_predicted_share", "Share of samples that the last trial should have over.", "objective"
+        )
+        observed = _gauge(
+            "flyball_tuner_observed_share",
+            "Share of samples that it had over. Absent until it is judged, and if it could not be.",
+            "objective",
+        )
+        headroom = GaugeMetricFamily(
+            "flyball_tuner_headroom_ratio",
+            "Share of what a replica can serve within the objectives that is free. Negative when more arrives.",
+            labels=OF,
+        )
         states = _gauge("flyball_tuner_state", "1 for the state that status.tuning has, else 0.", "state")
         for key, one in self._deployments.items():
             for labels, count in one.decisions.items():
@@ -77,9 +97,16 @@ class TunerMetrics(Collector):
                 objectives.add_metric([*key, name], signal.objective_s or 0.0)
                 if signal.standing is not Standing.UNKNOWN:
                     violations.add_metric([*key, name], signal.share)
+            if one.headroom is not None:
+                headroom.add_metric(key, one.headroom)
+            if one.trial is not None and one.trial.forecast is not None:
+                name = OBJECTIVE_OF[one.trial.forecast.what]
+                predicted.add_metric([*key, name], one.trial.forecast.predicted)
+                if one.trial.observed is not None:
+                    observed.add_metric([*key, name], one.trial.observed)
             for state in STATES:
                 states.add_metric([*key, state], state == one.state)
-        return iter((decisions, objectives, violations, states))
+        return iter((decisions, objectives, violations, predicted, observed, headroom, states))
 
 
 def _gauge(name: str, text: str, label: str) -> GaugeMetricFamily:

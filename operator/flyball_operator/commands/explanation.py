@@ -13,7 +13,9 @@ from flyball_operator.spec import Objectives, schema
 from flyball_operator.status.tuning import (
     MEANINGS,
     MadeDecision,
+    ShownCapacity,
     ShownDecision,
+    ShownForecast,
     ShownLimits,
     ShownMove,
     State,
@@ -34,10 +36,10 @@ BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 WORDS = {
     "made": ("Changed", "at every replica", "cyan"),
     "tried": ("Tried", "at one replica", "yellow"),
-    "settled": ("Settled", "for good", "green"),
-    "restored": ("Restored", "at every replica", ""),
     "kept": ("Kept", "and given to every replica", "green"),
     "reverted": ("Taken back", "", "red"),
+    "settled": ("Settled", "and kept without a lease", "green"),
+    "restored": ("Restored", "at every replica", "cyan"),
     "recommended": ("Recommended", "and not made", "cyan"),
     "held": ("Held", "", "dim"),
 }
@@ -48,6 +50,29 @@ LIMITS = {
     "stepTimeTargetMilliseconds": ("step time target", " ms"),
 }
 """By name in spec.tuning.limits: what it is, and its unit."""
+
+OBJECTIVES = {"ttft": "TTFT", "interTokenLatency": "inter-token latency"}
+BECAUSE = {
+    "OutOfBounds": "The spec's bounds or the envelope say so",
+    "OutOfStep": "A replica had other limits",
+    "SLOInfeasible": "No limits can meet the objectives",
+    "MemoryPressure": "Memory is short",
+    "InterTokenLatencyOver": "Tokens came too slowly",
+    "Preempting": "Too much computed work was thrown away",
+    "TTFTOver": "First tokens came too late",
+    "KVBlocked": "The KV cache held requests back",
+    "KVUnused": "The KV cache was larger than needed",
+    "Settled": "The limits have served well",
+    "CanaryGained": "The replica gained what was predicted",
+    "CanaryGainedNothing": "The replica gained too little",
+    "CanaryWorse": "The replica did worse than the others",
+    "CanaryRestarted": "The replica lost the change",
+    "CanaryUnjudged": "The replica could not be judged in time",
+    "WorseThanBefore": "It was better before",
+    "TuningOff": "Tuning was turned off",
+    "SpecLimits": "The spec sets it",
+}
+"""Reasons that limits are changed for, in words; the others are told by their sentence alone."""
 
 _MOVES = re.compile(r"(\w+ \S+( ms)? -> \S+( ms)?, )*\w+ \S+( ms)? -> \S+( ms)?: ")
 
@@ -66,6 +91,7 @@ class Explanation(Struct, frozen=True, kw_only=True, rename="camel", omit_defaul
     state: State
     revision: int
     effective: ShownLimits | None = None
+    capacity: ShownCapacity | None = None
     recommended: ShownLimits | None = None
     last: ShownDecision | None = None
     decisions: tuple[MadeDecision, ...] = ()
@@ -86,6 +112,7 @@ def of_status(deployment: Object) -> Explanation:
         state=known.state,
         revision=known.revision,
         effective=known.effective,
+        capacity=known.capacity,
         recommended=known.recommended,
         last=known.last_decision,
         decisions=known.decisions[::-1],
@@ -103,6 +130,7 @@ def of_records(name: str, records: Sequence[DecisionRecord]) -> Explanation:
         state=known.state,
         revision=known.revision,
         effective=known.effective,
+        capacity=known.capacity,
         recommended=known.recommended,
         last=known.last_decision,
         decisions=tuple(MadeDecision.of(one.tuning, _round(one), one.time) for one in records),
@@ -135,7 +163,21 @@ def _decision(one: MadeDecision) -> Iterator[RenderableType]:
     line = Text(f"  {_clock(one.time)}  ")
     line.append(word, style=style).append(one_line(f" {moves} {where}".rstrip()))
     yield line
-    yield _indented(f"{one.reason}: {_MOVES.sub('', one.message, count=1)}")
+    yield _indented(f"{_because(one.reason)}: {_MOVES.sub('', one.message, count=1)}")
+    if one.forecast is not None:
+        yield _indented(_forecast(one.forecast))
+
+
+def _because(reason: str) -> str:
+    return f"{BECAUSE[reason]} ({reason})" if reason in BECAUSE else reason
+
+
+def _forecast(forecast: ShownForecast) -> str:
+    """Return what was predicted, and what came."""
+    what = OBJECTIVES.get(forecast.objective, forecast.objective)
+    predicted = f"{forecast.before_per_mille / 10:g} % -> {forecast.predicted_per_mille / 10:g} % over"
+    came = "" if forecast.observed_per_mille is None else f"; came: {forecast.observed_per_mille / 10:g} %"
+    return f"Predicted for {what}: {predicted}{came}"
 
 
 def _move(move: ShownMove) -> str:
@@ -150,8 +192,17 @@ def _now(found: Explanation) -> Iterator[RenderableType]:
     yield _indented(f"{found.state}: {MEANINGS.get(found.state, 'evidence is missing or contradictory')}.")
     if found.last is not None:
         yield _indented(f"{_clock(found.last.time)}  {found.last.reason}: {found.last.message}")
+    if found.capacity is not None:
+        yield _indented(_capacity(found.capacity))
     if found.recommended is not None:
         yield _indented(f"Mode Auto would change {_differences(found.effective, found.recommended)}.")
+
+
+def _capacity(capacity: ShownCapacity) -> str:
+    can, comes, free = capacity.requests_per_minute, capacity.arrivals_per_minute, capacity.headroom_percent
+    return (
+        f"A replica can serve about {can} requests a minute within the objectives and gets {comes}; {free} % are free."
+    )
 
 
 def _differences(present: ShownLimits | None, other: ShownLimits) -> str:

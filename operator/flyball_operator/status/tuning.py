@@ -12,7 +12,7 @@ from msgspec import Struct, field, structs
 
 from flyball_operator.spec import Tuning
 from flyball_operator.status import Condition
-from flyball_operator.tuning.decision import Action, Findings, Reason
+from flyball_operator.tuning.decision import Action, Decision, Findings, Reason
 from flyball_operator.tuning.evidence import PodEvidence, fault, find_faults, pool
 from flyball_operator.tuning.loop import Round
 from flyball_operator.tuning.moved import Moved, is_made, moved_by, verdict_of
@@ -139,6 +139,33 @@ class OverPerMille(Struct, frozen=True, kw_only=True, rename="camel", omit_defau
         return cls(ttft=_per_mille(ttft), inter_token_latency=_per_mille(itl))
 
 
+class ShownForecast(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """What a trial should bring and what it brought, in samples in a thousand over one objective.
+
+    Attributes:
+        objective: ttft or interTokenLatency.
+        before_per_mille, predicted_per_mille: without the change and with it, as predicted.
+        observed_per_mille: at the canary; None until it is judged, and if it could not be.
+    """
+
+    objective: str
+    before_per_mille: int
+    predicted_per_mille: int
+    observed_per_mille: int | None = None
+
+    @classmethod
+    def of(cls, decision: Decision) -> "ShownForecast | None":
+        forecast, observed = decision.forecast, decision.observed
+        if forecast is None:
+            return None
+        return cls(
+            objective={"ttft": "ttft", "itl": "interTokenLatency"}[forecast.what],
+            before_per_mille=round(1000 * forecast.before),
+            predicted_per_mille=round(1000 * forecast.predicted),
+            observed_per_mille=None if observed is None else round(1000 * observed),
+        )
+
+
 class MadeDecision(ShownDecision, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """A decision that changed limits.
 
@@ -146,12 +173,14 @@ class MadeDecision(ShownDecision, frozen=True, kw_only=True, rename="camel", omi
         verdict: made, tried, kept, reverted or restored.
         over_per_mille: what the evidence was.
         limits: what follows; of a try, at the canary.
+        forecast: of a try, what is predicted; of its end, what came too.
     """
 
     verdict: str = ""
     moves: tuple[ShownMove, ...] = ()
     over_per_mille: OverPerMille = OverPerMille()
     limits: ShownLimits | None = None
+    forecast: ShownForecast | None = None
 
     @classmethod
     def of(cls, tuning: Tuning, done: Round, now: str) -> "MadeDecision":
@@ -165,6 +194,7 @@ class MadeDecision(ShownDecision, frozen=True, kw_only=True, rename="camel", omi
             moves=tuple(map(ShownMove.of, moved_by(decision, done.evidence))),
             over_per_mille=OverPerMille.of(*signals_of(tuning, done.evidence)),
             limits=None if decision.limits is None else ShownLimits.of(decision.limits),
+            forecast=ShownForecast.of(decision),
         )
 
 
