@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import msgspec
 
 from e2e_kit.models import Model
-from flyball_protocol import LimitsAck, LimitsReport, signing
-from flyball_protocol.endpoints import ADMIN_LIMITS_PATH, ADMIN_PORT, ADMIN_TOKEN_ENV
+from flyball_protocol import Evidence, LimitsAck, LimitsReport, decode_evidence, signing
+from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_LIMITS_PATH, ADMIN_PORT, ADMIN_TOKEN_ENV
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,14 @@ class AdminPort:
         body = msgspec.json.encode({"revision": revision, "limits": limits})
         return msgspec.json.decode(self._ask(body), type=LimitsAck)
 
-    def _ask(self, body: bytes | None = None) -> bytes:
+    def evidence(self) -> Evidence:
+        return decode_evidence(self._ask(path=ADMIN_EVIDENCE_PATH))
+
+    def _ask(self, body: bytes | None = None, *, path: str = ADMIN_LIMITS_PATH) -> bytes:
         method, target = "GET" if body is None else "POST", signing.target_of(self.ip, ADMIN_PORT)
-        signed = signing.new_request(method, ADMIN_LIMITS_PATH, target, body or b"", time.time())
+        signed = signing.new_request(method, path, target, body or b"", time.time())
         headers = {"Authorization": signed.header(self.token), "Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://{target}{ADMIN_LIMITS_PATH}", body, headers)
+        request = urllib.request.Request(f"http://{target}{path}", body, headers)
         with urllib.request.urlopen(request, timeout=10) as answer:
             found: bytes = answer.read()
             signature = answer.headers[signing.ANSWER_HEADER]

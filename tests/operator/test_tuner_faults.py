@@ -206,7 +206,7 @@ def test_limits_do_not_cycle_across_a_cliff_that_was_seen() -> None:
 
 def test_a_slow_replica_is_named_and_nothing_is_throttled_for_it() -> None:
     slow = StepModel(
-        base_s=0.030, token_s=1.8e-4, context_token_s=2e-7, attention_pair_s=9e-9, settled=True, num_steps=900
+        base_s=0.030, token_s=1.8e-4, context_token_s=2e-7, attention_pair_s=9e-9, settled=True, num_steps=9000
     )
 
     def one_is_slow(one: Runtime) -> dict[str, Any]:

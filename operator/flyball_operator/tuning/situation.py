@@ -34,8 +34,11 @@ BINDING_SHARE = 0.10
 MIN_EVIDENCE = 0.5
 """Nothing is decided on fewer than this share of the replicas."""
 
-SLOW_FACTOR = 1.25
+SLOW_FACTOR = 1.35
 """A replica is slow when a typical step takes this many times as long as it did, or as the others' does."""
+
+LEARNED_STEPS = 3000
+"""A step model is compared with what it was only when it has settled on so many steps: early ones still move."""
 
 TYPICAL_STEP = (256, 16, 16 * 1024, 256 * 512)
 """Prefill tokens, decodes, context tokens and attention pairs of the step by which replicas are compared."""
@@ -128,13 +131,17 @@ class Situation:
         """Replicas whose steps take longer than their own did, or (of three or more) than the others' do."""
         found: dict[str, str] = {}
         earlier_s = {one.pod: one.step_s for one in self.state.seen if one.step_s > 0}
-        for pod, step_s in self.typical_s.items():
-            others = [other for name, other in self.typical_s.items() if name != pod]
+        learned_s = {pod: step_s for pod, step_s in self.typical_s.items() if self._has_learned(pod)}
+        for pod, step_s in learned_s.items():
+            others = [other for name, other in learned_s.items() if name != pod]
             if pod in earlier_s and step_s > SLOW_FACTOR * earlier_s[pod]:
                 found[pod] = f"its steps take {step_s / earlier_s[pod]:.1f} times as long as they did"
             elif len(others) >= 2 and step_s > SLOW_FACTOR * median(others) and not self._other_device(pod):
                 found[pod] = f"its steps take {step_s / median(others):.1f} times as long as the others'"
         return found
+
+    def _has_learned(self, pod: str) -> bool:
+        return pod in self.models and self.models[pod].num_steps >= LEARNED_STEPS
 
     def _other_device(self, pod: str) -> bool:
         return any(one.key != self.usable[pod].key for one in self.usable.values())
@@ -297,7 +304,7 @@ class Situation:
 
     def _see(self, pod: str, evidence: Evidence, before: Seen | None) -> Seen:
         known_s = before.step_s if before is not None and before.boot_id == evidence.boot_id else 0.0
-        step_s = self.typical_s.get(pod, 0.0)
+        step_s = self.typical_s.get(pod, 0.0) if self._has_learned(pod) else 0.0
         share = FOLLOW_SLOW if pod in self.slow else FOLLOW
         follows_s = known_s + share * (step_s - known_s) if known_s and step_s else known_s or step_s
         return Seen(pod, evidence.boot_id, evidence.uptime_s, follows_s)
