@@ -73,12 +73,15 @@ class LimitsUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ttl_s: the change is a lease. When it runs out unrenewed, the runtime falls back to the last limits that were
             posted without a lease (or the start-up limits), never above the ones in force. None: no lease.
         objectives: what latencies are counted against from now on. They stay until others are posted. None leaves them.
+        kv_drain_timeout_s: how long running sequences may hold up a KV limit that this lowers, before some are preempted
+            for it. None takes the runtime's ``--kv-drain-timeout``, or leaves what holds if this only renews a lease.
     """
 
     revision: Revision
     limits: LimitsChange
     ttl_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
     objectives: Objectives | None = None
+    kv_drain_timeout_s: Annotated[float, Meta(ge=0, le=86400)] | None = None
 
 
 class LimitsStatus(StrEnum):

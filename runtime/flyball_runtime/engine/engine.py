@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
+from flyball_protocol import LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidLogits, RequestError
@@ -148,7 +148,7 @@ class Engine:
         self._idle = True
         self._num_disturbed = 0  # steps to come whose time says little about what they compute
         self._num_blocks_there = info.num_start_kv_blocks  # as the executor was told last
-        self._kv_drain_timeout_s = config.kv_drain_timeout_s
+        self._default_kv_drain_timeout_s = self._kv_drain_timeout_s = config.kv_drain_timeout_s
         self._kv_drains_since_s: float | None = None
 
     def submit(self, request: Request) -> Failed | None:
@@ -192,7 +192,13 @@ class Engine:
         return self._collect()
 
     def post_limits(self, update: LimitsUpdate) -> LimitsAck:
+        before = self._ledger.revision
         ack = self._ledger.post(update)
+        accepted = ack.status in (LimitsStatus.APPLIED, LimitsStatus.DEFERRED)
+        if accepted and update.kv_drain_timeout_s is not None:
+            self._kv_drain_timeout_s = update.kv_drain_timeout_s
+        elif accepted and update.revision > before:
+            self._kv_drain_timeout_s = self._default_kv_drain_timeout_s
         self.scheduler.objectives = self._ledger.objectives
         return ack
 

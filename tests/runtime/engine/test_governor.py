@@ -55,7 +55,9 @@ class Plant:
         return [1] * handle[1]
 
 
-def make(*, ahead: bool = False, caching: bool = False, prior: BootPrior | None = None) -> tuple[Engine, FakeClock]:
+def make(
+    *, ahead: bool = False, caching: bool = False, prior: BootPrior | None = None, kv_drain_timeout_s: float = 30.0
+) -> tuple[Engine, FakeClock]:
     clock = FakeClock()
     config = EngineConfig(
         model="plant",
@@ -64,6 +66,7 @@ def make(*, ahead: bool = False, caching: bool = False, prior: BootPrior | None 
         async_scheduling=ahead,
         boot_prior=prior,
         enable_prefix_caching=caching,
+        kv_drain_timeout_s=kv_drain_timeout_s,
     )
     return Engine(config, Plant(clock), clock), clock
 
@@ -176,3 +179,40 @@ def test_prompts_that_come_again_show_in_the_curve_of_the_ghost_cache() -> None:
     curve = engine.state().prefix_hits
     assert curve[0].num_blocks == 1250 and [point.share for point in curve] == pytest.approx([1600 / 3202] * 8, rel=0.1)
     assert make()[0].state().prefix_hits == ()
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "expected"),
+    [
+        ([None], 4.0),
+        ([1.0], 1.0),
+        ([1.0, None], 4.0),
+        ([1.0, "renewed"], 1.0),
+        ([None, "stale"], 4.0),
+    ],
+)
+def test_a_lowered_kv_limit_waits_as_long_as_its_post_says(timeouts: list[float | str | None], expected: float) -> None:
+    """Two long requests hold the cache. When the time is over, one of them is preempted."""
+    engine, clock = make(kv_drain_timeout_s=4.0)
+    for name in "ab":
+        sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
+        engine.submit(Request(request_id=name, prompt_token_ids=[1] * 3000, sampling=sampling))
+    while engine.scheduler.num_waiting or not engine.scheduler.num_running:
+        engine.step()
+    limits = LimitsChange(kv_cache_fraction=engine.limits().envelope.min_kv_cache_fraction)
+    revision = 5
+    for timeout in timeouts:
+        if timeout == "renewed":
+            engine.post_limits(LimitsUpdate(revision=revision, limits=limits, ttl_s=60))
+        elif timeout == "stale":
+            engine.post_limits(LimitsUpdate(revision=1, limits=limits, kv_drain_timeout_s=0.1))
+        else:
+            revision += 1
+            assert isinstance(timeout, float | None)
+            engine.post_limits(LimitsUpdate(revision=revision, limits=limits, kv_drain_timeout_s=timeout))
+    assert engine.scheduler.kv_drains
+    start_s = last_s = clock.now()
+    while engine.scheduler.kv_drains:
+        last_s = clock.now()
+        engine.step()
+    assert last_s - start_s == pytest.approx(expected, abs=0.5)
