@@ -28,7 +28,9 @@ from flyball_operator.tuning.signals import BUDGET
 from flyball_protocol.quoting import one_line
 
 MAX_SHOWN = 10
-MAX_COLUMNS = 40
+MAX_COLUMNS = 24
+"""Of a chart, so that it fits into 80 characters with its words and figures."""
+
 MAX_MESSAGE_CHARS = 2000
 
 BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
@@ -46,7 +48,7 @@ WORDS = {
 LIMITS = {
     "maxNumSeqs": ("running sequences", ""),
     "maxNumBatchedTokens": ("tokens a step", ""),
-    "kvCachePercent": ("share of the KV cache", " %"),
+    "kvCachePercent": ("KV cache", " %"),
     "stepTimeTargetMilliseconds": ("step time target", " ms"),
 }
 """By name in spec.tuning.limits: what it is, and its unit."""
@@ -216,7 +218,7 @@ def _charts(found: Explanation, blocks: str) -> Iterator[RenderableType]:
     """Yield a line for each objective and each limit, with a column for each decision."""
     shown = found.decisions[-MAX_COLUMNS:]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for _ in range(4):
+    for _ in range(3):
         table.add_column(no_wrap=True)
     for row in (*_objective_rows(found, shown, blocks), *_limit_rows(found, shown, blocks)):
         table.add_row(*row)
@@ -224,7 +226,9 @@ def _charts(found: Explanation, blocks: str) -> Iterator[RenderableType]:
         yield ""
         yield table
         yield Text(
-            f"  from {_clock(shown[0].time)} to {_clock(shown[-1].time)}, a column for each decision", style="dim"
+            f"  a column for each decision from {_clock(shown[0].time)} to {_clock(shown[-1].time)}\n"
+            f"  the budget is {BUDGET:.0%} of the samples over an objective",
+            style="dim",
         )
 
 
@@ -247,12 +251,7 @@ def _objective_rows(
             for i, share in enumerate(shares):
                 chart.stylize("red" if share is not None and share > budget else "green", i, i + 1)
             last = f"{known[-1] / 10:g} % over {objective_ms} ms"
-            yield (
-                f"  {what}",
-                chart,
-                Text(last, style="red" if known[-1] > budget else "green"),
-                f"(may be {BUDGET:.0%})",
-            )
+            yield f"  {what}", chart, Text(last, style="red" if known[-1] > budget else "green")
 
 
 def _limit_rows(found: Explanation, shown: Sequence[MadeDecision], blocks: str) -> Iterator[tuple[RenderableType, ...]]:
@@ -261,8 +260,8 @@ def _limit_rows(found: Explanation, shown: Sequence[MadeDecision], blocks: str) 
         known = [value for value in values if value is not None]
         if known:
             low, high = min(known), max(known)
-            span = "" if low == high else f"({low} to {high}{unit})"
-            yield f"  {what}", Text(_sparkline(values, 0, high, blocks), style="cyan"), f"{known[-1]}{unit}", span
+            span = "" if low == high else f" ({low} to {high}{unit})"
+            yield f"  {what}", Text(_sparkline(values, 0, high, blocks), style="cyan"), f"{known[-1]}{unit}{span}"
 
 
 def _sparkline(values: Sequence[int | None], low: float, high: float, blocks: str) -> str:
