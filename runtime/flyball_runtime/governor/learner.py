@@ -23,14 +23,21 @@ SETTLED_ERROR = 0.35
 """Largest mean relative error of a model that may be planned with."""
 
 PREFERENCE = 0.85
+"""The recursive fit is used if its error is below this share of the others': it has forgotten more than they have."""
+
 OUTLIER_SIGMAS = 2.5
 SIGMA_STEPS = 16
+"""Steps between two looks at the spread of the errors, which is that of the last four times as many."""
+
 MAD_TO_SIGMA = 1.48
 """Standard deviation of normal errors over their median: a machine with many long steps has no wide bell."""
 
 SHIFT_STEPS = 16
 SHIFT_SIGMAS = 4.0
 MIN_SHIFT = 0.1
+"""If the median of the last SHIFT_STEPS ratios is off by more than this, and by more than SHIFT_SIGMAS of its own standard
+deviation, that is no chance."""
+
 KNOWN = 0.2
 """Largest leverage of a step that says something about everything: one that is known well enough."""
 
@@ -81,9 +88,9 @@ class StepTimeLearner:
     """Three models side by side, of which the one that predicted best lately is used.
 
     They are the prior, a recursive fit that follows drift, and a fit of stored steps of all kinds, which finds knees and
-    interactions. A single long step (a hiccup) is cut down to what is likely. If the latest well-known steps all took
-    longer or shorter than a model predicts, everything is taken to have changed its speed, as beside a busy neighbour,
-    and the model is rescaled at once.
+    interactions. A single long step (a hiccup) is cut down to what is likely. If the latest well-known steps took longer
+    or shorter than both fits predict, everything is taken to have changed its speed, as beside a busy neighbour, and both
+    are rescaled at once. The prior is rescaled by itself.
 
     Args:
         prior: what another runtime of the same key has learned.
@@ -190,7 +197,7 @@ class StepTimeLearner:
         self._fitted.model = self._store.model
 
     def _best(self) -> _Candidate:
-        """Return the best candidate. The recursive fit has to be clearly better than the others: it has forgotten more."""
+        """Return the best candidate; see PREFERENCE."""
         known = [one for one in (self._prior, self._fitted) if one.model is not None]
         if not known:
             return self._linear
