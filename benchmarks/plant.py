@@ -23,6 +23,7 @@ from common import make_checkpoint, save
 from flyball_protocol import LimitsChange, LimitsUpdate
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.request import Request, SamplingParams
+from flyball_runtime.core.stats import Sampled
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.engine.runner import start_engine
 from flyball_runtime.scheduler import BatchPlan
@@ -61,9 +62,9 @@ class Recorder:
         started_s = time.perf_counter()
         return plan, started_s, self.inner.launch(plan)
 
-    def collect(self, handle: tuple[BatchPlan, float, Any]) -> list[int | None]:
+    def collect(self, handle: tuple[BatchPlan, float, Any]) -> Sampled:
         plan, started_s, inner = handle
-        tokens: list[int | None] = self.inner.collect(inner)
+        tokens: Sampled = self.inner.collect(inner)
         self.steps.append(
             Step(
                 plan.num_prefill_tokens,

@@ -8,7 +8,7 @@ from typing import Any
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidRequest, RequestError
 from flyball_runtime.core.generation_config import AUTO, default_sampling
-from flyball_runtime.core.request import Failed, Request, SamplingParams, validate_request
+from flyball_runtime.core.request import Failed, Request, SamplingParams, TokenLogprobs, validate_request
 from flyball_runtime.engine.runner import start_engine
 from flyball_runtime.model.hub import find_checkpoint
 from flyball_runtime.text.bad_words import with_bad_words
@@ -22,12 +22,16 @@ PromptInput = str | list[int]
 
 @dataclass
 class CompletionOutput:
-    """One prompt's output. ``finish_reason``: stop (a stop token or string) or length."""
+    """One prompt's output.
+
+    ``finish_reason``: stop (a stop token or string) or length. ``logprobs``: of each token, if the settings ask for them.
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     finish_reason: str
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class LLM:
@@ -119,7 +123,7 @@ class LLM:
     def _step(self, outputs: dict[str, "_Output"]) -> None:
         step = self.engine.step()
         for request_id, token_id in zip(step.request_ids, step.token_ids, strict=True):
-            if outputs[request_id].add(token_id):
+            if outputs[request_id].add(token_id, step.logprobs.get(request_id)):
                 self.engine.abort(request_id)
         for ending in step.endings:
             if isinstance(ending, Failed):
@@ -133,15 +137,18 @@ class _Output:
     def __init__(self, request: Request, tokenizer: Any) -> None:
         self._prompt_token_ids = request.prompt_token_ids
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None if request.sampling.logprobs is None else []
         self._text = OutputText(tokenizer.backend_tokenizer, request.sampling)
         self._pieces: list[str] = []
         self.finish_reason: str | None = None
 
-    def add(self, token_id: int) -> bool:
+    def add(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Take a token; True when its text completed a stop string."""
         if self.finish_reason is not None:
             return False
         self._token_ids.append(token_id)
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs.append(logprobs)
         self._pieces.append(self._text.add([token_id]))
         if self._text.stopped:
             self.finish_reason = "stop"
@@ -154,7 +161,7 @@ class _Output:
 
     def generation(self) -> CompletionOutput:
         return CompletionOutput(
-            self._prompt_token_ids, self._token_ids, "".join(self._pieces), self.finish_reason or ""
+            self._prompt_token_ids, self._token_ids, "".join(self._pieces), self.finish_reason or "", self._logprobs
         )
 
 

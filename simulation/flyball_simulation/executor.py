@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from flyball_runtime.core.clock import FakeClock
-from flyball_runtime.core.stats import EngineInfo
+from flyball_runtime.core.stats import EngineInfo, Sampled
 from flyball_runtime.scheduler import BatchPlan
 from flyball_simulation.plant import Device
 
@@ -40,9 +40,9 @@ class PlantExecutor:
     def resize(self, num_blocks: int) -> None:
         """Memory is not simulated."""
 
-    def collect(self, handle: Launched) -> list[int | None]:
+    def collect(self, handle: Launched) -> Sampled:
         self._clock.advance_to(handle.end_s)
-        return [0] * handle.num_tokens
+        return Sampled([0] * handle.num_tokens)
 
 
 def engine_info(*, model: str, device: str, max_model_len: int, num_kv_blocks: int, block_size: int) -> EngineInfo:

@@ -6,7 +6,16 @@ from collections.abc import AsyncIterator, Callable
 
 from flyball_protocol import Envelope, KVBlocks, Limits, LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate, StepModel
 from flyball_runtime.core.errors import Draining, EmptyPrompt, EngineDead, NotReady, PromptTooLong, TokenOutOfVocabulary
-from flyball_runtime.core.request import Failed, Finished, FinishReason, Prompt, Request, RequestEvent, Tokens
+from flyball_runtime.core.request import (
+    Failed,
+    Finished,
+    FinishReason,
+    Prompt,
+    Request,
+    RequestEvent,
+    TokenLogprobs,
+    Tokens,
+)
 from flyball_runtime.core.stats import EngineInfo, StepStats
 
 LIMITS = Limits(max_num_seqs=8, kv_cache_fraction=1.0, max_num_batched_tokens=64)
@@ -170,7 +179,16 @@ class FakeEngine:
         request_id = request_id or self.requests[-1].request_id
         if request_id in self._streams:
             self._num_output_tokens[request_id] += len(token_ids)
-            self._streams[request_id].put_nowait(Tokens(request_id, token_ids, self.num_cached_tokens))
+            logprobs = self._logprobs(request_id, token_ids)
+            self._streams[request_id].put_nowait(Tokens(request_id, token_ids, self.num_cached_tokens, logprobs))
+
+    def _logprobs(self, request_id: str, token_ids: list[int]) -> list[TokenLogprobs]:
+        """Made up: -0.5 for the chosen token, which is the likeliest, and less for those with the next ids."""
+        count = next(one.sampling.logprobs for one in self.requests if one.request_id == request_id)
+        if count is None:
+            return []
+        tops = [-0.5 - rank for rank in range(count)]
+        return [TokenLogprobs(one, -0.5, [one + rank for rank in range(count)], tops) for one in token_ids]
 
     def finish(self, reason: FinishReason = "stop", request_id: str | None = None) -> None:
         request_id = request_id or self.requests[-1].request_id

@@ -323,6 +323,13 @@ def test_a_request_that_says_nothing_is_sampled_as_the_checkpoint_asks(model: Pa
     assert "sets typical_p 0.5, which this engine does not support" in server.log.read_text()
 
 
+def test_logprobs_come_out_of_the_engines_process(server: Replica) -> None:
+    choice = server.complete(max_tokens=5, temperature=0, logprobs=2, ignore_eos=True).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == 5
+    assert [max(top.values()) for top in logprobs["top_logprobs"]] == logprobs["token_logprobs"]
+
+
 def test_the_admin_port_is_off_without_a_token_and_no_token_is_logged(server: Replica) -> None:
     assert ADMIN_TOKEN not in server.log.read_text()
     assert b"a-test-token" not in Path(f"/proc/{server.process.pid}/cmdline").read_bytes()

@@ -3,6 +3,7 @@
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from flyball_protocol.quoting import quoted
 from flyball_runtime.api.errors import error_json, internal_error, json_response
 from flyball_runtime.api.generation import CheckedRequest, Choice, Generation, TokenUsage
 from flyball_runtime.api.identity import client_of
+from flyball_runtime.api.logprobs import chat_logprobs, completion_logprobs
 from flyball_runtime.api.schemas import (
     CHAT_NOOPS,
     COMPLETION_NOOPS,
@@ -28,6 +30,7 @@ from flyball_runtime.api.schemas import (
 from flyball_runtime.api.server import Json, Server, convert
 from flyball_runtime.core.errors import InvalidRequest, RequestError, UnfitPrompt
 from flyball_runtime.core.request import Prompt, SamplingParams, validate_cache_salt, validate_deadlines
+from flyball_runtime.text.token_text import TokenText
 
 T = TypeVar("T")
 
@@ -44,8 +47,12 @@ _LINE_ENDS = {char: f"\\u{char:04x}".encode() for char in (0x85, 0x2028, 0x2029)
 
 def encode_text(text: str) -> bytes:
     """JSON of a text, on one line whatever the reader takes for a line end."""
-    body = _encode(text)
-    if not text.isascii():
+    return _one_line(text)
+
+
+def _one_line(value: str | dict[str, Any] | None) -> bytes:
+    body = _encode(value)
+    if not body.isascii():
         for char, escape in _LINE_ENDS.items():
             body = body.replace(chr(char).encode(), escape)
     return body
@@ -67,22 +74,31 @@ class ChatFormat:
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, token_text: TokenText) -> None:
+        self._token_text = token_text
+
     def choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.take_text(), "refusal": None}
-        return {"index": choice.index, "message": message, "logprobs": None, "finish_reason": choice.finish_reason}
+        logprobs = self.logprobs(choice)
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        """Those of the tokens since the last call; None if there are none."""
+        tokens = choice.take_logprobs()
+        return chat_logprobs(tokens, self._token_text) if tokens else None
 
     def opening(self, index: int) -> bytes | None:
-        return self._delta(index, b'{"role":"assistant","content":""}', None)
+        return self._delta(index, b'{"role":"assistant","content":""}', b"null", None)
 
-    def text(self, index: int, text: str) -> bytes:
-        return self._delta(index, b'{"content":%b}' % encode_text(text), None)
+    def text(self, index: int, text: str, logprobs: bytes) -> bytes:
+        return self._delta(index, b'{"content":%b}' % encode_text(text), logprobs, None)
 
-    def finish(self, index: int, reason: str) -> bytes:
-        return self._delta(index, b"{}", reason)
+    def finish(self, index: int, reason: str, logprobs: bytes) -> bytes:
+        return self._delta(index, b"{}", logprobs, reason)
 
     @staticmethod
-    def _delta(index: int, delta: bytes, reason: str | None) -> bytes:
-        return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":%b}' % (index, delta, _encode(reason))
+    def _delta(index: int, delta: bytes, logprobs: bytes, reason: str | None) -> bytes:
+        return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, _encode(reason))
 
 
 class CompletionFormat:
@@ -92,28 +108,42 @@ class CompletionFormat:
     response_object = "text_completion"
     chunk_object = "text_completion"
 
+    def __init__(self, token_text: TokenText) -> None:
+        self._token_text = token_text
+        self._offsets: Counter[int] = Counter()  # characters of the tokens so far, by choice
+
     def choice(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
             "text": choice.take_text(),
-            "logprobs": None,
+            "logprobs": self.logprobs(choice),
             "finish_reason": choice.finish_reason,
         }
+
+    def logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        """Those of the tokens since the last call; None if there are none."""
+        tokens = choice.take_logprobs()
+        if not tokens:
+            return None
+        logprobs = completion_logprobs(tokens, self._token_text, self._offsets[choice.index])
+        self._offsets[choice.index] += sum(map(len, logprobs["tokens"]))
+        return logprobs
 
     def opening(self, index: int) -> bytes | None:
         return None
 
-    def text(self, index: int, text: str) -> bytes:
-        return self._choice(index, text, None)
+    def text(self, index: int, text: str, logprobs: bytes) -> bytes:
+        return self._choice(index, text, logprobs, None)
 
-    def finish(self, index: int, reason: str) -> bytes:
-        return self._choice(index, "", reason)
+    def finish(self, index: int, reason: str, logprobs: bytes) -> bytes:
+        return self._choice(index, "", logprobs, reason)
 
     @staticmethod
-    def _choice(index: int, text: str, reason: str | None) -> bytes:
-        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}' % (
+    def _choice(index: int, text: str, logprobs: bytes, reason: str | None) -> bytes:
+        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
             index,
             encode_text(text),
+            logprobs,
             _encode(reason),
         )
 
@@ -198,10 +228,12 @@ class EventStream(Response):
         if choice.index not in self._opened:
             self._opened.add(choice.index)
             parts.append(format.opening(choice.index))
+        logprobs = _one_line(format.logprobs(choice))
         if text:
-            parts.append(format.text(choice.index, text))
+            parts.append(format.text(choice.index, text, logprobs))
+            logprobs = b"null"
         if choice.finish_reason is not None:
-            parts.append(format.finish(choice.index, choice.finish_reason))
+            parts.append(format.finish(choice.index, choice.finish_reason, logprobs))
         usage = self._running_usage(choice)
         return [self._frame.chunk(part, usage) for part in parts if part is not None]
 
@@ -248,11 +280,11 @@ class CompletionRoutes:
 
     async def chat_completions(self, request: Request) -> Response:
         arrival_s, understood = await self._read(request, self._chat)
-        return await self._answer(request, ChatFormat(), understood, arrival_s)
+        return await self._answer(request, ChatFormat(self._server.codec.token_text), understood, arrival_s)
 
     async def completions(self, request: Request) -> Response:
         arrival_s, understood = await self._read(request, self._completion)
-        return await self._answer(request, CompletionFormat(), understood, arrival_s)
+        return await self._answer(request, CompletionFormat(self._server.codec.token_text), understood, arrival_s)
 
     async def _read(self, request: Request, understand: Callable[[Json], T]) -> tuple[float, T]:
         """Like Server.read, but nothing is done for a body that cannot wait now. What the engine refuses is counted."""

@@ -20,7 +20,16 @@ from flyball_runtime.api.schemas import Urgency, choice_sampling
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import EngineError, RequestError
 from flyball_runtime.core.measurements import Measurements, RequestOutcome, RequestTimes
-from flyball_runtime.core.request import Failed, Finished, Prompt, Request, RequestEvent, SamplingParams, Tokens
+from flyball_runtime.core.request import (
+    Failed,
+    Finished,
+    Prompt,
+    Request,
+    RequestEvent,
+    SamplingParams,
+    TokenLogprobs,
+    Tokens,
+)
 from flyball_runtime.engine.front import EngineFront
 from flyball_runtime.text.output import OutputText
 
@@ -44,6 +53,7 @@ class Choice:
         self._events = events
         self._output = output
         self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
 
     @property
     def num_output_tokens(self) -> int:
@@ -54,6 +64,11 @@ class Choice:
         text = "".join(self._pieces)
         self._pieces.clear()
         return text
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Those of the tokens that came since the last call; their text may still be held back."""
+        taken, self._logprobs = self._logprobs, []
+        return taken
 
     async def run(
         self,
@@ -96,10 +111,12 @@ class Choice:
         self.num_cached_tokens = event.num_cached_tokens
         before = self.num_output_tokens
         text = self._output.add(event.token_ids)
+        num_new = self.num_output_tokens - before
+        self._logprobs += event.logprobs[:num_new]
         if text:
             self._pieces.append(text)
             changed(self)
-        return self.num_output_tokens - before
+        return num_new
 
     def _end(self, event: Finished | Failed) -> RequestOutcome:
         if isinstance(event, Failed):

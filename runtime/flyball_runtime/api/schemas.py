@@ -11,7 +11,7 @@ from msgspec import Meta, Struct, structs
 
 from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line, quoted, quoted_list
 from flyball_runtime.core.errors import InvalidRequest
-from flyball_runtime.core.request import MAX_SEED, SamplingParams, validate_deadlines
+from flyball_runtime.core.request import MAX_LOGPROBS, MAX_SEED, SamplingParams, validate_deadlines
 
 # Fields that clients know and this server does not serve, of three kinds. Values that ask for nothing are let through, so that
 # clients which always send a field work. Hints about who asks and how to cache cannot change an answer and are ignored.
@@ -31,7 +31,6 @@ IGNORED_HINTS = frozenset(
 _COMMON_NOOPS: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "length_penalty": (None, 1),
-    "logprobs": (None, False),
     "prompt_logprobs": (None,),
     "use_beam_search": (None, False),
     "skip_special_tokens": (None, True),
@@ -45,7 +44,6 @@ _COMMON_NOOPS: dict[str, tuple[Any, ...]] = {
 }
 
 CHAT_NOOPS: dict[str, tuple[Any, ...]] = _COMMON_NOOPS | {
-    "top_logprobs": (None, 0),
     "tools": (None, []),
     "tool_choice": (None, "auto", "none"),
     "parallel_tool_calls": (None, False, True),
@@ -204,9 +202,15 @@ def urgency_of(body: GenerationFields, headers: Mapping[str, str]) -> Urgency:
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``prompt``: a text, token ids, or a list of texts or of lists of token ids."""
+    """A prompt to complete.
+
+    Attributes:
+        prompt: a text, token ids, or a list of texts or of lists of token ids.
+        logprobs: of how many of the likeliest tokens, beside the chosen one; false is off too.
+    """
 
     prompt: str | list[str | int | list[int]]
+    logprobs: int | bool | None = None
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
 
     def prompts(self) -> tuple[list[str], list[list[int]]]:
@@ -252,12 +256,15 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     """A chat to answer.
 
     Attributes:
+        logprobs: of each token of the answer, and of the ``top_logprobs`` likeliest in its place.
         add_generation_prompt: end the prompt where the assistant's turn begins; the default unless a message is continued.
         continue_final_message: leave the last message open, so that the answer continues it.
         chat_template_kwargs: further variables for the template, e.g. ``enable_thinking``.
     """
 
     messages: list[Message]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -316,9 +323,34 @@ def sampling_params(body: GenerationFields, defaults: SamplingParams, vocab_size
         logit_bias=_logit_bias(body.logit_bias),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         bad_words=tuple(body.bad_words or ()),
+        logprobs=_num_logprobs(body),
     )
     params.validate(vocab_size)
     return params
+
+
+def _num_logprobs(body: GenerationFields) -> int | None:
+    if isinstance(body, ChatRequest):
+        return _num_chat_logprobs(body)
+    wanted = body.logprobs if isinstance(body, CompletionRequest) else None
+    if wanted is True:
+        raise InvalidRequest(
+            "logprobs is true; here it is the number of the likeliest tokens to list, like 1.", param="logprobs"
+        )
+    return None if wanted is False else wanted
+
+
+def _num_chat_logprobs(body: ChatRequest) -> int | None:
+    num_top = body.top_logprobs or 0
+    if not 0 <= num_top <= MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"top_logprobs is {quoted(num_top)}; it must be from 0 to {MAX_LOGPROBS}.", param="top_logprobs"
+        )
+    if num_top and not body.logprobs:
+        raise InvalidRequest(
+            "top_logprobs needs logprobs to be true. Send both, or leave it out.", param="top_logprobs"
+        )
+    return num_top if body.logprobs else None
 
 
 def choice_sampling(params: SamplingParams, choice: int) -> SamplingParams:

@@ -12,6 +12,7 @@ from flyball_runtime.core.errors import ConfigError, InvalidRequest, PromptTooLo
 from flyball_runtime.core.request import SamplingParams
 from flyball_runtime.text.bad_words import with_bad_words
 from flyball_runtime.text.output import OutputText
+from flyball_runtime.text.token_text import TokenText
 from flyball_runtime.text.tokenizer import max_chars_per_token
 
 MAX_LOCKED_CHARS = 4096
@@ -58,6 +59,7 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._backend = backend
         self._max_chars_per_token = max_chars_per_token(backend)
+        self.token_text = TokenText(backend)
         self._template_arguments = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
 
     def encode(self, texts: list[str], *, add_special_tokens: bool, max_tokens: int) -> list[list[int]]:

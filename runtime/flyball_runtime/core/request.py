@@ -20,6 +20,9 @@ MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_LOGPROBS = 20
+MIN_LOGPROB = -9999.0
+"""What lower ones are given as, since JSON has no infinity; vLLM's."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 MAX_INT64 = 2**63 - 1
 MAX_SEED = MAX_INT64
@@ -46,6 +49,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         logit_bias: added to the logits of these token ids, from -100 to 100.
         allowed_token_ids: the only ids to choose from; None allows all.
         bad_words: texts that the output shall not have. They work through ``bad_words_token_ids``.
+        logprobs: tell the log probability of each output token, and of so many of the likeliest in its place, at most 20;
+            None tells none. They are the model's, before all that changes logits.
         bad_words_token_ids: the last id of each is not chosen behind the others of it.
     """
 
@@ -66,6 +71,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -97,6 +103,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         _check_float("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_float("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         self._validate_choice_of_tokens(vocab_size)
 
     def _validate_choice_of_tokens(self, vocab_size: int) -> None:
@@ -221,12 +228,25 @@ class Request(Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
 
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """The log probability of a token, and the likeliest tokens in its place with theirs, best first."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
 class Tokens(Struct, frozen=True, tag=True):
-    """New output tokens of one request, in order. ``num_cached_tokens``: prompt tokens found in the prefix cache."""
+    """New output tokens of one request, in order.
+
+    ``num_cached_tokens``: prompt tokens found in the prefix cache. ``logprobs``: of each token, if the request asks for them.
+    """
 
     request_id: str
     token_ids: list[int]
     num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] = []
 
 
 class Finished(Struct, frozen=True, tag=True):

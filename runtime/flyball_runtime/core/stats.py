@@ -1,10 +1,12 @@
 """What the engine reports after its steps; the API process turns it into metrics and evidence."""
 
+from typing import NamedTuple
+
 from msgspec import Struct
 
 from flyball_protocol import HitPoint, KVBlocks, Lengths, Limits, StepModel
 from flyball_runtime import __version__
-from flyball_runtime.core.request import Failed, Finished
+from flyball_runtime.core.request import Failed, Finished, TokenLogprobs
 
 
 class StepStats(Struct, frozen=True, kw_only=True):
@@ -44,10 +46,23 @@ class StepStats(Struct, frozen=True, kw_only=True):
     num_allocated_kv_blocks: int = 0
 
 
+class Sampled(NamedTuple):
+    """What a step computed, for each entry of its plan that samples.
+
+    Attributes:
+        token_ids: None where the logits give no distribution.
+        logprobs: by index into ``token_ids``, for those that ask for them; None when nobody does.
+    """
+
+    token_ids: list[int | None]
+    logprobs: dict[int, TokenLogprobs] | None = None
+
+
 class StepOutput(Struct, frozen=True, tag=True):
     """Everything one step produced: ``token_ids[i]`` is the new token of ``request_ids[i]``; endings come after tokens.
 
     ``num_cached_tokens``: prompt tokens found in the prefix cache, of the requests first admitted in this step that had any.
+    ``logprobs``: of the new tokens of the requests that ask for them.
     Between two steps the engine sends one with endings alone, or with nothing but its state.
     """
 
@@ -56,6 +71,7 @@ class StepOutput(Struct, frozen=True, tag=True):
     endings: list[Finished | Failed]
     stats: StepStats
     num_cached_tokens: dict[str, int] = {}
+    logprobs: dict[str, TokenLogprobs] = {}
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):

@@ -14,8 +14,8 @@ from flyball_protocol import LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidLogits, RequestError
-from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, with_seed
-from flyball_runtime.core.stats import EngineInfo, StepOutput, StepStats
+from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, TokenLogprobs, with_seed
+from flyball_runtime.core.stats import EngineInfo, Sampled, StepOutput, StepStats
 from flyball_runtime.governor import GhostCache, Governor, OutputLengths, usable_prior
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, Ending, LimitsLedger, Scheduler, SchedulerConfig, Step
@@ -51,8 +51,8 @@ class Executor(Protocol):
         """Have memory for KV blocks ``0..num_blocks - 1``, and give back what lies above, after what was launched before."""
         ...
 
-    def collect(self, handle: Handle) -> list[int | None]:
-        """Wait for a step; return a token for each entry that samples, None where the logits give no distribution."""
+    def collect(self, handle: Handle) -> Sampled:
+        """Wait for a step; return a token for each entry that samples."""
         ...
 
 
@@ -74,16 +74,16 @@ class InThread:
     def eos_token_ids(self) -> frozenset[int]:
         return self._executor.eos_token_ids
 
-    def launch(self, plan: BatchPlan) -> Future[list[int | None]]:
+    def launch(self, plan: BatchPlan) -> Future[Sampled]:
         return self._thread.submit(self._run, plan)
 
     def resize(self, num_blocks: int) -> None:
         self._thread.submit(self._executor.resize, num_blocks).result()
 
-    def collect(self, handle: Future[list[int | None]]) -> list[int | None]:
+    def collect(self, handle: Future[Sampled]) -> Sampled:
         return handle.result()
 
-    def _run(self, plan: BatchPlan) -> list[int | None]:
+    def _run(self, plan: BatchPlan) -> Sampled:
         return self._executor.collect(self._executor.launch(plan))
 
 
@@ -256,7 +256,8 @@ class Engine:
         """Wait for the oldest step in flight, and record what it computed."""
         oldest = self._in_flight.popleft()
         step = oldest.step
-        results = self.scheduler.commit(step, self._executor.collect(oldest.handle))
+        sampled = self._executor.collect(oldest.handle)
+        results = self.scheduler.commit(step, sampled.token_ids)
         endings = [self._end(seq, ending) for seq, ending in results if ending]
         tokens = [seq for seq, ending in results if ending != "failed"]
         now_s = self._clock.now()
@@ -270,6 +271,7 @@ class Engine:
             endings=endings,
             stats=self._stats(step, duration_s, oldest.predicted_s),
             num_cached_tokens=step.num_cached_tokens,
+            logprobs=_by_request(step, sampled.logprobs, tokens) if sampled.logprobs else {},
         )
 
     def _learn(self, done: _InFlight, seconds: float) -> None:
@@ -326,6 +328,13 @@ class Engine:
             effective=scheduler.effective,
             max_num_seqs=scheduler.envelope.max_num_seqs,
         )
+
+
+def _by_request(step: Step, logprobs: dict[int, TokenLogprobs], going: list[Sequence]) -> dict[str, TokenLogprobs]:
+    """Return the log probabilities of the sequences that have got a token, by request id."""
+    sequences, ids = step.sampled, {seq.request_id for seq in going}
+    named = ((sequences[index].request_id, one) for index, one in logprobs.items())
+    return {request_id: one for request_id, one in named if request_id in ids}
 
 
 def _finished(seq: Sequence, reason: FinishReason) -> Finished:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate, Objectives
-from flyball_runtime.core.request import Failed, Finished, Prompt, Request, RequestEvent, Tokens
+from flyball_runtime.core.request import Failed, Finished, Prompt, Request, RequestEvent, TokenLogprobs, Tokens
 from flyball_runtime.core.stats import EngineInfo, StepStats
 
 
@@ -109,6 +109,7 @@ class RequestStream:
         self.num_queued_tokens = num_prompt_tokens  # 0 from the first output token on
         self.num_cached_tokens = 0
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._ending: Finished | Failed | None = None
         self._exhausted = False
         self._news = asyncio.Event()
@@ -116,6 +117,10 @@ class RequestStream:
     def push_token(self, token_id: int) -> None:
         self._token_ids.append(token_id)
         self._news.set()
+
+    def push_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Those of the token that is pushed next."""
+        self._logprobs.append(logprobs)
 
     def end(self, ending: Finished | Failed) -> None:
         """Set the ending; the first one counts."""
@@ -131,7 +136,8 @@ class RequestStream:
             raise StopAsyncIteration
         await self._news.wait()
         if self._token_ids:
-            tokens, self._token_ids = Tokens(self.request_id, self._token_ids, self.num_cached_tokens), []
+            tokens = Tokens(self.request_id, self._token_ids, self.num_cached_tokens, self._logprobs)
+            self._token_ids, self._logprobs = [], []
             if self._ending is None:
                 self._news.clear()
             return tokens
@@ -185,6 +191,12 @@ class Router:
                 if stream.num_queued_tokens:
                     self._leave_queue(stream)
                 stream.push_token(token_id)
+
+    def note_logprobs(self, logprobs: dict[str, TokenLogprobs]) -> None:
+        """Keep what one step says of tokens that ``push_tokens`` delivers next."""
+        for request_id, one in logprobs.items():
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.push_logprobs(one)
 
     def note_cached(self, num_cached_tokens: dict[str, int]) -> None:
         """Keep how many prompt tokens of each request the prefix cache held; its next tokens say so."""

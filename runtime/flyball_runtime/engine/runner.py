@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.core.stats import EngineInfo
+from flyball_runtime.core.stats import EngineInfo, Sampled
 from flyball_runtime.engine.engine import Engine, Executor, InThread, Progress
 from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
 from flyball_runtime.engine.start_up import (
@@ -23,6 +23,7 @@ from flyball_runtime.engine.start_up import (
     resolve_max_model_len,
 )
 from flyball_runtime.model.loader import TORCH_DTYPES, kernel_backend, load_model, resolve_dtype
+from flyball_runtime.model.logprobs import SampledLogprobs
 from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
 from flyball_runtime.model.transformer import StepInputs
 from flyball_runtime.scheduler import BatchPlan
@@ -113,10 +114,12 @@ class LaunchedStep:
 
     Attributes:
         token_ids: ``[num_sampled]`` int64 on the host, whole once ``done`` is; None when nothing is sampled.
+        logprobs: likewise; None when nobody asks for them.
         done: None on a CPU, which has computed them.
     """
 
     token_ids: Tensor | None
+    logprobs: SampledLogprobs | None = None
     done: torch.cuda.Event | None = None
 
 
@@ -238,32 +241,34 @@ class ModelRunner:
         samples = np.array(plan.samples)
         rows = np.array(plan.rows)[samples]
         ends = np.array(plan.starts)[samples] + np.array(plan.num_scheduled)[samples]
+        raw = self._sampling.raw_logprobs(logits, rows)
         token_ids = self._sampling.sample(logits, rows, ends)
         self._rows.remember(torch.from_numpy(rows).to(self._device, non_blocking=True), token_ids)
-        return self._to_host(token_ids)
+        return self._to_host(token_ids, None if raw is None else raw.of_tokens(token_ids))
 
     def resize(self, num_blocks: int) -> None:
         self._pool.resize(num_blocks)
 
-    def collect(self, handle: LaunchedStep) -> list[int | None]:
+    def collect(self, handle: LaunchedStep) -> Sampled:
         if handle.token_ids is None:
-            return []
+            return Sampled([])
         if handle.done is not None:
             handle.done.synchronize()
         token_ids: list[int | None] = handle.token_ids.tolist()
         if NO_TOKEN in token_ids:
-            return [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
-        return token_ids
+            token_ids = [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
+        return Sampled(token_ids) if handle.logprobs is None else Sampled(token_ids, handle.logprobs.by_index())
 
-    def _to_host(self, token_ids: Tensor) -> LaunchedStep:
+    def _to_host(self, token_ids: Tensor, logprobs: SampledLogprobs | None) -> LaunchedStep:
         """Have the tokens copied as soon as they are there, before any step that is launched later."""
         if self._device.type != "cuda":
-            return LaunchedStep(token_ids)
+            return LaunchedStep(token_ids, logprobs)
         host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
         host.copy_(token_ids, non_blocking=True)
+        logprobs = None if logprobs is None else logprobs.on_host()
         done = torch.cuda.Event()
         done.record()
-        return LaunchedStep(host, done)
+        return LaunchedStep(host, logprobs, done)
 
 
 class _Stages:

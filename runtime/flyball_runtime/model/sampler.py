@@ -9,6 +9,7 @@ from flyball_kernels.sampling import NO_TOKEN, sample
 from flyball_runtime.core.past import Past
 from flyball_runtime.core.request import SamplingParams
 from flyball_runtime.model.logits_processor import LogitsProcessor
+from flyball_runtime.model.logprobs import RawLogprobs
 
 __all__ = ["NO_TOKEN", "SamplingTensors"]
 
@@ -27,6 +28,7 @@ class SamplingTensors:
         self._top_p = np.ones(num_rows, np.float32)
         self._min_p = np.zeros(num_rows, np.float32)
         self._seeds = np.zeros(num_rows, np.int64)
+        self._num_logprobs = np.full(num_rows, -1)
         self._processor = LogitsProcessor(num_rows, self._device, backend)
 
     def set_row(self, row: int, sampling: SamplingParams, past: Past | None = None) -> None:
@@ -37,7 +39,13 @@ class SamplingTensors:
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
         self._seeds[row] = sampling.seed
+        self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._processor.set_row(row, sampling, past)
+
+    def raw_logprobs(self, logits: Tensor, rows: np.ndarray) -> RawLogprobs | None:
+        """Return what ``sample``, which changes the logits, would lose; None when no row asks for it."""
+        counts = self._num_logprobs[rows]
+        return RawLogprobs.of(logits, counts) if (counts >= 0).any() else None
 
     def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Choose one token per row; what a row gets depends on its own logits, settings and position alone.

@@ -79,6 +79,10 @@ async def test_bodies_that_are_no_json_object(client: httpx.AsyncClient, path: s
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
         ({"bad_words": [""]}, "bad_words"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"bad_words": "word"}, "bad_words"),
         ({"bad_words": ["x"] * 129}, "bad_words"),
         ({"n": 0}, "n"),
@@ -141,6 +145,9 @@ async def test_values_out_of_range_name_their_field(
         ({"prompt": [5] * 1024}, "context_length_exceeded"),
         ({"prompt": "a", "max_tokens": 2**70}, "context_length_exceeded"),
         ({"prompt": "a", "echo": True}, "invalid_request"),
+        ({"prompt": "a", "logprobs": 21}, "invalid_request"),
+        ({"prompt": "a", "logprobs": -1}, "invalid_request"),
+        ({"prompt": "a", "logprobs": True}, "invalid_request"),
         ({"prompt": "a", "messages": []}, "invalid_request"),
     ],
 )
@@ -153,8 +160,6 @@ async def test_prompts_that_cannot_run(client: httpx.AsyncClient, engine: FakeEn
 @pytest.mark.parametrize(
     "fields",
     [
-        {"logprobs": True},
-        {"logprobs": 0},
         {"prompt_logprobs": 0},
         {"echo": 0},
         {"best_of": True},

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -64,6 +65,27 @@ async def test_openai_client_models_and_completions(app: FastAPI, engine: FakeEn
         assert [choice.index for choice in answer.choices] == [0, 1] and answer.choices[0].finish_reason == "length"
 
 
+async def test_openai_client_reads_logprobs(app: FastAPI) -> None:
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    settings: Any = {"model": MODEL, "messages": messages, "logprobs": True, "top_logprobs": 2}
+    async with served(app) as address, openai_client(address) as client:
+        choice = (await client.chat.completions.create(**settings)).choices[0]
+        assert choice.logprobs is not None and choice.logprobs.content
+        assert "".join(one.token for one in choice.logprobs.content) == choice.message.content
+        assert [len(one.top_logprobs) for one in choice.logprobs.content] == [2] * len(choice.logprobs.content)
+        streamed = [
+            one
+            async for chunk in await client.chat.completions.create(**settings, stream=True)
+            if chunk.choices[0].logprobs is not None
+            for one in chunk.choices[0].logprobs.content or []
+        ]
+        assert [one.to_dict() for one in streamed] == [one.to_dict() for one in choice.logprobs.content]
+        completion = await client.completions.create(model=MODEL, prompt="Hi", logprobs=1)
+        logprobs = completion.choices[0].logprobs
+        assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs
+        assert logprobs.top_logprobs == [{token: -0.5} for token in logprobs.tokens]
+
+
 async def test_openai_client_errors(app: FastAPI, engine: FakeEngine) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     async with served(app) as address, openai_client(address) as client:
@@ -71,8 +93,8 @@ async def test_openai_client_errors(app: FastAPI, engine: FakeEngine) -> None:
             await client.chat.completions.create(model="gpt-9", messages=messages)
         assert missing.value.code == "model_not_found" and missing.value.request_id
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(model=MODEL, messages=messages, logprobs=True)
-        assert refused.value.param == "logprobs"
+            await client.chat.completions.create(model=MODEL, messages=messages, top_logprobs=3)
+        assert refused.value.param == "top_logprobs"
         engine.start_drain()
         with pytest.raises(openai.InternalServerError) as draining:
             await client.chat.completions.create(model=MODEL, messages=messages)

@@ -14,7 +14,7 @@ from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.request import Failed, Finished, Request, SamplingParams, Sequence
-from flyball_runtime.core.stats import EngineInfo, StepOutput
+from flyball_runtime.core.stats import EngineInfo, Sampled, StepOutput
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.scheduler import BatchPlan
 
@@ -208,9 +208,9 @@ class StandIn:
     def launch(self, plan: BatchPlan) -> BatchPlan:
         return plan
 
-    def collect(self, handle: BatchPlan) -> list[int | None]:
+    def collect(self, handle: BatchPlan) -> Sampled:
         self._clock.advance(handle.num_tokens * 0.5)
-        return [7] * sum(handle.samples)
+        return Sampled([7] * sum(handle.samples))
 
 
 @pytest.mark.parametrize("ahead", [False, True])

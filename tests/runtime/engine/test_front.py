@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from flyball_protocol import Lengths, Limits, StepModel
-from flyball_runtime.core.request import Failed, Finished, Tokens
+from flyball_runtime.core.request import Failed, Finished, TokenLogprobs, Tokens
 from flyball_runtime.engine.front import RequestStream, RetryAfter, Router
 from runtime.fake_engine import step_stats
 
@@ -30,6 +30,17 @@ def test_tokens_that_wait_for_the_reader_merge_and_the_ending_comes_last() -> No
     router.push_tokens(["a"], [2])
     router.end(FINISHED)
     assert collect(stream) == [Tokens("a", [1, 2]), FINISHED]
+
+
+def test_logprobs_merge_with_their_tokens() -> None:
+    router = Router()
+    stream = open_stream(router)
+    one, two = TokenLogprobs(1, -0.5, [1], [-0.5]), TokenLogprobs(2, -0.25, [], [])
+    for logprobs in (one, two):
+        router.note_logprobs({"a": logprobs, "gone": logprobs})
+        router.push_tokens(["a"], [logprobs.token_id])
+    router.end(FINISHED)
+    assert collect(stream) == [Tokens("a", [1, 2], logprobs=[one, two]), FINISHED]
 
 
 def test_a_reader_that_keeps_up_gets_each_token() -> None:

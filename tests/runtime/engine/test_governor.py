@@ -9,7 +9,7 @@ from flyball_protocol import BootPrior, Limits, LimitsChange, LimitsStatus, Limi
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.request import Request, SamplingParams
-from flyball_runtime.core.stats import EngineInfo, StepStats
+from flyball_runtime.core.stats import EngineInfo, Sampled, StepStats
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.scheduler import BatchPlan
 from runtime.governor.plants import LINEAR
@@ -50,9 +50,9 @@ class Plant:
     def resize(self, num_blocks: int) -> None:
         self._clock.advance_to(max(self._clock.now(), self._free_s) + RESIZE_S)
 
-    def collect(self, handle: tuple[float, int]) -> list[int | None]:
+    def collect(self, handle: tuple[float, int]) -> Sampled:
         self._clock.advance_to(handle[0])
-        return [1] * handle[1]
+        return Sampled([1] * handle[1])
 
 
 def make(
