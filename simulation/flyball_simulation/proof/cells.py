@@ -166,10 +166,11 @@ def shift() -> Cell:
 
 
 def overload() -> Cell:
+    """All contenders run ``edf``; who posts objectives has them as deadlines, and without any the order is that of arrival."""
     rate = CAPACITY["chat390"]
     return Cell(
         name="overload 1.5x for a third",
-        setup=CHAT_390,
+        setup=structs.replace(CHAT_390, scheduling_policy="edf"),
         phases=tuple(Phase(mix="chat", rate=load * rate, seconds=1 / 3) for load in (0.8, 1.5, 0.8)),
         minutes=30.0,
         load=1.5,
