@@ -133,8 +133,8 @@ class StepModel(Struct, frozen=True, kw_only=True):
         residual_p50, residual_p95: quantiles of ``|measured - predicted| / predicted`` over recent steps, each predicted
             before it was learned from; None before the first.
         num_steps: learned from.
-        covariance: of the coefficients ``(base, token, context, pair)``, each scaled to the cost of a typical step; upper
-            triangle, row by row; empty if unknown.
+        covariance: of the seconds for (a step, 256 tokens, 2**16 context tokens, 2**18 pairs), upper triangle, row by row, if
+            steps differ by 100 % from what is predicted: multiply it by the square of their relative error. Empty if unknown.
         settled: whether the predictions can be planned with.
     """
 
