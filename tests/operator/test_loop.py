@@ -160,3 +160,13 @@ def test_the_log_says_what_each_replica_made_of_it(
     with caplog.at_level("DEBUG", logger="flyball_operator"):
         asyncio.run(loop.round(TUNING, TARGETS))
     assert (level, words) in [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def test_a_replica_that_goes_on_refusing_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    admin = Admin(**NOT_POSTED)
+    loop, _ = make_loop(admin)
+    with caplog.at_level("DEBUG", logger="flyball_operator"):
+        for admin.status in (LimitsStatus.STALE, LimitsStatus.STALE, LimitsStatus.APPLIED, LimitsStatus.STALE):
+            asyncio.run(loop.round(TUNING, TARGETS))
+    levels = [one.levelname for one in caplog.records if one.getMessage().startswith("one ")]
+    assert levels == ["WARNING", "DEBUG", "DEBUG", "WARNING"]

@@ -46,6 +46,7 @@ class SlowLoop:
     ) -> None:
         self._admin = admin
         self._clock = clock
+        self._answers: dict[str, str] = {}
         self._core = LoopCore(deployment, on_record=on_record, memory=memory)
 
     @property
@@ -75,22 +76,24 @@ class SlowLoop:
     async def _post(self, targets: Sequence[Target], updates: Mapping[str, LimitsUpdate]) -> tuple[Posted, ...]:
         wanted = {target: updates[target.name] for target in targets if target.name in updates}
         posted = await self._admin.post_all(wanted)
+        self._answers = {target.name: self._answers.get(target.name, "") for target in wanted}
         for one, update in zip(posted, wanted.values(), strict=True):
-            _log_answer(one, update)
+            self._log_answer(one, update)
         return tuple(posted)
 
+    def _log_answer(self, posted: Posted, update: LimitsUpdate) -> None:
+        """Log what a replica answered; a problem that stays is a warning once."""
+        level, words = _answer(posted, update)
+        is_old, self._answers[posted.pod] = self._answers.get(posted.pod) == words, words
+        log.log(logging.DEBUG if is_old else level, "%s %s", posted.pod, words)
 
-def _log_answer(posted: Posted, update: LimitsUpdate) -> None:
-    if posted.ack is None:
-        log.warning("%s did not take limits revision %d: %s", posted.pod, update.revision, posted.problem)
-    elif posted.ack.status in (LimitsStatus.STALE, LimitsStatus.REJECTED):
-        log.warning(
-            "%s refused limits revision %d (%s, revision %d in force): %s",
-            posted.pod,
-            update.revision,
-            posted.ack.status,
-            posted.ack.revision,
-            posted.ack.reason,
-        )
-    else:
-        log.debug("%s has limits revision %d: %s", posted.pod, posted.ack.revision, posted.ack.status)
+
+def _answer(posted: Posted, update: LimitsUpdate) -> tuple[int, str]:
+    """Return the log level of an answer, and it in words."""
+    ack = posted.ack
+    if ack is None:
+        return logging.WARNING, f"did not take limits revision {update.revision}: {posted.problem}"
+    if ack.status in (LimitsStatus.STALE, LimitsStatus.REJECTED):
+        stands = f"{ack.status}, revision {ack.revision} in force"
+        return logging.WARNING, f"refused limits revision {update.revision} ({stands}): {ack.reason}"
+    return logging.DEBUG, f"has limits revision {ack.revision}: {ack.status}"
