@@ -15,12 +15,12 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import save
 from flyball_runtime.core.request import Request, SamplingParams, Sequence
 from flyball_runtime.kv_cache import KVCache, hash_prompt
-from flyball_runtime.scheduler import Scheduler, SchedulerConfig, Step
+from flyball_runtime.scheduler import Scheduler, SchedulerConfig
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 16
@@ -37,8 +37,16 @@ def make_sequences(rng: random.Random, hash_in_step: bool) -> Iterator[Sequence]
         yield Sequence(request, max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset())
 
 
-def timed_step(scheduler: Scheduler) -> tuple[Step, float]:
-    """Return the plan and the seconds that plan and commit took."""
+class TimedStep(NamedTuple):
+    """What is kept of a step. Not the plan: thousands of them would be walked by the garbage collector, in later steps."""
+
+    num_decodes: int
+    num_prompts: int
+    seconds: float
+
+
+def timed_step(scheduler: Scheduler) -> TimedStep:
+    """Take a step; time plan and commit."""
     start_s = time.perf_counter()
     plan = scheduler.plan()
     planned_s = time.perf_counter()
@@ -46,7 +54,8 @@ def timed_step(scheduler: Scheduler) -> tuple[Step, float]:
     sampled = [7] * sum(plan.samples)
     ran_s = time.perf_counter()
     scheduler.commit(plan, sampled)
-    return plan, (planned_s - start_s) + (time.perf_counter() - ran_s)
+    seconds = (planned_s - start_s) + (time.perf_counter() - ran_s)
+    return TimedStep(plan.num_decodes, len(plan.sequences) - plan.num_decodes, seconds)
 
 
 def main() -> None:
@@ -67,7 +76,7 @@ def main() -> None:
         steps.append(timed_step(scheduler))
 
     steps = steps[WARMUP_STEPS:]
-    decodes_only = [(plan, seconds) for plan, seconds in steps if len(plan.sequences) == plan.num_decodes]
+    decodes_only = [step for step in steps if not step.num_prompts]
     save(
         "scheduler",
         {
@@ -79,10 +88,10 @@ def main() -> None:
     )
 
 
-def report(name: str, steps: list[tuple[Step, float]]) -> dict[str, Any]:
-    quantiles_s = statistics.quantiles([seconds for _, seconds in steps], n=100)
-    num_decodes = statistics.mean(plan.num_decodes for plan, _ in steps)
-    num_chunks = statistics.mean(len(plan.sequences) - plan.num_decodes for plan, _ in steps)
+def report(name: str, steps: list[TimedStep]) -> dict[str, Any]:
+    quantiles_s = statistics.quantiles([step.seconds for step in steps], n=100)
+    num_decodes = statistics.mean(step.num_decodes for step in steps)
+    num_chunks = statistics.mean(step.num_prompts for step in steps)
     print(
         f"{name}: {len(steps)}, each {num_decodes:.0f} decodes and {num_chunks:.1f} prompts; "
         f"plan + commit median {quantiles_s[49] * 1e6:.0f} us, p99 {quantiles_s[98] * 1e6:.0f} us"
