@@ -108,6 +108,8 @@ def test_the_admin_token_comes_from_a_secret_and_never_from_arguments() -> None:
     found = container(build())
     reference = {"name": "chat-admin-token", "key": "token"}
     assert {"name": endpoints.ADMIN_TOKEN_ENV, "valueFrom": {"secretKeyRef": reference}} in found["env"]
+    label = {"apiVersion": "v1", "fieldPath": "metadata.labels['pod-template-hash']"}
+    assert {"name": endpoints.TEMPLATE_ENV, "valueFrom": {"fieldRef": label}} in found["env"]
     assert not any("token" in argument for argument in found["args"] if "batched" not in argument)
 
 

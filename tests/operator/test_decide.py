@@ -151,6 +151,13 @@ def test_the_first_round_posts_objectives_and_step_target() -> None:
     assert (decision.state.objectives, decision.is_lease_at("replica 1")) == (POSTED, True)
 
 
+def test_a_replica_that_just_started_is_told_the_objectives_and_not_judged() -> None:
+    young = make_evidence(posted=None, uptime_s=1.0)
+    decision = decided(young, state=TunerState())
+    assert decision.reason is Reason.OBJECTIVES_SET
+    assert decided(seen(uptime_s=1.0, itl_over=9000), state=decision.state).reason is Reason.NO_EVIDENCE
+
+
 def test_after_a_restart_the_step_target_in_force_is_kept() -> None:
     decision = decided(seen(posted=None), state=TunerState(revision=3, limits=PACED))
     assert (decision.reason, decision.limits) == (Reason.OBJECTIVES_SET, PACED)

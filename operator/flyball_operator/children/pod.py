@@ -131,12 +131,17 @@ def _lifecycle(pre_stop_s: int) -> Object:
     return {"preStop": {"sleep": {"seconds": pre_stop_s}}} if pre_stop_s else {}
 
 
+_TEMPLATE_HASH = {"apiVersion": "v1", "fieldPath": "metadata.labels['pod-template-hash']"}
+"""The label that a Deployment gives its pods, so that evidence of two templates is told apart without changing either."""
+
+
 def _env(llm: LLMDeployment, admin_token_secret: str) -> list[Object]:
     """Return the variables, one per name: the spec's own replace ours."""
     given = [_given_variable(variable) for variable in llm.spec.runtime.env]
     ours = [
         _from_secret(endpoints.ADMIN_TOKEN_ENV, admin_token_secret, names.ADMIN_TOKEN_KEY),
         {"name": endpoints.LISTENER_ENV, "value": _LISTENER_SOCKET},
+        {"name": endpoints.TEMPLATE_ENV, "valueFrom": {"fieldRef": _TEMPLATE_HASH}},
         *_cache_env(),
         *_hub_token(llm),
     ]

@@ -10,7 +10,7 @@ import aiohttp
 
 from flyball_operator.local.replica import CrashBackoff, Replica, State
 from flyball_operator.local.template import RESOURCE_NAME, ProcessTemplate
-from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
+from flyball_protocol.endpoints import ADMIN_TOKEN_ENV, TEMPLATE_ENV
 
 VISIBLE_ENV = "CUDA_VISIBLE_DEVICES"
 
@@ -203,7 +203,7 @@ class Fleet:
         replica = Replica(
             number,
             self.template,
-            {**self.template.env, **devices, ADMIN_TOKEN_ENV: self._token},
+            {**self.template.env, **devices, ADMIN_TOKEN_ENV: self._token, TEMPLATE_ENV: self.template.digest},
             self._log_dir / f"replica-{number}.log",
             self._session,
             on_change=self._changed.set,

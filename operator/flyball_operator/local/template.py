@@ -15,7 +15,7 @@ from flyball_operator.errors import LocalError
 from flyball_operator.local.process import Probe
 from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment
-from flyball_protocol.endpoints import ADMIN_TOKEN_ENV
+from flyball_protocol.endpoints import ADMIN_TOKEN_ENV, TEMPLATE_ENV
 from flyball_protocol.quoting import one_line, quoted
 
 KUBERNETES_GRACE_S = 30.0
@@ -218,7 +218,7 @@ def _env(pod: PodSpec, container: ContainerSpec) -> Iterator[tuple[str, str]]:
     pod_only = tuple(mount.mount_path for mount in container.volume_mounts if mount.name not in here)
     for variable in container.env:
         if variable.value_from is not None:
-            if variable.name != ADMIN_TOKEN_ENV and variable.name not in os.environ:
+            if variable.name not in (ADMIN_TOKEN_ENV, TEMPLATE_ENV, *os.environ):
                 raise LocalError(
                     f"env {one_line(variable.name)} comes from a cluster object; set it in the environment of this command"
                 )

@@ -79,12 +79,21 @@ def largest_family(evidence: Sequence[PodEvidence], known: str) -> str:
 
 
 def find_faults(
-    evidence: Sequence[PodEvidence], *, interval_s: float, seen: Mapping[str, Seen] | None = None
+    evidence: Sequence[PodEvidence],
+    *,
+    interval_s: float,
+    seen: Mapping[str, Seen] | None = None,
+    min_uptime_s: float | None = None,
 ) -> dict[str, str]:
-    """Return why replicas cannot be decided on, by their names; those that can be are left out."""
+    """Return why replicas cannot be decided on, by their names; those that can be are left out.
+
+    Args:
+        min_uptime_s: younger ones say too little; by default an interval.
+    """
     seen = seen or {}
+    least_s = interval_s if min_uptime_s is None else min_uptime_s
     found = {
-        pod.pod: fault(pod, max_age_s=MAX_AGE_INTERVALS * interval_s, min_uptime_s=interval_s, before=seen.get(pod.pod))
+        pod.pod: fault(pod, max_age_s=MAX_AGE_INTERVALS * interval_s, min_uptime_s=least_s, before=seen.get(pod.pod))
         for pod in evidence
     }
     return {pod: why for pod, why in found.items() if why}

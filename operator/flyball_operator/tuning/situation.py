@@ -318,7 +318,9 @@ def look(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence], now
     if state.family and kind != state.family:
         state = TunerState(revision=state.revision, tuned=state.tuned, family=kind)
     seen = {one.pod: one for one in state.seen}
-    faults = find_faults(own, interval_s=tuning.interval_seconds, seen=seen)
+    # A replica may be too young to judge by, and still be told the objectives.
+    min_uptime_s = 0.0 if state.objectives is None else None
+    faults = find_faults(own, interval_s=tuning.interval_seconds, seen=seen, min_uptime_s=min_uptime_s)
     answered = {one.pod: one.evidence for one in own if one.evidence is not None}
     usable = {pod: one for pod, one in answered.items() if pod not in faults}
     if not usable or len(usable) < MIN_EVIDENCE * len(own):
