@@ -1,5 +1,6 @@
 """/v1/chat/completions and /v1/completions: from a body to a running Generation, and its answer, whole or streamed."""
 
+import json
 import logging
 import time
 import uuid
@@ -73,6 +74,8 @@ class ChatFormat:
     id_prefix = "chatcmpl-"
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    prompt_in_choice = False
+    """Where the prompt's token ids belong; a completion may have several prompts."""
 
     def __init__(self, token_text: TokenText) -> None:
         self._token_text = token_text
@@ -107,6 +110,7 @@ class CompletionFormat:
     id_prefix = "cmpl-"
     response_object = "text_completion"
     chunk_object = "text_completion"
+    prompt_in_choice = True
 
     def __init__(self, token_text: TokenText) -> None:
         self._token_text = token_text
@@ -149,6 +153,17 @@ class CompletionFormat:
 
 
 Format = ChatFormat | CompletionFormat
+
+
+def _prompt_token_ids(choice: Choice) -> dict[str, Any]:
+    return {} if choice.prompt_token_ids is None else {"prompt_token_ids": choice.prompt_token_ids}
+
+
+def _all_token_ids(choice: Choice, format: Format) -> dict[str, Any]:
+    if choice.prompt_token_ids is None:
+        return {}
+    prompt = _prompt_token_ids(choice) if format.prompt_in_choice else {}
+    return prompt | {"token_ids": choice.take_token_ids()}
 
 
 class AnswerFrame:
@@ -225,7 +240,7 @@ class EventStream(Response):
         if not text and choice.finish_reason is None:
             return []
         parts: list[bytes | None] = []
-        if choice.index not in self._opened:
+        if opens := choice.index not in self._opened:
             self._opened.add(choice.index)
             parts.append(format.opening(choice.index))
         logprobs = _one_line(format.logprobs(choice))
@@ -235,7 +250,17 @@ class EventStream(Response):
         if choice.finish_reason is not None:
             parts.append(format.finish(choice.index, choice.finish_reason, logprobs))
         usage = self._running_usage(choice)
-        return [self._frame.chunk(part, usage) for part in parts if part is not None]
+        chunks = [self._frame.chunk(part, usage) for part in parts if part is not None]
+        return chunks if choice.prompt_token_ids is None else self._with_token_ids(chunks, choice, opens)
+
+    def _with_token_ids(self, chunks: list[bytes], choice: Choice, opens: bool) -> list[bytes]:
+        """The prompt's in the first chunk of the choice, the new ones of the output in the last of these."""
+        events = [json.loads(chunk.removeprefix(b"data: ")) for chunk in chunks]
+        if opens:
+            first = events[0]["choices"][0] if self._format.prompt_in_choice else events[0]
+            first |= _prompt_token_ids(choice)
+        events[-1]["choices"][0]["token_ids"] = choice.take_token_ids()
+        return [b"data: %b\n\n" % _one_line(event) for event in events]
 
     def _running_usage(self, choice: Choice) -> TokenUsage | None:
         if not self._options.continuous_usage_stats:
@@ -354,8 +379,9 @@ class CompletionRoutes:
             return EventStream(generation, format, frame, body.stream_options or StreamOptions())
         async with generation.running(request.receive):
             await generation.wait_all()
-            choices = [format.choice(choice) for choice in generation.choices]
-            return json_response(frame.response(choices, generation.usage))
+            choices = [format.choice(choice) | _all_token_ids(choice, format) for choice in generation.choices]
+            prompt = {} if format.prompt_in_choice else _prompt_token_ids(generation.choices[0])
+            return json_response(frame.response(choices, generation.usage) | prompt)
 
     @staticmethod
     def _call(request: Request, understood: Understood, arrival_s: float) -> CheckedRequest:
@@ -370,4 +396,5 @@ class CompletionRoutes:
             urgency=urgency_of(body, request.headers),
             client=client_of(request),
             cache_salt=body.cache_salt,
+            return_token_ids=bool(body.return_token_ids),
         )

@@ -40,10 +40,19 @@ class Choice:
     """One engine request: takes its events and turns them into text and one ending.
 
     Attributes:
+        prompt_token_ids: None unless the answer tells token ids.
         finish_reason: set once, when the request has ended well.
     """
 
-    def __init__(self, index: int, request: Request, events: AsyncIterator[RequestEvent], output: OutputText) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        events: AsyncIterator[RequestEvent],
+        output: OutputText,
+        *,
+        keeps_token_ids: bool = False,
+    ) -> None:
         self.index = index
         self.request_id = request.request_id
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -52,7 +61,9 @@ class Choice:
         self.ended = False
         self._events = events
         self._output = output
+        self.prompt_token_ids = request.prompt_token_ids if keeps_token_ids else None
         self._pieces: list[str] = []
+        self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
     @property
@@ -64,6 +75,11 @@ class Choice:
         text = "".join(self._pieces)
         self._pieces.clear()
         return text
+
+    def take_token_ids(self) -> list[int]:
+        """Those of the output that came since the last call, if the answer tells them."""
+        taken, self._token_ids = self._token_ids, []
+        return taken
 
     def take_logprobs(self) -> list[TokenLogprobs]:
         """Those of the tokens that came since the last call; their text may still be held back."""
@@ -113,6 +129,8 @@ class Choice:
         text = self._output.add(event.token_ids)
         num_new = self.num_output_tokens - before
         self._logprobs += event.logprobs[:num_new]
+        if self.prompt_token_ids is not None:
+            self._token_ids += event.token_ids[:num_new]
         if text:
             self._pieces.append(text)
             changed(self)
@@ -151,6 +169,7 @@ class CheckedRequest:
     urgency: Urgency
     client: str
     cache_salt: str | None
+    return_token_ids: bool = False
 
     def engine_requests(self) -> list[Request]:
         """One per choice, prompt by prompt: choice ``index`` answers prompt ``index // num_choices``."""
@@ -265,7 +284,9 @@ class Generation:
                     await asyncio.sleep(0)
                 num_tokens += len(request.prompt_token_ids)
                 events = self._front.submit(request)
-                self.choices.append(Choice(index, request, events, self._codec.output(request.sampling)))
+                output = self._codec.output(request.sampling)
+                keeps_token_ids = self.call.return_token_ids
+                self.choices.append(Choice(index, request, events, output, keeps_token_ids=keeps_token_ids))
         except BaseException as error:
             if isinstance(error, RequestError):
                 self._measured.rejected(error.code)

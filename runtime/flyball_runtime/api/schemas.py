@@ -36,7 +36,6 @@ _COMMON_NOOPS: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
-    "return_token_ids": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "truncate_prompt_tokens": (None,),
     "echo": (None, False),
@@ -107,6 +106,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         top_k: -1 is off too, as vLLM's clients send it.
+        return_token_ids: answer with the token ids of prompt and output too.
         logit_bias: by token id, written as a text, as JSON has it.
         add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
         priority: lower runs first, under ``--scheduling-policy priority`` and ``edf``.
@@ -131,6 +131,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    return_token_ids: bool | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
