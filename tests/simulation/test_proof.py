@@ -64,7 +64,6 @@ def test_there_and_back_is_counted_within_its_time() -> None:
 
 RULES_PASS = frozenset(
     {
-        "a start at the optimum, under KV pressure",
         "decodes alone take too long",
         "metrics are lost for 10 minutes",
         "the operator is down for 10 minutes",
