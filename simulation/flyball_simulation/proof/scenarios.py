@@ -69,7 +69,7 @@ def scenarios() -> list[Scenario]:
         ),
         Scenario(
             "a start at the optimum, under KV pressure",
-            "a start with the best limits is left as good as it is: 98 % of all requests are good, and under those limits all are",
+            "a start with the best limits is left as good as it is: 98 % of all requests are good (under those limits: all)",
             at_the_optimum(),
             lambda run, cell: _at_least(run, 0.98),
         ),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flyball_protocol import BootPrior, Limits, StepModel
 from flyball_runtime.governor import MIN_CHUNK, Governor, usable_prior
-from flyball_runtime.governor.pace import FIRST_CHUNK, work_of
+from flyball_runtime.governor.pace import FIRST_CHUNK, NEXT_TO_NOTHING, work_of
 from runtime.governor.plants import LINEAR, mixed, took
 
 
@@ -58,10 +58,21 @@ def test_a_chunk_is_the_longest_that_stays_within_the_target(
         pairs = chunk * start + chunk * (chunk + 1) // 2
         return 1.25 * model.predict(chunk, decodes, decodes * 1000, pairs)  # the margin of what was never measured
 
+    bound_s = max(target_ms / 1000, NEXT_TO_NOTHING * seconds(0))
     if found > min(least, most):
-        assert seconds(found) <= target_ms / 1000 * 1.0001
+        assert seconds(found) <= bound_s * 1.0001
     if found < most:
-        assert seconds(found + MIN_CHUNK) >= target_ms / 1000 * 0.9999
+        assert seconds(found + MIN_CHUNK) >= bound_s * 0.9999
+
+
+def test_a_target_that_no_step_can_meet_holds_nothing_back_that_is_free():
+    """Reading the weights takes 52 ms, and they are good for 1000 tokens; a target of 51 ms must not starve prompts."""
+    paced = governor(51.0, StepModel(base_s=0.052, token_s=5e-5, knee_tokens=1000.0))
+    assert paced.chunk(Step(8, 8, 8000), 0, 2048) >= 900
+    assert paced.fits(100, 100_000)
+    dear = governor(51.0, StepModel(base_s=0.052, token_s=5e-5))
+    assert dear.chunk(Step(8, 8, 8000), 0, 2048) <= 32
+    assert not dear.fits(100, 100_000)
 
 
 def test_without_a_target_or_decodes_a_step_has_time_for_all():
