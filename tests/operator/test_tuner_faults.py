@@ -234,6 +234,14 @@ def test_a_replica_that_becomes_slow_is_named_too() -> None:
     assert "1.4 times as long as they did" in deployment.decisions[-1].findings.slow["replica 1"]
 
 
+def test_mode_recommend_settles_nothing() -> None:
+    deployment = Deployment(quiet, tuning=structs.replace(TUNING, mode="Recommend"))
+    deployment.minutes(5)
+    assert [one for one in deployment.changes if one[1] != "ObjectivesSet"] == []
+    assert deployment.decisions[-1].reason is Reason.STEADY
+    assert deployment.limits == START
+
+
 def test_every_decision_replays() -> None:
     deployment = Deployment(over_above(30))
     deployment.minutes(10)

@@ -176,7 +176,8 @@ def _commit(now: Situation) -> Decision | None:
     last = now.state.last_move
     is_new = last is not None and now.now_s - last.at_s < now.pooled.window_s
     is_bad = now.standings & {Standing.OVER, Standing.UNKNOWN}
-    if now.state.settled or now.revision == 0 or is_new or is_bad or now.state.objectives is None:
+    is_due = now.tuning.mode == "Auto" and now.revision > 0 and now.state.objectives is not None
+    if now.state.settled or not is_due or is_new or is_bad:
         return None
     state = structs.replace(now.remembered, settled=True, fallback=None)
     held = now.hold(
