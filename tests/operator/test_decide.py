@@ -163,6 +163,14 @@ def test_after_a_restart_the_step_target_in_force_is_kept() -> None:
     assert (decision.reason, decision.limits) == (Reason.OBJECTIVES_SET, PACED)
 
 
+def test_a_step_target_that_lets_hardly_any_request_in_is_lifted() -> None:
+    starved = seen(ttft_count=4, itl_count=80, blocked_by={"step_time": 0.9}, num_waiting=50, num_running=1)
+    decision = decided(starved)
+    assert (decision.action, decision.reason) == (Action.CHANGE, Reason.STARVING)
+    assert decision.limits == structs.replace(PACED, step_time_target_ms=40.0)
+    assert decided(seen(ttft_count=4, blocked_by={"step_time": 0.9}, num_waiting=1)).reason is Reason.FEW_SAMPLES
+
+
 def test_new_objectives_start_afresh() -> None:
     state = structs.replace(SETTLED, trim=0.7).banned(move(38.0, 30.0), NOW_S)
     tuning = Objectives(inter_token_latency_p95_milliseconds=80)

@@ -12,6 +12,7 @@ from msgspec import structs
 from flyball_operator.tuning import Action, Decision, Reason, decide
 from flyball_operator.tuning.decision import Decision as AnyDecision
 from flyball_operator.tuning.knobs import Knob
+from flyball_operator.tuning.recovery import Memory
 from flyball_operator.tuning.signals import Signal
 from flyball_operator.tuning.state import Forecast, Trial, TunerState
 from flyball_operator.tuning.trial import ENOUGH, PATIENCE_WINDOWS, forecast_of, likelihood_ratio
@@ -220,7 +221,9 @@ class Fleet(RuleBasedStateMachine):
 
     @rule()
     def the_operator_restarts(self) -> None:
-        self.deployment.restart_operator()
+        state, replicas = self.deployment.core.state, self.deployment.replicas
+        newest = max(state.revision, *(one.revision for one in replicas))
+        self.deployment.restart_operator(Memory(revision=newest, trying=state.trial is not None, tuned=state.tuned))
 
     @rule()
     def leases_run_out(self) -> None:

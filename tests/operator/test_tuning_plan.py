@@ -96,6 +96,12 @@ def test_short_outputs_need_a_wider_margin() -> None:
     assert spare_share(10_000) == pytest.approx(0.0464, abs=1e-3)
 
 
+def test_a_target_near_what_any_step_takes_still_lets_a_few_sequences_run() -> None:
+    slow = structs.replace(MODEL, base_s=0.047)
+    plan = make_plan(slow, LENGTHS, BOTH, WIDE, kv_tokens=390_000)
+    assert 0.05 >= plan.step_s > slow.predict(16, 4, 4400, 256)
+
+
 def test_the_trim_moves_the_step_time() -> None:
     whole, less = (make_plan(MODEL, LENGTHS, BOTH, WIDE, kv_tokens=390_000, trim=one) for one in (1.0, 0.8))
     assert less.step_s == pytest.approx(0.8 * whole.step_s)

@@ -43,6 +43,7 @@ AT_ONCE = frozenset(
         Reason.OUT_OF_BOUNDS,
         Reason.OUT_OF_STEP,
         Reason.OBJECTIVES_SET,
+        Reason.STARVING,
         Reason.MEMORY_PRESSURE,
         Reason.KV_BLOCKED,
         Reason.KV_UNUSED,
@@ -138,6 +139,20 @@ def _wait_for_agreement(now: Situation) -> Decision | None:
         return None
     why = f"replicas disagree: {', '.join(now.behind)} behind revision {now.revision}, which is in force"
     return now.hold(Reason.DISAGREEMENT, why)
+
+
+STARVING_SHARE = 0.5
+
+
+def _starving(now: Situation) -> Decision | None:
+    """Lift a step-time target that lets hardly any request in: too few come through for their latency to be judged."""
+    share, span = Knob.STEP_TIME.waited_for(now.blocked_by), now.spans[Knob.STEP_TIME]
+    target_ms, few = Knob.STEP_TIME.of(now.limits), Standing.UNKNOWN in (now.ttft.standing, now.itl.standing)
+    waits = any(one.num_waiting > one.num_running for one in now.usable.values())
+    if share <= STARVING_SHARE or not few or not waits or target_ms >= span.high or math.isinf(span.high):
+        return None
+    why = f"{share:.0%} of steps waited for the step-time target, and more requests wait than run"
+    return now.change(Reason.STARVING, why, {Knob.STEP_TIME: span.high}, Direction.CLAMP)
 
 
 def _let_it_settle(now: Situation) -> Decision | None:
@@ -425,6 +440,7 @@ _RULES: tuple[Callable[[Situation], Decision | None], ...] = (
     _into_step,
     _wait_for_agreement,
     kv_share.under_pressure,
+    _starving,
     _let_it_settle,
     _worse_than_before,
     _commit,

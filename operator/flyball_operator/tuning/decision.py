@@ -35,6 +35,7 @@ class Reason(StrEnum):
     DISAGREEMENT = "Disagreement"
     SLO_INFEASIBLE = "SLOInfeasible"
     MEMORY_PRESSURE = "MemoryPressure"
+    STARVING = "Starving"
     INTER_TOKEN_LATENCY_OVER = "InterTokenLatencyOver"
     PREEMPTING = "Preempting"
     TTFT_OVER = "TTFTOver"

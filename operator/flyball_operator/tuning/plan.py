@@ -21,6 +21,7 @@ GAMMA = 0.9
 SEQS_MARGIN = 1.15
 TOKENS_MARGIN = 1.25
 MOST_DECODES = 1 << 16
+FEW_SEQS, FEW_TOKENS, FEW_MARGIN = 4, 16, 1.06
 LEAST_SHARE = 0.35
 """The step-time target is never below this share of the inter-token objective."""
 
@@ -57,7 +58,7 @@ def make_plan(
         trim: factor of the step time that observed latency asks for, 1 where the model is right.
     """
     itl_s = math.inf if objectives.itl_s is None else objectives.itl_s
-    step_s = trim * itl_s / margin(model, lengths)
+    step_s = max(trim * itl_s / margin(model, lengths), min(itl_s, least_target_s(model, lengths)))
     num_fitting = max(1.0, kv_tokens / max(1.0, lengths.context_tokens))
     num_decoding = max(1.0, min(most_decodes(model, lengths, step_s), num_fitting, envelope.max_num_seqs))
     balanced_s = balanced_step_s(model, lengths, num_decoding)
@@ -73,6 +74,11 @@ def make_plan(
         max_num_batched_tokens=max(tokens, envelope.min_num_batched_tokens),
         capacity_per_s=num_decoding / (max(1.0, lengths.output_tokens) * balanced_s) if balanced_s > 0 else math.inf,
     )
+
+
+def least_target_s(model: StepModel, lengths: Lengths) -> float:
+    """Return the shortest step-time target with which a few sequences still run: below it, the runtime admits one at a time."""
+    return FEW_MARGIN * model.predict(FEW_TOKENS, FEW_SEQS, round(FEW_SEQS * lengths.context_tokens), FEW_TOKENS**2)
 
 
 def balanced_step_s(model: StepModel, lengths: Lengths, decodes: float) -> float:
