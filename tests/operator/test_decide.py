@@ -11,7 +11,7 @@ from msgspec import structs
 
 from flyball_operator.spec import Bounds, Objectives, Range
 from flyball_operator.tuning import Action, Decision, Knob, Reason, TunerState, decide
-from flyball_operator.tuning.knobs import as_change, contradictions, same, spans, towards
+from flyball_operator.tuning.knobs import as_change, contradictions, same, short, spans, towards
 from flyball_operator.tuning.record import DecisionRecord, from_line, to_line
 from flyball_operator.tuning.state import Direction, Move
 from flyball_protocol import Evidence, KVBlocks, Limits, LimitsChange
@@ -458,3 +458,10 @@ def test_evidence_that_cannot_be_trusted_never_raises_a_limit(fleet: list[Eviden
         ]
     decision = decide(TUNING, SETTLED, evidence, now_s=NOW_S)
     assert decision.action is Action.HOLD
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(51_000, "51000"), (99.96, "100"), (5.954, "5.95"), (100, "100"), (0, "0")]
+)
+def test_numbers_in_sentences_are_short_and_without_exponents(value: float, text: str) -> None:
+    assert short(value) == text

@@ -15,7 +15,7 @@ from flyball_operator.spec import Tuning
 from flyball_operator.tuning import kv_share
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
-from flyball_operator.tuning.knobs import CUT_FACTOR, DEAD_BAND, Knob, same, towards
+from flyball_operator.tuning.knobs import CUT_FACTOR, DEAD_BAND, Knob, same, short, towards
 from flyball_operator.tuning.modes import restore
 from flyball_operator.tuning.plan import decode_step_s, most_decodes_alone
 from flyball_operator.tuning.signals import Signal, Standing
@@ -236,11 +236,11 @@ def _itl_ideas(now: Situation) -> Iterator[_Idea]:
         alone_s = decode_step_s(model, now.lengths, running)
         if alone_s > plan.step_s:
             aim = most_decodes_alone(model, now.lengths, plan.step_s)
-            why = f"{running} sequences take {1000 * alone_s:.3g} ms a step to decode, without any prefill"
+            why = f"{running} sequences take {short(1000 * alone_s)} ms a step to decode, without any prefill"
             yield _Idea(Knob.MAX_NUM_SEQS, min(aim, now.limits.max_num_seqs), why)
         aim_ms = 1000 * plan.step_s
         if target_ms > aim_ms:
-            why = f"the step model allows {aim_ms:.3g} ms a step"
+            why = f"the step model allows {short(aim_ms)} ms a step"
             yield _Idea(Knob.STEP_TIME, aim_ms, why, STEP_DEAD_BAND)
     if math.isfinite(target_ms):
         for factor in (_shortfall(now), CUT_FACTOR):
@@ -350,8 +350,8 @@ def _why_not(now: Situation) -> tuple[Reason, str]:
         and findings.arrivals_per_s > OVERLOAD * findings.capacity_per_s
     ):
         why = (
-            f"{now.ttft}: a replica gets {findings.arrivals_per_s:.3g} requests a second and serves "
-            f"{findings.capacity_per_s:.3g} within the objectives; add replicas"
+            f"{now.ttft}: a replica gets {short(findings.arrivals_per_s)} requests a second and serves "
+            f"{short(findings.capacity_per_s)} within the objectives; add replicas"
         )
         return Reason.NOT_THE_LIMITS, why
     if not now.binding:

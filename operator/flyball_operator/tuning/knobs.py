@@ -138,9 +138,14 @@ def same(one: Limits, other: Limits) -> bool:
     return all(knob.of(one) == knob.of(other) for knob in Knob)
 
 
+def short(value: float) -> str:
+    """Return three digits, or all before the decimal point; never an exponent for a large number."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def in_words(knob: Knob, value: float) -> str:
     if knob is Knob.STEP_TIME:
-        return "none" if math.isinf(value) else f"{value:.3g} ms"
+        return "none" if math.isinf(value) else f"{short(value)} ms"
     return f"{value:.0%}" if knob is Knob.KV_CACHE_FRACTION else f"{value:.0f}"
 
 

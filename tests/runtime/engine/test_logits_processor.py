@@ -145,7 +145,7 @@ def test_a_preempted_sequence_goes_on_counting(
     chosen=st.lists(st.integers(0, 5), min_size=6, max_size=6),
     seqs=st.integers(1, 6),
     chunk=st.integers(6, 60),
-    seed=st.integers(0, 2**63 - 1),
+    seed=st.integers(0, 2**63 - 6),  # five more are added
 )
 @pytest.mark.slow
 def test_sampled_tokens_depend_on_their_own_request_alone(
