@@ -56,15 +56,19 @@ def _active_set(gram: Array, moment: Array) -> Array:
 
 
 def _step_back(gram: Array, moment: Array, found: Array, free: Array) -> Array:
-    """Move from ``found`` to the solution over the free coefficients; those that would turn negative stop at 0."""
+    """Move from ``found`` to the solution over the free coefficients; those that would turn negative stop at 0.
+
+    Each turn takes the one that reaches 0 first out of ``free`` by its index: rounding may leave it a trace above 0.
+    """
     while free.any():
         wanted = np.zeros(len(moment))
         wanted[free] = np.linalg.solve(gram[free][:, free], moment[free])
-        falling = free & (wanted <= 0.0)
-        if not falling.any():
+        falling = np.flatnonzero(free & (wanted <= 0.0))
+        if not len(falling):
             return wanted
         way = found[falling] / np.maximum(found[falling] - wanted[falling], 1e-300)
         found = np.maximum(found + float(way.min()) * (wanted - found), 0.0)
+        found[falling[way.argmin()]] = 0.0
         free &= found > 0.0
         found[~free] = 0.0
     return found

@@ -33,3 +33,12 @@ def test_features_that_were_always_alike_are_no_error():
     rows = np.array([[1.0, 1.0], [2.0, 2.0]])
     found = nnls(rows.T @ rows, rows.T @ np.array([3.0, 6.0]))
     assert found.sum() == pytest.approx(3.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", [10013176, 10145418, 10239681])
+def test_it_ends_where_rounding_leaves_a_trace_of_what_should_be_0(seed: int):
+    """That trace was halved for ever, below the smallest normal number, and the engine stood still."""
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(30, 12)) + 3.0 * rng.normal(size=(30, 1))
+    seconds = rows @ rng.normal(size=12) + 0.1 * rng.normal(size=30)
+    assert (nnls(rows.T @ rows, rows.T @ seconds) >= 0.0).all()
