@@ -7,7 +7,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from flyball_protocol import endpoints
 from flyball_runtime.api.admin import create_admin_app
-from flyball_runtime.api.app import create_app
+from flyball_runtime.api.app import create_app, stuck_reason
 from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import ChatTokenizer
@@ -36,6 +36,9 @@ SHUTDOWN_GRACE_S = 2.0
 
 DEATH_GRACE_S = 2.0
 """How long a replica whose engine died goes on answering, so that failed requests and a red /livez get out."""
+
+WATCH_S = 1.0
+"""Time between two looks at whether the engine makes progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +128,7 @@ class ServingReplica:
         self._servers: list[tuple[QuietServer, socket.socket]] = []
         self._stop_asked = asyncio.Event()
         self._kill_asked = asyncio.Event()
+        self._stuck = asyncio.Event()
         self._deliver_until_s = 0.0  # on the monotonic clock; past without a drain that went well
         self._shutting_down = False
 
@@ -139,9 +143,11 @@ class ServingReplica:
         freeze_startup_objects()  # while the engine loads
         return_large_buffers()
         servers = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in self._servers]
+        watch = asyncio.create_task(self._watch())
         try:
             exit_code = await self._live()
         finally:
+            watch.cancel()
             self._shut_down()
             await asyncio.gather(*servers)
         return exit_code if exit_code != endpoints.EXIT_OK else self._check_delivered()
@@ -170,6 +176,19 @@ class ServingReplica:
         logger.critical("the engine died: %s", self._client.dead_reason)
         await asyncio.sleep(DEATH_GRACE_S)
         return endpoints.EXIT_ENGINE_DIED
+
+    async def _watch(self) -> None:
+        """Know when the engine is stuck, and have the log say where."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            reason = stuck_reason(self._client, self._config.api.max_heartbeat_age_s)
+            if reason is not None and not self._stuck.is_set():
+                logger.error("%s; what its threads are doing follows", reason)
+                self._client.log_stacks()
+                self._stuck.set()
+            elif reason is None and self._stuck.is_set():
+                logger.warning("the engine makes progress again")
+                self._stuck.clear()
 
     async def _load(self) -> bool:
         """Wait for the model; False when told to stop meanwhile. Raises ConfigError or EngineError."""
@@ -202,24 +221,27 @@ class ServingReplica:
 
     async def _drain(self) -> int:
         deadline_s = time.monotonic() + self._config.drain_timeout_s
-        await self._first_of(self._wait_quiet(), self._kill_asked.wait(), self._client.died.wait())
+        await self._first_of(self._wait_quiet(), *self._what_ends_a_drain())
         self._client.start_drain()
         deadline = asyncio.sleep(deadline_s - time.monotonic())
-        await self._first_of(self._client.wait_drained(), deadline, self._kill_asked.wait(), self._client.died.wait())
+        await self._first_of(self._client.wait_drained(), deadline, *self._what_ends_a_drain())
         if self._client.died.is_set():
             return endpoints.EXIT_ENGINE_DIED
         if left := self._client.num_unfinished:
-            why = (
-                "a second signal"
-                if self._kill_asked.is_set()
-                else f"--drain-timeout {self._config.drain_timeout_s:g} s"
-            )
-            logger.error("%s ended the drain; %d unfinished requests get an error", why, left)
+            logger.error("%s ended the drain; %d unfinished requests get an error", self._why_a_drain_ended(), left)
             self._client.fail_unfinished("this replica was stopped before the request was finished")
-            return endpoints.EXIT_DRAIN_TIMEOUT
+            return endpoints.EXIT_ENGINE_DIED if self._stuck.is_set() else endpoints.EXIT_DRAIN_TIMEOUT
         logger.info("drained: every accepted request was finished")
         self._deliver_until_s = deadline_s
         return endpoints.EXIT_OK
+
+    def _what_ends_a_drain(self) -> list[Coroutine[None, None, bool]]:
+        return [event.wait() for event in (self._kill_asked, self._client.died, self._stuck)]
+
+    def _why_a_drain_ended(self) -> str:
+        if self._kill_asked.is_set():
+            return "a second signal"
+        return "a stuck engine" if self._stuck.is_set() else f"--drain-timeout {self._config.drain_timeout_s:g} s"
 
     async def _wait_quiet(self) -> None:
         """Accept what load balancers that are behind still send here, until nothing comes; at most for half of the drain.

@@ -237,6 +237,31 @@ def test_a_killed_engine_fails_requests_turns_livez_red_and_ends_the_server(mode
         assert server.process.wait(30) == endpoints.EXIT_ENGINE_DIED
 
 
+def test_a_stuck_engine_says_where_and_holds_no_drain_up(model: Path, tmp_path: Path) -> None:
+    """SIGSTOP is what a deadlock looks like from outside; the stacks come when it goes on."""
+    with replica(model, "--max-heartbeat-age", "1", "--drain-timeout", "600", log=tmp_path / "log") as server:
+
+        def is_live() -> bool:
+            return server.client.get("/livez").status_code == 200
+
+        body = {"model": "test", "prompt": [5], "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(server.engine_pid(), signal.SIGSTOP)
+            wait_until(lambda: "has made no progress for" in server.log.read_text(), "nobody noticed")
+            assert not is_live()
+            os.kill(server.engine_pid(), signal.SIGCONT)
+            wait_until(lambda: "makes progress again" in server.log.read_text(), "it did not go on")
+            assert "most recent call first" in server.log.read_text() and is_live()
+            os.kill(server.engine_pid(), signal.SIGSTOP)
+            wait_until(lambda: not is_live(), "nobody noticed the second time")
+            server.process.send_signal(signal.SIGTERM)
+            assert any('"error"' in line for line in lines)
+        assert server.process.wait(60) == endpoints.EXIT_ENGINE_DIED
+        assert "a stuck engine ended the drain; 1 unfinished requests get an error" in server.log.read_text()
+
+
 def test_a_killed_server_takes_its_engine_along_even_while_it_loads(model: Path, tmp_path: Path) -> None:
     server = Replica(model, log=tmp_path / "log")
     try:

@@ -63,17 +63,18 @@ def check_live(front: EngineFront, max_heartbeat_age_s: float) -> None:
     """Raise a 503 when the engine is dead or its loop stuck."""
     if front.dead_reason is not None:
         raise HttpRefusal(503, EngineDead.code, str(EngineDead(front.dead_reason)))
+    if (reason := stuck_reason(front, max_heartbeat_age_s)) is not None:
+        raise HttpRefusal(503, "engine_stuck", f"{reason}. Restart the replica.", retry_after_s=RETRY_AFTER_STUCK_S)
+
+
+def stuck_reason(front: EngineFront, max_heartbeat_age_s: float) -> str | None:
+    """Return for how long the engine has made no progress if that is too long; None while it loads."""
     if not front.ready and front.latest_stats() is None:
-        return  # it loads
+        return None
     limit = pause_limit(max_heartbeat_age_s, front.info.longest_pause_s)
-    if (age_s := front.heartbeat_age_s()) > limit.seconds:
-        raise HttpRefusal(
-            503,
-            "engine_stuck",
-            f"the engine has made no progress for {age_s:.1f} s; {limit.source} allows {limit.seconds:.4g} s. "
-            "Restart the replica.",
-            retry_after_s=RETRY_AFTER_STUCK_S,
-        )
+    if (age_s := front.heartbeat_age_s()) <= limit.seconds:
+        return None
+    return f"the engine has made no progress for {age_s:.1f} s; {limit.source} allows {limit.seconds:.4g} s"
 
 
 def check_ready(front: EngineFront, max_heartbeat_age_s: float) -> None:

@@ -35,6 +35,7 @@ from flyball_runtime.core.stats import EngineInfo, StepOutput, StepStats
 from flyball_runtime.engine.front import EngineObserver, RequestStream, RetryAfter, Router
 from flyball_runtime.engine.heartbeat import Heartbeat
 from flyball_runtime.engine.process import (
+    STACKS_SIGNAL,
     Abort,
     Addresses,
     Died,
@@ -238,6 +239,10 @@ class EngineClient:
         if self._process.pid is None:
             raise NotReady
         return self._process.pid
+
+    def log_stacks(self) -> None:
+        """Have the engine write to the log what each of its threads is doing."""
+        os.kill(self.engine_pid, STACKS_SIGNAL)
 
     async def wait_drained(self) -> None:
         """Return once draining has begun and every accepted request has ended."""

@@ -1,5 +1,6 @@
 """The engine process: the messages that it exchanges with the API process, their sockets, and its loop."""
 
+import faulthandler
 import logging
 import os
 import shutil
@@ -139,6 +140,9 @@ def make_socket_folder() -> Path:
 IDLE_S = 0.5
 """How long an idle engine waits for a message before it looks after leases and its parent and sends its state."""
 
+STACKS_SIGNAL = signal.SIGUSR1
+"""Has the engine write to the log what each of its threads is doing, also while Python itself stands still."""
+
 ARRIVALS_S = 0.005
 """How long the sequences that run wait for new requests to be taken in between two steps. A request takes tens of
 microseconds, a prompt of 100,000 tokens some milliseconds; a burst of them would stop every stream."""
@@ -173,6 +177,7 @@ def run_engine(
     # decision, which ends this one by StopEngine, by SIGKILL or by its own end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
