@@ -5,6 +5,7 @@ import random
 from statistics import quantiles
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,3 +160,21 @@ def test_whatever_comes_the_model_is_finite_and_not_negative(
     assert all(math.isfinite(one) and one >= 0 for one in (*numbers, model.interaction_s))
     assert all(math.isfinite(one) for one in model.covariance)
     assert math.isfinite(learner.margin) and learner.margin >= 0.02
+
+
+@pytest.mark.parametrize(("seed", "num_steps"), [(1027, 1500), (1115, 40), (1135, 1600)])
+def test_steps_that_are_nearly_all_alike_do_not_hold_it_up(seed: int, num_steps: int) -> None:
+    """Full batches of decodes on a throttled CPU: the fits have next to nothing to tell the coefficients apart by."""
+    rng, learner = np.random.default_rng(seed), StepTimeLearner()
+    lengths = [int(length) for length in rng.integers(0, 1500, 12)]
+    for _ in range(num_steps):
+        prefill = int(rng.integers(2, 11)) if rng.random() < 0.03 else 0
+        decodes = len(lengths) - bool(prefill)
+        for row in range(decodes):
+            lengths[row] = lengths[row] + 1 if lengths[row] < 1800 else 3
+        context = sum(lengths[:decodes])
+        seconds = (0.9e-3 + 5e-5 * (prefill + decodes) + 2e-8 * context) * (1 + abs(rng.normal(0, 0.1)))
+        if rng.random() < 0.05:
+            seconds += 0.06
+        learner.observe(prefill, decodes, context, prefill * (prefill + 1) // 2, seconds)
+    assert learner.num_steps == num_steps
