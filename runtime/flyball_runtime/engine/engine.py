@@ -199,7 +199,7 @@ class Engine:
             self._kv_drain_timeout_s = update.kv_drain_timeout_s
         elif accepted and update.revision > before:
             self._kv_drain_timeout_s = self._default_kv_drain_timeout_s
-        self.scheduler.objectives = self._ledger.objectives
+        self.scheduler.set_objectives(self._ledger.objectives)
         return ack
 
     def limits(self) -> LimitsReport:

@@ -1,13 +1,22 @@
 """What one step computes: a plan for whoever runs it, and what the scheduler remembers until the tokens are there."""
 
 from array import array
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
+from typing import Literal
 
 from msgspec import Struct
 
 from flyball_runtime.core.past import Past
-from flyball_runtime.core.request import SamplingParams, Sequence
+from flyball_runtime.core.request import FinishReason, SamplingParams, Sequence
+from flyball_runtime.kv_cache import Computed
+
+Ending = FinishReason | Literal["failed"]
+
+Results = list[tuple[Sequence, Ending | None]]
+"""Sequences that got a token, or failed, with the reason if that ended them."""
 
 
 class RowStart(Struct, frozen=True, array_like=True):
@@ -186,3 +195,54 @@ class Step:
             table_writes=self.table_writes,
             block_copies=self.block_copies,
         )
+
+    def take(self, sampled_token_ids: Collection[int | None], block_size: int) -> tuple[Results, list[Computed]]:
+        """Append to its sequences what the step has sampled, except to those that have ended since the plan.
+
+        Returns:
+            What ``Scheduler.commit`` does, and where tokens were computed that fill blocks.
+        """
+        tokens, num = iter(sampled_token_ids), self.num_decodes
+        results: Results = []
+        filled: list[Computed] = []
+        # the hot loop: some 256 turns a step, so what every decode needs is spelled out here
+        for seq, start, token in zip(self.sequences[:num], self.starts[:num], islice(tokens, num), strict=True):
+            if seq.row is None:
+                continue  # it has ended since the plan
+            if token is None:
+                results.append((seq, "failed"))
+                continue
+            if (start + 1) % block_size == 0:
+                filled.append((seq, start, start + 1))
+            seq.token_ids.append(token)
+            if token in seq.stop_token_ids:
+                results.append((seq, "stop"))
+            elif start + 2 >= seq.max_total_tokens:
+                results.append((seq, "length"))
+            else:
+                results.append((seq, None))
+        self._take_chunks(tokens, results, filled)
+        return results, filled
+
+    def _take_chunks(self, tokens: Iterator[int | None], results: Results, filled: list[Computed]) -> None:
+        """Go on with the entries that are no decodes."""
+        num = self.num_decodes
+        chunks = zip(self.sequences[num:], self.starts[num:], self.num_scheduled[num:], self.samples[num:], strict=True)
+        for seq, start, num_tokens, samples in chunks:
+            token = next(tokens) if samples else None
+            if seq.row is None:
+                continue
+            if samples and token is None:
+                results.append((seq, "failed"))
+                continue
+            filled.append((seq, start, start + num_tokens))
+            if token is not None:
+                seq.token_ids.append(token)
+                results.append((seq, _ending(seq, token)))
+
+
+def _ending(seq: Sequence, last_token_id: int) -> Ending | None:
+    """Return why a sequence ends with its last token, or None."""
+    if last_token_id in seq.stop_token_ids:
+        return "stop"
+    return "length" if len(seq.token_ids) >= seq.max_total_tokens else None

@@ -3,73 +3,22 @@
 import heapq
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
-from math import inf
-from typing import Literal, Protocol
 
 from flyball_protocol import Envelope, Limits, Objectives
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.past import Past
-from flyball_runtime.core.request import FinishReason, Sequence, SequenceStatus
+from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.governor import MIN_CHUNK
-from flyball_runtime.kv_cache import Computed, KVCache, PrefixMatch
+from flyball_runtime.kv_cache import KVCache, PrefixMatch
 from flyball_runtime.scheduler.limits import SchedulerConfig, inside, violations
-from flyball_runtime.scheduler.plan import BlockCopy, BlockedBy, RowStart, Step, TableWrite
+from flyball_runtime.scheduler.outlook import Forecast, Lengths, Outlook, Pace
+from flyball_runtime.scheduler.plan import BlockCopy, BlockedBy, Ending, RowStart, Step, TableWrite
 from flyball_runtime.scheduler.policies import POLICIES, Policy, choose_victim, edf, order_of, srpf
 from flyball_runtime.scheduler.queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
-
-Ending = FinishReason | Literal["failed"]
-
-
-class Pace(Protocol):
-    """Keeps steps within a step-time target: ``governor.Governor``. Decodes run whatever it says."""
-
-    target_s: float | None
-    """Set to what the limits say."""
-
-    def chunk(self, step: Step, start: int, most: int, least: int = 0) -> int:
-        """Return how many more tokens of a sequence, from ``start`` on, a step has time for."""
-        ...
-
-    def fits(self, num_decodes: int, num_context_tokens: int) -> bool:
-        """Return whether a step has time for so many decodes and the cached tokens that they read."""
-        ...
-
-
-class Forecast(Protocol):
-    """What is known about the time ahead."""
-
-    def first_token_s(self, step: Step, num_tokens: int, most: int) -> float:
-        """Return the seconds in which so many prompt tokens are computed, ``most`` a step, beside a step's decodes."""
-        ...
-
-
-class Lengths(Protocol):
-    """What is known about the lengths of outputs: ``governor.OutputLengths``."""
-
-    def expected_remaining(self, num_output_tokens: int, route: str = "") -> float | None:
-        """Return how many more tokens a client's request gets that has so many; None if nothing is known."""
-        ...
-
-    def reserve(self, running: Iterable[Sequence]) -> int:
-        """Return by how many tokens these will hardly ever grow more before they end."""
-        ...
-
-
-RESERVE_SHARE = 0.1
-"""Of what running sequences may still grow by, so much is kept free for them. Some end while others grow, so all of it would
-leave a ninth of the throughput unused in a cache that is full; this much takes most preemptions away, and no throughput."""
-
-RESERVE_STEPS = 8
-"""Steps between two looks at all that runs; what is admitted between them is added."""
-
-
-CAUTION_STEPS = 64
-"""A preemption has admission leave some blocks free: one for each running sequence, and twice as many with each further one.
-Each step gives up one in so many of them. So what was just preempted is not admitted only to be preempted again."""
 
 MAX_BLOCK_COPIES = 64
 """Blocks that one step moves at most: some 100 MiB in a model of 8B parameters."""
@@ -122,10 +71,9 @@ class Scheduler:
         self.envelope: Envelope = config.envelope(kv_cache.num_blocks, kv_cache.block_size, kv_cache.num_groups)
         self._kv = kv_cache
         self._policy = policy or POLICIES[config.policy]
-        self._pace = pace
-        self._forecast = forecast
-        self._lengths = lengths
-        self.objectives: Objectives | None = None
+        self._outlook = Outlook(
+            kv_cache, chunked=config.enable_chunked_prefill, pace=pace, forecast=forecast, lengths=lengths
+        )
         self._waiting = WaitingQueue(self._policy, config.fair_share)
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._unfinished: dict[str, Sequence] = {}
@@ -139,10 +87,6 @@ class Scheduler:
         ] = []  # blocks of what has ended, by the last step that may touch them
         self._hurry = False
         self._blocked_by = BlockedBy.NONE
-        self._caution = 0  # blocks held back after preemptions
-        self._num_growth_tokens = 0.0  # what running sequences may still grow by, as of the last look
-        self._next_reserve = 0  # the plan before which there is another look
-        self._knows_lengths = False
         self._last_look_up: tuple[int, PrefixMatch] | None = None  # of the waiting sequence with this arrival index
         self.set_limits(inside(config.start_limits(kv_cache.num_blocks), self.envelope))
 
@@ -217,10 +161,12 @@ class Scheduler:
         if reasons:
             raise ValueError(" ".join(reasons))
         self._limits = limits
-        if self._pace is not None:
-            target_ms = limits.step_time_target_ms
-            self._pace.target_s = None if target_ms is None else target_ms / 1000
+        self._outlook.set_step_time_target(limits.step_time_target_ms)
         self._kv.set_capacity(round(limits.kv_cache_fraction * self._kv.num_blocks))
+
+    def set_objectives(self, objectives: Objectives | None) -> None:
+        """Give requests without a deadline the one of the objectives; those that come from now on."""
+        self._outlook.objectives = objectives
 
     def hurry(self) -> None:
         """Let no running sequence hold up a lowered KV limit any longer: the next plan preempts until what is in use fits."""
@@ -248,7 +194,7 @@ class Scheduler:
         seq.arrival_index = self._num_submitted
         self._num_submitted += 1
         self._unfinished[seq.request_id] = seq
-        self._predict(seq)
+        self._outlook.predict(seq)
         self._waiting.push(seq)
 
     def abort(self, request_id: str) -> bool:
@@ -309,7 +255,7 @@ class Scheduler:
                 f"got {len(sampled_token_ids)} sampled tokens for a plan that samples {sum(step.samples)}."
             )
         self._in_flight.popleft()
-        results, filled = self._take_tokens(step, iter(sampled_token_ids))
+        results, filled = step.take(sampled_token_ids, self._kv.block_size)
         for seq, ending in results:
             if ending == "failed":
                 self._kv.forget(seq)
@@ -324,54 +270,6 @@ class Scheduler:
             self._let_go(step.plan.number)
         return results
 
-    def _take_tokens(
-        self, step: Step, tokens: Iterator[int | None]
-    ) -> tuple[list[tuple[Sequence, Ending | None]], list[Computed]]:
-        """Return what ``commit`` does, and where tokens were computed that fill blocks."""
-        block_size, num = self._kv.block_size, step.num_decodes
-        results: list[tuple[Sequence, Ending | None]] = []
-        filled: list[Computed] = []
-        # the hot loop: some 256 turns a step, so what every decode needs is spelled out here
-        for seq, start, token in zip(step.sequences[:num], step.starts[:num], islice(tokens, num), strict=True):
-            if seq.row is None:
-                continue  # it has ended since the plan
-            if token is None:
-                results.append((seq, "failed"))
-                continue
-            if (start + 1) % block_size == 0:
-                filled.append((seq, start, start + 1))
-            seq.token_ids.append(token)
-            if token in seq.stop_token_ids:
-                results.append((seq, "stop"))
-            elif start + 2 >= seq.max_total_tokens:
-                results.append((seq, "length"))
-            else:
-                results.append((seq, None))
-        self._take_chunks(step, tokens, results, filled)
-        return results, filled
-
-    def _take_chunks(
-        self,
-        step: Step,
-        tokens: Iterator[int | None],
-        results: list[tuple[Sequence, Ending | None]],
-        filled: list[Computed],
-    ) -> None:
-        """Go on with the entries that are no decodes."""
-        num = step.num_decodes
-        chunks = zip(step.sequences[num:], step.starts[num:], step.num_scheduled[num:], step.samples[num:], strict=True)
-        for seq, start, num_tokens, samples in chunks:
-            token = next(tokens) if samples else None
-            if seq.row is None:
-                continue
-            if samples and token is None:
-                results.append((seq, "failed"))
-                continue
-            filled.append((seq, start, start + num_tokens))
-            if token is not None:
-                seq.token_ids.append(token)
-                results.append((seq, _ending(seq, token)))
-
     def _slide(self, step: Step) -> None:
         for seq, start, num in zip(step.sequences, step.starts, step.num_scheduled, strict=True):
             if seq.row is not None:
@@ -383,7 +281,7 @@ class Scheduler:
         None when there are too few blocks, and what is in flight may free some.
         """
         preempted: list[Sequence] = []
-        self._caution -= -(-self._caution // CAUTION_STEPS)
+        self._outlook.calm_down()
         step, growing, prefills = self._sort_running()
         while len(growing) * self._kv.num_groups > self._kv.num_growable_blocks or (self._hurry and self.kv_drains):
             if self._in_flight:
@@ -392,7 +290,7 @@ class Scheduler:
             step, growing, prefills = self._sort_running()
         self._hurry = False
         if preempted:
-            self._caution = min(self._kv.capacity, max(len(self._running), 2 * self._caution))
+            self._outlook.preempted(len(self._running))
         self._kv.grow(growing)
         step.table_writes += [
             TableWrite(_row(seq), len(table) - 1, table[-1:], group)
@@ -452,77 +350,36 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int, now_s: float) -> BlockedBy:
         """Admit from the head of the queue while limits allow; return what keeps the next one out."""
-        if len(self._running) < self._limits.max_num_seqs:
+        running, most, outlook = self._running.values(), self._limits.max_num_batched_tokens, self._outlook
+        if len(running) < self._limits.max_num_seqs:
             self._waiting.settle()
         while self._waiting:
             if step.preempted:
                 return BlockedBy.KV
-            if len(self._running) >= self._limits.max_num_seqs:
+            if len(running) >= self._limits.max_num_seqs:
                 return BlockedBy.SEQS
             seq = self._waiting.head()
-            if self._is_too_late(seq, step, now_s):
+            if self._policy is edf and outlook.is_too_late(seq, step, running, most, now_s):
                 self._waiting.demote_head()
                 continue
             match = self._look_up(seq, budget)
             if not self._kv.can_admit(match):
                 return BlockedBy.KV
-            if self._running and not self._kv.can_admit(match, self._num_reserved_blocks()):
+            if running and not self._kv.can_admit(match, outlook.num_reserved_blocks(running, self._num_planned)):
                 return BlockedBy.RESERVE
-            if not self._has_time_for(seq, step):
+            if not outlook.has_time_for(seq, step, running):
                 return BlockedBy.STEP_TIME
             num_remaining = len(seq.token_ids) - match.num_tokens
-            if self._chunk_len(num_remaining, budget) == 0:
+            if outlook.chunk_len(num_remaining, budget) == 0:
                 return BlockedBy.BUDGET
-            if self._paced(step, match.num_tokens, num_remaining, budget) == 0:
+            if outlook.paced(step, match.num_tokens, num_remaining, budget) == 0:
                 return BlockedBy.STEP_TIME
             self._last_look_up = None  # it would not hold any more if the sequence were preempted
             self._start_running(step, self._waiting.admit_head(match.num_tokens), match)
-            if self._knows_lengths:
-                self._num_growth_tokens += seq.num_predicted_tokens
+            outlook.admitted(seq)
             _count_admission(step, seq, match, self._kv.enable_prefix_caching)
             budget -= self._add_chunk(step, seq, budget)
         return BlockedBy.NONE
-
-    def _predict(self, seq: Sequence) -> None:
-        """Note what a new sequence is expected to put out, and when its first token is due."""
-        most = seq.max_total_tokens - seq.num_prompt_tokens
-        expected = self._lengths.expected_remaining(0, seq.client) if self._lengths else None
-        self._knows_lengths = expected is not None
-        seq.num_predicted_tokens = most if expected is None else min(most, expected)
-        ttft_s, e2e_s, objectives = seq.ttft_deadline_s, seq.e2e_deadline_s, self.objectives
-        if ttft_s is None and e2e_s is None and objectives is not None:
-            ttft_s = objectives.ttft_s
-        gap_s = objectives.itl_s if objectives is not None and objectives.itl_s else 0.0
-        seq.due_s = seq.arrived_s + min(
-            inf if ttft_s is None else ttft_s,
-            inf if e2e_s is None else e2e_s - (seq.num_predicted_tokens - 1) * gap_s,
-        )
-
-    def _is_too_late(self, seq: Sequence, step: Step, now_s: float) -> bool:
-        """Tell whether the head of the queue would not meet its deadline if it were admitted now."""
-        if self._policy is not edf or seq.is_late or seq.due_s == inf or seq.num_output_tokens:
-            return False
-        if now_s > seq.due_s or self._forecast is None:
-            return now_s > seq.due_s
-        prefills = (one for one in self._running.values() if one.num_computed_tokens < one.num_prompt_tokens)
-        num_tokens = seq.num_prompt_tokens + sum(one.num_prompt_tokens - one.num_computed_tokens for one in prefills)
-        most = max(1, self._limits.max_num_batched_tokens - step.num_decodes)
-        return now_s + self._forecast.first_token_s(step, num_tokens, most) > seq.due_s
-
-    def _num_reserved_blocks(self) -> int:
-        """Return how many blocks admission leaves to what runs."""
-        if self._lengths is not None and self._num_planned >= self._next_reserve:
-            self._num_growth_tokens = self._lengths.reserve(self._running.values())
-            self._next_reserve = self._num_planned + RESERVE_STEPS
-        return max(self._caution, self._kv.num_blocks_for(round(RESERVE_SHARE * self._num_growth_tokens)))
-
-    def _has_time_for(self, seq: Sequence, step: Step) -> bool:
-        """Tell whether decodes will stay within the step-time target if this sequence is one of them."""
-        if self._pace is None or not self._running or not self.config.enable_chunked_prefill:
-            return True
-        prefills = step.sequences[step.num_decodes :]
-        num_context_tokens = step.num_context_tokens + sum(len(one.token_ids) for one in prefills) + len(seq.token_ids)
-        return self._pace.fits(len(self._running) + 1, num_context_tokens)
 
     def _look_up(self, seq: Sequence, budget: int) -> PrefixMatch:
         """Look the head of the queue up in the prefix cache; return its last look-up if that is enough to refuse it again."""
@@ -537,21 +394,10 @@ class Scheduler:
     def _add_chunk(self, step: Step, seq: Sequence, budget: int, least: int = 0) -> int:
         """Schedule as much of the sequence as budget and pace allow; return how many tokens that is."""
         start = seq.num_computed_tokens
-        num_tokens = self._paced(step, start, len(seq.token_ids) - start, budget, least)
+        num_tokens = self._outlook.paced(step, start, len(seq.token_ids) - start, budget, least)
         if num_tokens > 0:
             step.add_chunk(seq, num_tokens)
         return num_tokens
-
-    def _chunk_len(self, num_remaining: int, budget: int) -> int:
-        if self.config.enable_chunked_prefill:
-            return max(0, min(num_remaining, budget))
-        return num_remaining if num_remaining <= budget else 0
-
-    def _paced(self, step: Step, start: int, num_remaining: int, budget: int, least: int = 0) -> int:
-        num_tokens = self._chunk_len(num_remaining, budget)
-        if self._pace is None or not self.config.enable_chunked_prefill:
-            return num_tokens
-        return self._pace.chunk(step, start, num_tokens, least)
 
     def _preempt(self) -> Sequence:
         """Take the blocks of the sequence that the policy would run last; it waits and is computed again."""
@@ -602,13 +448,6 @@ class Scheduler:
     def _finish(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.FINISHED
         del self._unfinished[seq.request_id]
-
-
-def _ending(seq: Sequence, last_token_id: int) -> Ending | None:
-    """Return why a sequence ends with its last token, or None."""
-    if last_token_id in seq.stop_token_ids:
-        return "stop"
-    return "length" if len(seq.token_ids) >= seq.max_total_tokens else None
 
 
 def _row(seq: Sequence) -> int:

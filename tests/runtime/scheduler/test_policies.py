@@ -146,7 +146,7 @@ def test_deadlines_give_the_time_at_which_the_first_token_is_due():
     load = Load(scheduler)
     load.now_s = 100.0
     assert load.submit().due_s == math.inf
-    scheduler.objectives = Objectives(ttft_s=2.0, itl_s=0.1)
+    scheduler.set_objectives(Objectives(ttft_s=2.0, itl_s=0.1))
     assert load.submit().due_s == 102.0, "the objective"
     assert load.submit(ttft_deadline_ms=500.0).due_s == 100.5, "its own"
     assert load.submit(e2e_deadline_ms=5000.0, max_tokens=50).due_s == pytest.approx(104.0), "10 gaps before the end"
