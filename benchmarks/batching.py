@@ -23,7 +23,8 @@ from typing import Any
 
 from common import make_checkpoint, save
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.request import Request, SamplingParams
+from flyball_runtime.core.request import Request
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.engine.runner import start_engine
 from machine import median_of

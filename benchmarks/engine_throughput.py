@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from common import RESULTS, make_checkpoint, random_prompts, write
 from flyball_runtime.core.model_config import DTYPE_BYTES, ModelConfig
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.llm import LLM
 from machine import environment, median_of
 

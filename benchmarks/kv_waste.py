@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common import save
-from flyball_runtime.core.request import Request, SamplingParams, Sequence, SequenceStatus
+from flyball_runtime.core.request import Request, Sequence, SequenceStatus
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import Scheduler, SchedulerConfig
 

@@ -20,7 +20,7 @@ Run = Callable[[list[list[int]], int], int]
 
 
 def flyball(path: Path, args: argparse.Namespace) -> Run:
-    from flyball_runtime.core.request import SamplingParams
+    from flyball_runtime.core.sampling_params import SamplingParams
     from flyball_runtime.llm import LLM
 
     llm = LLM(path, dtype=args.dtype, max_model_len=args.max_model_len, enable_prefix_caching=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common import SHAPES, make_checkpoint, random_prompts, save
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.llm import LLM
 from machine import median_of
 

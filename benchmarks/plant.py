@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from common import make_checkpoint, save
 from flyball_protocol import LimitsChange, LimitsUpdate
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.request import Request, SamplingParams
+from flyball_runtime.core.request import Request
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import Sampled
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.engine.runner import start_engine

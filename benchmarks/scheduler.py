@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from common import save
-from flyball_runtime.core.request import Request, SamplingParams, Sequence
+from flyball_runtime.core.request import Request, Sequence
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.kv_cache import KVCache, hash_prompt
 from flyball_runtime.scheduler import Scheduler, SchedulerConfig
 

@@ -271,7 +271,7 @@ def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
     import torch
     from torch.profiler import ProfilerActivity
 
-    from flyball_runtime.core.request import SamplingParams
+    from flyball_runtime.core.sampling_params import SamplingParams
     from flyball_runtime.llm import LLM
 
     llm = LLM(checkpoint, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False)

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.kv_layout import KVLayout
 from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.core.request import Finished, Request, SamplingParams
+from flyball_runtime.core.request import Finished, Request
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.engine.runner import start_engine
 

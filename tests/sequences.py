@@ -3,7 +3,8 @@
 import itertools
 from collections.abc import Iterable
 
-from flyball_runtime.core.request import Request, SamplingParams, Sequence
+from flyball_runtime.core.request import Request, Sequence
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.kv_cache import hash_prompt
 
 _ids = itertools.count()

@@ -8,7 +8,8 @@ from typing import Any
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidRequest, RequestError
 from flyball_runtime.core.generation_config import AUTO, default_sampling
-from flyball_runtime.core.request import Failed, Request, SamplingParams, TokenLogprobs, validate_request
+from flyball_runtime.core.request import Failed, Request, TokenLogprobs, validate_request
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.runner import start_engine
 from flyball_runtime.model.hub import find_checkpoint
 from flyball_runtime.text.bad_words import with_bad_words

@@ -8,7 +8,8 @@ from flyball_protocol import BootPrior, Evidence, Limits, LimitsAck, LimitsUpdat
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.measurements import Measurements, RequestTimes
-from flyball_runtime.core.request import Failed, Request, SamplingParams
+from flyball_runtime.core.request import Failed, Request
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import StepOutput
 from flyball_runtime.engine.engine import Engine
 from flyball_simulation.executor import PlantExecutor, engine_info

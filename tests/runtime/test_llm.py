@@ -8,7 +8,7 @@ import pytest
 from checkpoints import make_checkpoint, poison
 from engines import Reference, random_prompts
 from flyball_runtime.core.errors import ConfigError, RequestError
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.llm import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)

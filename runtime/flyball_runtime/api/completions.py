@@ -30,7 +30,8 @@ from flyball_runtime.api.schemas import (
 )
 from flyball_runtime.api.server import Json, Server, convert
 from flyball_runtime.core.errors import InvalidRequest, RequestError, UnfitPrompt
-from flyball_runtime.core.request import Prompt, SamplingParams, validate_cache_salt, validate_deadlines
+from flyball_runtime.core.request import Prompt, validate_cache_salt, validate_deadlines
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.text.token_text import TokenText
 
 T = TypeVar("T")

@@ -20,16 +20,8 @@ from flyball_runtime.api.schemas import Urgency, choice_sampling
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import EngineError, RequestError
 from flyball_runtime.core.measurements import Measurements, RequestOutcome, RequestTimes
-from flyball_runtime.core.request import (
-    Failed,
-    Finished,
-    Prompt,
-    Request,
-    RequestEvent,
-    SamplingParams,
-    TokenLogprobs,
-    Tokens,
-)
+from flyball_runtime.core.request import Failed, Finished, Prompt, Request, RequestEvent, TokenLogprobs, Tokens
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.front import EngineFront
 from flyball_runtime.text.output import OutputText
 

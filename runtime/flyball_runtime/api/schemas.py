@@ -11,7 +11,8 @@ from msgspec import Meta, Struct, structs
 
 from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line, quoted, quoted_list
 from flyball_runtime.core.errors import InvalidRequest
-from flyball_runtime.core.request import MAX_LOGPROBS, MAX_SEED, SamplingParams, validate_deadlines
+from flyball_runtime.core.request import validate_deadlines
+from flyball_runtime.core.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 # Fields that clients know and this server does not serve, of three kinds. Values that ask for nothing are let through, so that
 # clients which always send a field work. Hints about who asks and how to cache cannot change an answer and are ignored.

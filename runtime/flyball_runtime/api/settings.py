@@ -10,7 +10,7 @@ from flyball_protocol.quoting import quoted
 from flyball_runtime.api.http_protocol import BoundedH11Protocol
 from flyball_runtime.core.config import LOOPBACK_PROXIES
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.request import DEFAULT_SAMPLING, SamplingParams
+from flyball_runtime.core.sampling_params import DEFAULT_SAMPLING, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

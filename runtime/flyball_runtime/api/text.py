@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from flyball_protocol.quoting import one_line, quoted_list
 from flyball_runtime.api.schemas import Chat, Message
 from flyball_runtime.core.errors import ConfigError, InvalidRequest, PromptTooLong
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.text.bad_words import with_bad_words
 from flyball_runtime.text.output import OutputText
 from flyball_runtime.text.token_text import TokenText

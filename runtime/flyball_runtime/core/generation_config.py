@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from flyball_runtime.core.errors import ConfigError, InvalidRequest
 from flyball_runtime.core.json_fields import read_json_object
-from flyball_runtime.core.request import DEFAULT_SAMPLING, SamplingParams
+from flyball_runtime.core.sampling_params import DEFAULT_SAMPLING, SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from flyball_protocol import LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidLogits, RequestError
-from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, TokenLogprobs, with_seed
+from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, TokenLogprobs
+from flyball_runtime.core.sampling_params import with_seed
 from flyball_runtime.core.stats import EngineInfo, Sampled, StepOutput, StepStats
 from flyball_runtime.governor import GhostCache, Governor, OutputLengths, usable_prior
 from flyball_runtime.kv_cache import KVCache

@@ -22,7 +22,7 @@ from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.kv_layout import KVLayout
 from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import DType, ModelConfig
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.physical_pool import SoftPool, can_return_memory
 from flyball_runtime.model.sampler import SamplingTensors
 from flyball_runtime.model.transformer import CausalLM, StepInputs

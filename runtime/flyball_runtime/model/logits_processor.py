@@ -11,7 +11,7 @@ from torch import Tensor
 from flyball_kernels import penalize
 from flyball_kernels.backend import Backend
 from flyball_runtime.core.past import Past
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 
 BANNED = float("-inf")
 ANY, NONE = -1, -2

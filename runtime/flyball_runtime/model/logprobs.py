@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyball_runtime.core.request import MIN_LOGPROB, TokenLogprobs
+from flyball_runtime.core.request import TokenLogprobs
+from flyball_runtime.core.sampling_params import MIN_LOGPROB
 
 
 @dataclass(frozen=True, slots=True)

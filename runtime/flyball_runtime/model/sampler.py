@@ -7,7 +7,7 @@ from torch import Tensor
 from flyball_kernels.backend import Backend
 from flyball_kernels.sampling import NO_TOKEN, sample
 from flyball_runtime.core.past import Past
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.model.logits_processor import LogitsProcessor
 from flyball_runtime.model.logprobs import RawLogprobs
 

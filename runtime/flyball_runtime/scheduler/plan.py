@@ -10,7 +10,8 @@ from typing import Literal
 from msgspec import Struct
 
 from flyball_runtime.core.past import Past
-from flyball_runtime.core.request import FinishReason, SamplingParams, Sequence
+from flyball_runtime.core.request import FinishReason, Sequence
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.kv_cache import Computed
 
 Ending = FinishReason | Literal["failed"]

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import InvalidRequest
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 
 
 def with_bad_words(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 
 MAX_HELD_TOKENS = 16
 """Tokens that wait for the rest of a character. One takes at most four bytes, so after so many the output is not UTF-8;

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flyball_runtime.api import ApiSettings, MetricsCollector, create_app
 from flyball_runtime.core.errors import QueueFull
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 from runtime.api.support import MODEL, asgi_client, chat, encode, error_of, until
 from runtime.fake_engine import FakeEngine
 

@@ -7,7 +7,7 @@ import pytest
 
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.generation_config import default_sampling
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 
 
 def write(folder: Path, **fields: Any) -> Path:

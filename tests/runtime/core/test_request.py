@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from flyball_runtime.core.errors import InvalidRequest, RequestError
-from flyball_runtime.core.request import MAX_SEED, Request, SamplingParams, Sequence, validate_request
+from flyball_runtime.core.request import Request, Sequence, validate_request
+from flyball_runtime.core.sampling_params import MAX_SEED, SamplingParams
 
 VOCAB_SIZE = 1000
 

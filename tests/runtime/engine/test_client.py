@@ -32,7 +32,8 @@ from flyball_runtime.core.errors import (
     TokenOutOfVocabulary,
     TooManyPromptTokens,
 )
-from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, SamplingParams, Tokens
+from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import StepStats
 from flyball_runtime.engine import client as client_module
 from flyball_runtime.engine.client import EngineClient

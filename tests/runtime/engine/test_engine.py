@@ -13,7 +13,8 @@ from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.request import Failed, Finished, Request, SamplingParams, Sequence
+from flyball_runtime.core.request import Failed, Finished, Request, Sequence
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import EngineInfo, Sampled, StepOutput
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.scheduler import BatchPlan

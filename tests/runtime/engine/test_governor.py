@@ -8,7 +8,8 @@ import pytest
 from flyball_protocol import BootPrior, Limits, LimitsChange, LimitsStatus, LimitsUpdate, StepModel
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.request import Request, SamplingParams
+from flyball_runtime.core.request import Request
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import EngineInfo, Sampled, StepStats
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.scheduler import BatchPlan

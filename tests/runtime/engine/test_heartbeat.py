@@ -6,7 +6,8 @@ from pathlib import Path
 from checkpoints import make_checkpoint
 from engines import make_engine, random_prompts
 from flyball_runtime.core.clock import FakeClock
-from flyball_runtime.core.request import Request, SamplingParams
+from flyball_runtime.core.request import Request
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.heartbeat import Heartbeat, PauseLimit, pause_limit
 
 

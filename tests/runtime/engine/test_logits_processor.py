@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import EOS_ID, make_checkpoint
 from engines import GREEDY, kv_block_bytes, make_engine, random_prompts
-from flyball_runtime.core.request import Failed, Finished, Request, SamplingParams
+from flyball_runtime.core.request import Failed, Finished, Request
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.engine import Engine
 
 VOCAB_SIZE = 384

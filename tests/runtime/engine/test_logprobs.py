@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
 from engines import kv_block_bytes, make_engine, random_prompts
-from flyball_runtime.core.request import Request, SamplingParams, TokenLogprobs
+from flyball_runtime.core.request import Request, TokenLogprobs
+from flyball_runtime.core.sampling_params import SamplingParams
 
 PROMPTS = random_prompts([1, 5, 17, 40, 100])
 BASE = SamplingParams(max_tokens=12, ignore_eos=True, seed=3)

@@ -12,7 +12,8 @@ import zmq
 from flyball_protocol import LimitsAck, LimitsChange, LimitsReport, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.request import Failed, Finished, Request, SamplingParams
+from flyball_runtime.core.request import Failed, Finished, Request
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import StepOutput, StepStats
 from flyball_runtime.engine import process, runner
 from flyball_runtime.engine.heartbeat import Heartbeat

@@ -9,7 +9,8 @@ from checkpoints import make_checkpoint
 from engines import GREEDY, generate, kv_block_bytes, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.request import Request, SamplingParams
+from flyball_runtime.core.request import Request
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.engine import Engine
 
 MAX_MODEL_LEN = 128

@@ -7,7 +7,7 @@ import torch
 
 from checkpoints import make_checkpoint
 from engines import Reference, generate, make_engine, random_prompts
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 
 NUM_TOKENS = 6
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyball_runtime.core.request import Request, SamplingParams, Sequence
+from flyball_runtime.core.request import Request, Sequence
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.governor import OutputLengths
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flyball_kernels import choose_backend
-from flyball_runtime.core.request import MAX_SEED, SamplingParams, with_seed
+from flyball_runtime.core.sampling_params import MAX_SEED, SamplingParams, with_seed
 from flyball_runtime.model.sampler import SamplingTensors
 
 VOCAB_SIZE = 50

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from flyball_runtime.core.errors import InvalidRequest
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.text.bad_words import with_bad_words
 
 VOCAB = {"?": 0, "bad": 1, "Ġbad": 2, "big": 3, "Ġ": 4, "Ġbig": 5, "ly": 6}

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from checkpoints import make_tokenizer
-from flyball_runtime.core.request import SamplingParams
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.text.output import MAX_HELD_TOKENS, Detokenizer, OutputText, StopStrings
 
 
