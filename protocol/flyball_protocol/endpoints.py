@@ -23,6 +23,9 @@ ADMIN_DRAIN_PATH = "/admin/drain"
 ADMIN_TOKEN_ENV = "FLYBALL_ADMIN_TOKEN"
 """The admin port's token. An environment variable (from a Secret), because arguments are visible to every process."""
 
+API_KEY_ENV = "FLYBALL_API_KEY"
+"""A key that requests to the API need; for the same reason no argument."""
+
 LISTENER_ENV = "FLYBALL_LISTENER"
 """Path of the Unix socket at which ``flyball listener`` gives out the API port; without it ``flyball serve`` opens the port."""
 
@@ -62,13 +65,15 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-def curl_line(url: str, model: str, *, chat: bool) -> str:
+def curl_line(url: str, model: str, *, chat: bool, needs_key: bool = False) -> str:
     """Return a ``curl`` command that asks for an answer of a few tokens.
 
     Args:
         chat: whether the model has a chat template; without one, the completions API is asked.
+        needs_key: send the API key of the environment variable.
     """
     path = "/v1/chat/completions" if chat else "/v1/completions"
     asked = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}]} if chat else {"prompt": EXAMPLE_QUESTION}
     body: dict[str, Any] = {"model": model, **asked, "max_tokens": EXAMPLE_MAX_TOKENS}
-    return f"curl {url}{path} -d {shlex.quote(json.dumps(body))}"
+    key = f' -H "Authorization: Bearer ${API_KEY_ENV}"' if needs_key else ""
+    return f"curl {url}{path}{key} -d {shlex.quote(json.dumps(body))}"

@@ -5,14 +5,18 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
 from flyball_runtime.core import config as settings
 from flyball_runtime.core import generation_config
+from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig, read_boot_prior
 from flyball_runtime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flyball_runtime.api.keys import ApiKeys
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -150,6 +154,20 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="addresses and networks of proxies whose X-Forwarded-For names the client; * for all",
     )
+    server.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"keys of which requests must have one, one per line (default: ${endpoints.API_KEY_ENV}; without keys, "
+        "every request is served)",
+    )
+    server.add_argument(
+        "--api-key",
+        nargs="*",
+        action=_RefusedKey,
+        metavar="KEY",
+        help="refused, because other users can list arguments (default: not given)",
+    )
     server.add_argument("--admin-host", default="127.0.0.1", help="address of the admin port")
     server.add_argument("--admin-port", type=int, default=endpoints.ADMIN_PORT, help="port of the admin API")
     server.add_argument(
@@ -186,6 +204,16 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="lowest level to log",
     )
     add_bound_arguments(parser.add_argument_group("bounds on requests"))
+
+
+class _RefusedKey(argparse.Action):
+    """Ends with a usage error that does not repeat the key."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(
+            "--api-key would show the key to everyone who can list the processes of this machine. "
+            f"Put it into the environment variable {endpoints.API_KEY_ENV}, or into a file for --api-key-file."
+        )
 
 
 def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
@@ -241,6 +269,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    api_keys = api_keys_from(args)
     path = find_checkpoint(args.model, args.revision)
     engine_config = engine_config_from(args, path)
     listener = os.environ.get(endpoints.LISTENER_ENV)
@@ -251,6 +280,7 @@ def run_serve(args: argparse.Namespace) -> int:
         admin_host=args.admin_host,
         admin_port=args.admin_port,
         admin_token=admin_token_from(args),
+        api_keys=api_keys,
         api=ApiSettings(
             served_model_names=tuple(args.served_model_name or [args.model]),
             max_heartbeat_age_s=args.max_heartbeat_age,
@@ -312,6 +342,16 @@ def admin_token_from(args: argparse.Namespace) -> str | None:
     if token is not None and len(token) < 8:
         raise ConfigError(f"the admin token in {source} has {len(token)} characters; use 8 or more, or leave it out.")
     return token
+
+
+def api_keys_from(args: argparse.Namespace) -> "ApiKeys | None":
+    """The keys of the file and of the environment; None when neither is given. Raises ConfigError when either is unusable."""
+    from flyball_runtime.api.keys import ApiKeys
+
+    variable = os.environ.get(endpoints.API_KEY_ENV)
+    if args.api_key_file is None and variable is None:
+        return None
+    return ApiKeys(args.api_key_file, variable, MonotonicClock())
 
 
 def main(argv: list[str] | None = None) -> int:

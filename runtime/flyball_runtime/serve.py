@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from flyball_protocol import endpoints
 from flyball_runtime.api.admin import create_admin_app
 from flyball_runtime.api.app import create_app, stuck_reason
+from flyball_runtime.api.keys import ApiKeys
 from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import ChatTokenizer
@@ -48,6 +49,7 @@ class ServeConfig:
     Attributes:
         listener: Unix socket of a ``flyball listener`` that has the API port; None opens ``host``:``port`` here.
         admin_token: token of the admin port; None leaves the port closed.
+        api_keys: keys of the API; None serves every caller.
         drain_timeout_s: how long running requests may go on after SIGTERM.
         drain_quiet_s: after SIGTERM requests are accepted until none has come for so long; 0 refuses them at once.
     """
@@ -58,6 +60,7 @@ class ServeConfig:
     admin_host: str
     admin_port: int
     admin_token: str | None
+    api_keys: ApiKeys | None
     api: ApiSettings
     drain_timeout_s: float
     drain_quiet_s: float
@@ -106,7 +109,7 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Cha
         metrics = MetricsCollector(model_name=engine_config.served_model_name, clock=MonotonicClock())
         async with EngineClient(engine_config, observer=metrics.measured) as client:
             replica = ServingReplica(config, client, has_chat=tokenizer.chat_template is not None)
-            replica.add_server(create_app(client, tokenizer, config.api, metrics), listener)
+            replica.add_server(create_app(client, tokenizer, config.api, metrics, config.api_keys), listener)
             if admin_listener is not None and config.admin_token is not None:
                 admin = create_admin_app(client, metrics, config.admin_token)
                 # X-Forwarded-For says nothing about who may use a bearer token.
@@ -115,6 +118,12 @@ async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: Cha
                 logger.info(
                     "the admin port is closed; to open it, set %s or --admin-token-file", endpoints.ADMIN_TOKEN_ENV
                 )
+            if config.api_keys is None:
+                logger.info(
+                    "no API keys: every request is served; to need one, set %s or --api-key-file", endpoints.API_KEY_ENV
+                )
+            else:
+                logger.info("API keys: %d", len(config.api_keys))
             return await replica.run()
 
 
@@ -217,7 +226,8 @@ class ServingReplica:
 
     def _first_request(self) -> str:
         url = endpoints.base_url(*self._servers[0][1].getsockname()[:2])
-        return endpoints.curl_line(url, self._config.api.served_model_names[0], chat=self._has_chat)
+        names, needs_key = self._config.api.served_model_names, self._config.api_keys is not None
+        return endpoints.curl_line(url, names[0], chat=self._has_chat, needs_key=needs_key)
 
     async def _drain(self) -> int:
         deadline_s = time.monotonic() + self._config.drain_timeout_s

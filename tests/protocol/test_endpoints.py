@@ -29,5 +29,7 @@ def test_the_line_survives_a_shell_whatever_the_models_name(chat: bool, path: st
     program, url, flag, body = shlex.split(curl_line("http://127.0.0.1:8000", name, chat=chat))
     assert (program, url, flag) == ("curl", f"http://127.0.0.1:8000/v1/{path}", "-d")
     asked = json.loads(body)
+    *_, header, flag, _ = shlex.split(curl_line("http://127.0.0.1:8000", name, chat=chat, needs_key=True))
+    assert (header, flag) == ("Authorization: Bearer $FLYBALL_API_KEY", "-d")
     assert asked["model"] == name
     assert field in asked

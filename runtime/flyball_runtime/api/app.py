@@ -11,6 +11,7 @@ from flyball_runtime import __version__
 from flyball_runtime.api.completions import CompletionRoutes
 from flyball_runtime.api.errors import HttpRefusal, install_error_handlers, json_response
 from flyball_runtime.api.identity import RequestIdMiddleware
+from flyball_runtime.api.keys import ApiKeyAuth, ApiKeys
 from flyball_runtime.api.lane import Lanes
 from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
@@ -188,9 +189,17 @@ PROBE_METHODS = ["GET", "HEAD"]
 
 
 def create_app(
-    front: EngineFront, tokenizer: ChatTokenizer, settings: ApiSettings, metrics: MetricsCollector
+    front: EngineFront,
+    tokenizer: ChatTokenizer,
+    settings: ApiSettings,
+    metrics: MetricsCollector,
+    api_keys: ApiKeys | None = None,
 ) -> FastAPI:
-    """The public app. ``tokenizer`` is the model's, from transformers; its truncation and padding are turned off.
+    """The public app.
+
+    Args:
+        tokenizer: the model's, from transformers; its truncation and padding are turned off.
+        api_keys: without them, every caller is served.
 
     Raises:
         ConfigError: the tokenizer is not a fast one.
@@ -204,7 +213,7 @@ def create_app(
         lanes=Lanes(settings.max_inline_bytes, settings.max_total_body_bytes),
     )
     metrics.attach(front)
-    app = bare_app("Flyball")
+    app = bare_app("Flyball", *([] if api_keys is None else [Middleware(ApiKeyAuth, keys=api_keys)]))
     _add_openai_routes(app, server)
     health = HealthRoutes(server)
     app.add_api_route(endpoints.LIVEZ_PATH, health.livez, methods=PROBE_METHODS)

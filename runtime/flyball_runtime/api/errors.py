@@ -80,6 +80,13 @@ class Unauthorized(RequestError):
         super().__init__(f"{why}.")
 
 
+class InvalidApiKey(RequestError):
+    status, code = 401, "invalid_api_key"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}. Send the header 'Authorization: Bearer KEY' with a key of this server.")
+
+
 def from_failed(event: Failed) -> HttpRefusal:
     return HttpRefusal(event.status, event.code, event.message, retry_after_s=event.retry_after_s)
 
@@ -88,7 +95,7 @@ def error_type(status: int) -> str:
     """OpenAI's coarse class of an error."""
     if status >= 500:
         return "server_error"
-    return {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+    return "rate_limit_error" if status == 429 else "invalid_request_error"
 
 
 def error_json(error: RequestError) -> bytes:

@@ -80,19 +80,24 @@ IPV6_NETWORK_BITS = 64
 
 
 def client_of(request: Request) -> str:
-    """Return an opaque name: of the API key (the whole Authorization header), or of the address without one.
+    """Return an opaque name: of the API key, or of the address without one.
+
+    A key that was checked (``keys.py``) counts however it is sent. Without checks, the whole Authorization header does.
 
     Clients share tokenization and the scheduler by it. It gives no rights, and nobody can read it back.
     The address is the connection's, or what a trusted proxy says (``ApiSettings.forwarded_allow_ips``).
     """
+    checked: bytes | None = getattr(request.state, "api_key", None)
+    if checked is not None:
+        return _name(b"checked key", checked)
     api_key = request.headers.get("authorization", "").strip()
     if api_key:
-        return _name(b"key", api_key)
-    return _name(b"address", "" if request.client is None else _network(request.client.host))
+        return _name(b"key", api_key.encode())
+    return _name(b"address", b"" if request.client is None else _network(request.client.host).encode())
 
 
-def _name(kind: bytes, value: str) -> str:
-    return blake2b(value.encode(), digest_size=12, key=_KEY, person=kind).hexdigest()
+def _name(kind: bytes, value: bytes) -> str:
+    return blake2b(value, digest_size=12, key=_KEY, person=kind).hexdigest()
 
 
 def _network(host: str) -> str:

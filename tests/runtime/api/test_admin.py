@@ -31,7 +31,7 @@ async def test_nothing_without_the_token(
     for method in ("GET", "POST"):
         response = await admin.request(method, path, headers=headers)
         error = error_of(response)
-        assert (response.status_code, error["type"]) == (401, "authentication_error")
+        assert (response.status_code, error["type"]) == (401, "invalid_request_error")
         assert response.headers["www-authenticate"] == "Bearer" and ADMIN_TOKEN not in response.text
     assert not engine.draining
 
