@@ -67,6 +67,19 @@ def test_a_change_of_the_spec_reaches_the_children_and_scaling_does_too(
     )
 
 
+def test_a_secret_with_api_keys_is_mounted_under_the_key_that_the_crd_fills_in(
+    operator: OperatorProcess, world: World
+) -> None:
+    world.create(runtime={"apiKeysSecretRef": {"name": "clients"}})
+    pod = world.appears(DEPLOYMENT)["spec"]["template"]["spec"]
+    (volume,) = (one for one in pod["volumes"] if one["name"] == "api-keys")
+    assert volume["secret"]["secretName"] == "clients"
+    assert volume["secret"]["items"] == [{"key": "keys", "path": "keys"}]
+    assert "--api-key-file=/etc/flyball/api-keys/keys" in pod["containers"][0]["args"]
+    world.change(runtime={"apiKeysSecretRef": None})
+    world.appears(DEPLOYMENT, where=lambda obj: "api-key" not in str(obj["spec"]))
+
+
 def test_a_child_that_is_no_longer_wanted_goes(operator: OperatorProcess, world: World) -> None:
     world.create(replicas=2, autoscaling={"mode": "HPA", "maxReplicas": 4})
     world.appears(AUTOSCALER)

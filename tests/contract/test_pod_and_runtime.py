@@ -38,6 +38,7 @@ spec:
     maxNumBatchedTokens: 64
     KV
     extraArgs: [--seed=1]
+    apiKeysSecretRef: {name: clients}
   accelerator: {count: COUNT}
 """
 

@@ -342,6 +342,16 @@ def test_variables_of_the_spec_replace_ours_and_never_come_twice() -> None:
     assert found["envFrom"] == [{"prefix": "P_", "configMapRef": {"name": "c"}}]
 
 
+def test_api_keys_are_a_file_of_the_secret_that_the_spec_names() -> None:
+    built = build(runtime={"apiKeysSecretRef": {"name": "clients"}})
+    volume = by("name", built["spec"]["template"]["spec"]["volumes"])["api-keys"]
+    assert volume["secret"] == {"secretName": "clients", "items": [{"key": "keys", "path": "keys"}]}
+    mount = by("name", container(built)["volumeMounts"])["api-keys"]
+    assert mount["readOnly"] and "subPath" not in mount, "a subPath is not updated when the Secret changes"
+    assert f"--api-key-file={mount['mountPath']}/keys" in container(built)["args"]
+    assert "api-key" not in json.dumps(build()), "without the field, every request is served"
+
+
 def test_the_hubs_token_comes_from_the_secret_that_the_spec_names() -> None:
     found = container(build(model={"uri": "hf://a/b", "secretRef": {"name": "hub"}}))
     reference = {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}

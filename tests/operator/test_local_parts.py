@@ -87,6 +87,7 @@ def test_the_digest_follows_the_pod_and_nothing_else() -> None:
             {"model": {"uri": "hf://a/b", "secretRef": {"name": "s", "key": "k"}}},
             "env HF_TOKEN comes from a cluster object",
         ),
+        ({"runtime": {"apiKeysSecretRef": {"name": "s"}}}, "apiKeysSecretRef names a Secret, .* FLYBALL_API_KEY"),
         (containers({"name": "proxy"}), "a container 'proxy'; local mode runs the runtime alone"),
         (containers({"name": "runtime", "command": ["sh"]}), "changes the runtime's command or args"),
         (containers({"name": "runtime", "args": None}), "changes the runtime's command or args"),

@@ -116,6 +116,7 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ("runtime: {maxNumBatchedTokens: 64}", ["64", "256", "raise it or lower"]),
         ("runtime: {extraArgs: ['--max-num-seqs=4']}", ["extraArgs[0]", "--max-num-seqs"]),
         ("runtime: {extraArgs: ['--max-num-s=4']}", ["extraArgs[0]", "--max-num-seqs"]),
+        ("runtime: {extraArgs: ['--api-key=secret']}", ["extraArgs[0] is '--api-key';", "from other fields"]),
         ("runtime: {extraArgs: [seed]}", ["'seed'", "--flag=value"]),
         ("runtime: {env: [{name: A}, {name: A}]}", ["'A'", "twice"]),
         ("runtime: {env: [{name: FLYBALL_ADMIN_TOKEN}]}", ["FLYBALL_ADMIN_TOKEN", "Secret"]),

@@ -199,7 +199,9 @@ def _program(llm: LLMDeployment, default_image: str) -> Object:
 def _serve_args(llm: LLMDeployment) -> list[str]:
     """Return the arguments of ``flyball``: serve, the model, and one ``--flag=value`` word per setting."""
     spec, runtime = llm.spec, llm.spec.runtime
+    has_keys = runtime.api_keys_secret_ref is not None
     optional = {
+        "--api-key-file": f"{names.API_KEYS_MOUNT}/{names.API_KEYS_FILE}" if has_keys else None,
         "--revision": llm.model_source.revision if isinstance(llm.model_source, HubModel) else None,
         "--max-model-len": runtime.max_model_len,
         "--gpu-memory-utilization": None if (p := runtime.gpu_memory_utilization_percent) is None else f"{p / 100:.2f}",
@@ -284,8 +286,16 @@ def _volumes(llm: LLMDeployment) -> list[Object]:
         {"name": "run", "emptyDir": {"medium": "Memory"}},
         {"name": "cache", **_cache(llm)},
         {"name": "boot-prior", "configMap": boot_prior},
+        *_api_keys(llm),
         *_model(llm.model_source),
     ]
+
+
+def _api_keys(llm: LLMDeployment) -> Iterator[Object]:
+    """Yield the volume with the API keys. It is mounted whole, because a subPath is not updated when the Secret changes."""
+    if (secret := llm.spec.runtime.api_keys_secret_ref) is not None:
+        items = [{"key": secret.key, "path": names.API_KEYS_FILE}]
+        yield {"name": names.API_KEYS_VOLUME, "secret": {"secretName": secret.name, "items": items}}
 
 
 def _volume_mounts(llm: LLMDeployment) -> list[Object]:
@@ -296,6 +306,7 @@ def _volume_mounts(llm: LLMDeployment) -> list[Object]:
         {"name": "run", "mountPath": names.RUN_MOUNT},
         {"name": "cache", "mountPath": names.CACHE_MOUNT},
         {"name": "boot-prior", "mountPath": names.BOOT_PRIOR_MOUNT, "readOnly": True},
+        *({"name": one["name"], "mountPath": names.API_KEYS_MOUNT, "readOnly": True} for one in _api_keys(llm)),
         *_model_mount(llm.model_source),
     ]
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import time
@@ -215,7 +216,8 @@ class LocalRunner:
         Whether the model has a chat template is not known here; without one, the answer is an error that says what to use.
         """
         url = endpoints.base_url(self._options.host, int(self._url.rpartition(":")[2]))
-        return endpoints.curl_line(url, self._deployment.served_name, chat=True)
+        needs_key = endpoints.API_KEY_ENV in os.environ
+        return endpoints.curl_line(url, self._deployment.served_name, chat=True, needs_key=needs_key)
 
     @property
     def url(self) -> str:

@@ -15,7 +15,7 @@ from flyball_operator.errors import LocalError
 from flyball_operator.local.process import Probe
 from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment
-from flyball_protocol.endpoints import ADMIN_TOKEN_ENV, TEMPLATE_ENV
+from flyball_protocol.endpoints import ADMIN_TOKEN_ENV, API_KEY_ENV, TEMPLATE_ENV
 from flyball_protocol.quoting import one_line, quoted
 
 KUBERNETES_GRACE_S = 30.0
@@ -155,6 +155,7 @@ def process_template(deployment: Object, executable: tuple[str, ...]) -> Process
     """
     pod = _read_pod(deployment["spec"]["template"]["spec"])
     container = _runtime_container(pod)
+    _check_keys(pod.volumes)
     _check_folders(pod.volumes)
     return ProcessTemplate(
         argv=(*executable, *container.command[1:], *container.args),
@@ -197,6 +198,14 @@ def _probe(probe: PodProbe | None, name: str) -> Probe:
         failure_threshold=probe.failure_threshold,
         grace_s=probe.termination_grace_period_seconds,
     )
+
+
+def _check_keys(volumes: Sequence[Volume]) -> None:
+    if any(volume.name == names.API_KEYS_VOLUME for volume in volumes):
+        raise LocalError(
+            f"spec.runtime.apiKeysSecretRef names a Secret, which needs a cluster; leave it out and set {API_KEY_ENV} in the "
+            "environment of this command"
+        )
 
 
 def _check_folders(volumes: Sequence[Volume]) -> None:

@@ -19,7 +19,7 @@ Quantity = str | int
 IntOrPercent = int | str
 
 
-class TokenSecret(_Spec, frozen=True, kw_only=True):
+class SecretKey(_Spec, frozen=True, kw_only=True):
     name: str
     key: str
 
@@ -37,7 +37,7 @@ class Model(_Spec, frozen=True, kw_only=True):
     cache: ModelCache
     revision: str | None = None
     served_name: str | None = None
-    secret_ref: TokenSecret | None = None
+    secret_ref: SecretKey | None = None
 
 
 class ObjectName(_Spec, frozen=True, kw_only=True):
@@ -79,6 +79,7 @@ class Runtime(_Spec, frozen=True, kw_only=True):
     image: str | None = None
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     image_pull_secrets: tuple[ObjectName, ...] = ()
+    api_keys_secret_ref: SecretKey | None = None
     max_model_len: int | None = None
     gpu_memory_utilization_percent: int | None = None
     kv_cache_memory_percent: int | None = None  # the former name

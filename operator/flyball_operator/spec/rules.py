@@ -26,6 +26,8 @@ MANAGED_FLAGS = frozenset(
         "--admin-host",
         "--admin-port",
         "--admin-token-file",
+        "--api-key",
+        "--api-key-file",
         "--served-model-name",
         "--revision",
         "--dtype",
@@ -127,7 +129,7 @@ def _extra_arg_problems(index: int, argument: str) -> Iterator[str]:
     managed = sorted(known for known in MANAGED_FLAGS if known.startswith(flag))  # argparse takes abbreviations
     if managed:
         yield (
-            f"spec.runtime.extraArgs[{index}] is {quoted(argument)}; {managed[0]} is set from other fields of spec, "
+            f"spec.runtime.extraArgs[{index}] is {quoted(flag)}; {managed[0]} is set from other fields of spec, "
             "remove it here"
         )
 
