@@ -10,6 +10,9 @@ from flyball_protocol.limits import Envelope, Limits, Objectives, Revision
 EVIDENCE_VERSION = 2
 """Grows when a field changes its meaning or goes. Fields that are added leave it as it is."""
 
+FIXED_SHARE = 0.2
+"""Of an efficient step's time, this share at most does not depend on what is computed."""
+
 NonNegative = Annotated[float, Meta(ge=0)]
 
 
@@ -149,6 +152,11 @@ class StepModel(Struct, frozen=True, kw_only=True):
     num_steps: Annotated[int, Meta(ge=0)] = 0
     covariance: tuple[float, ...] = ()
     settled: bool = False
+
+    @property
+    def efficient_s(self) -> float:
+        """Seconds of the shortest step that is efficient; shorter ones cost throughput. See FIXED_SHARE."""
+        return self.base_s / FIXED_SHARE
 
     def predict(self, prefill_tokens: int, decodes: int, context_tokens: int, attention_pairs: int) -> float:
         """Return the seconds that a step takes; it never falls when an argument grows.

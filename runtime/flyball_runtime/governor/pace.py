@@ -15,7 +15,6 @@ CHUNK_MULTIPLE = 16
 FIRST_CHUNK = 128
 """Largest chunk beside decodes before larger ones were learned from; from then on, twice the largest."""
 
-
 NEXT_TO_NOTHING = 1.02
 """Times what a step takes: what it may grow by beside a target that it misses anyway."""
 
@@ -98,7 +97,10 @@ class Governor:
         model = self._learner.coefficients
         if model is None:
             return high
-        low = _most_tokens(model, work, start, high, self._available_s(self.target_s, model, work))
+        available_s = self._available_s(self.target_s, model, step.num_decodes, step.num_context_tokens)
+        # Where decodes alone miss the target, tokens below the knee are still free.
+        free_s = NEXT_TO_NOTHING * model.predict(*work)
+        low = _most_tokens(model, work, start, high, max(available_s, free_s))
         if low < most:
             low -= low % CHUNK_MULTIPLE
         return max(low, least)
@@ -114,7 +116,7 @@ class Governor:
         if self.target_s is None or model is None or num_decodes <= 1:
             return True
         seconds = model.predict(MIN_CHUNK, num_decodes, num_context_tokens, MIN_CHUNK * MIN_CHUNK)
-        return seconds <= self._available_s(self.target_s, model, Work(0, 1, 0, 0))
+        return seconds <= self._available_s(self.target_s, model, num_decodes, num_context_tokens)
 
     def first_token_s(self, step: Planned, num_tokens: int, most: int | None = None) -> float:
         """Return the seconds in which so many prompt tokens are computed beside a step's decodes; 0.0 if nothing is known.
@@ -130,19 +132,24 @@ class Governor:
         decodes, context = step.num_decodes, step.num_context_tokens
         chunk = num_tokens if most is None else min(num_tokens, max(1, most))
         if self.target_s is not None and decodes:
-            available_s = self._available_s(self.target_s, model, Work(0, decodes, context, 0))
+            available_s = self._available_s(self.target_s, model, decodes, context)
             paced = _most_tokens(model, Work(0, decodes, context, 0), num_tokens // 2, chunk, available_s)
             chunk = max(paced, min(MIN_CHUNK, chunk))
         num_steps = -(-num_tokens // chunk)
         return num_steps * model.predict(chunk, decodes, context, chunk * (num_tokens + 1) // 2)
 
-    def _available_s(self, target_s: float, model: StepModel, work: Work) -> float:
+    def _available_s(self, target_s: float, model: StepModel, decodes: int, context_tokens: int) -> float:
         """Return the time that a step may be predicted to take.
 
-        Where ``work`` takes longer than the target as it is, that is what it takes: tokens and sequences that cost next to
-        nothing, such as those below the knee, are not held back for a target that cannot be met.
+        That is the target less a margin, if one sequence beside the smallest chunk of a prompt can keep it. No useful step
+        can keep a shorter target: it would cost throughput for a latency that is missed all the same.
+
+        Args:
+            decodes, context_tokens: of the sequences that are to run, whose mean context one sequence alone would have.
         """
-        return max(target_s / (1.0 + self._learner.margin), NEXT_TO_NOTHING * model.predict(*work))
+        least_s = model.predict(MIN_CHUNK, 1, context_tokens // max(1, decodes), MIN_CHUNK * MIN_CHUNK)
+        kept_s = target_s / (1.0 + self._learner.margin)
+        return kept_s if kept_s >= least_s else max(least_s, model.efficient_s)
 
 
 def usable_prior(prior: BootPrior | None, key: str) -> tuple[StepModel | None, str]:
