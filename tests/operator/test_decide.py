@@ -22,6 +22,10 @@ NOW_S = 10_000.0
 PACED = structs.replace(LIMITS, step_time_target_ms=38.0)
 SETTLED = TunerState(revision=3, limits=PACED, objectives=POSTED, settled=True, tuned=True, family="demo/t1")
 PLANNED = {"step_model": MODEL, "lengths": LENGTHS}
+SLOW = structs.replace(MODEL, base_s=0.033)
+"""Little fits into 40 ms beside the fixed part."""
+TOO_SLOW = structs.replace(MODEL, base_s=0.041)
+"""One sequence alone takes longer than 40 ms."""
 TIGHT = KVBlocks(total=1000, capacity=1000, free=0, used=1000, cached=0)
 
 
@@ -151,6 +155,16 @@ def test_the_first_round_posts_objectives_and_step_target() -> None:
     assert (decision.state.objectives, decision.is_lease_at("replica 1")) == (POSTED, True)
 
 
+def test_before_there_is_a_plan_the_step_target_has_room_for_a_few_sequences() -> None:
+    unsettled = {"posted": None, "step_model": structs.replace(SLOW, settled=False)}
+    assert decided(make_evidence(**unsettled), state=TunerState()).limits == structs.replace(
+        LIMITS, step_time_target_ms=34.0
+    )
+    decision = decided(make_evidence(**unsettled, lengths=LENGTHS), state=TunerState())
+    few_ms = 1000 * SLOW.predict(16, 4, 4400, 256)
+    assert decision.limits is not None and decision.limits.step_time_target_ms == pytest.approx(1.06 * few_ms, abs=0.01)
+
+
 def test_a_replica_that_just_started_is_told_the_objectives_and_not_judged() -> None:
     young = make_evidence(posted=None, uptime_s=1.0)
     decision = decided(young, state=TunerState())
@@ -163,12 +177,41 @@ def test_after_a_restart_the_step_target_in_force_is_kept() -> None:
     assert (decision.reason, decision.limits) == (Reason.OBJECTIVES_SET, PACED)
 
 
-def test_a_step_target_that_lets_hardly_any_request_in_is_lifted() -> None:
-    starved = seen(ttft_count=4, itl_count=80, blocked_by={"step_time": 0.9}, num_waiting=50, num_running=1)
-    decision = decided(starved)
-    assert (decision.action, decision.reason) == (Action.CHANGE, Reason.STARVING)
-    assert decision.limits == structs.replace(PACED, step_time_target_ms=40.0)
-    assert decided(seen(ttft_count=4, blocked_by={"step_time": 0.9}, num_waiting=1)).reason is Reason.FEW_SAMPLES
+def test_a_step_target_below_what_a_few_sequences_take_is_lifted() -> None:
+    starved = seen(step_model=SLOW, limits=structs.replace(PACED, step_time_target_ms=31.0), ttft_count=4)
+    decision = decided(starved, state=structs.replace(SETTLED, limits=starved.target))
+    assert (decision.action, decision.reason) == (Action.CHANGE, Reason.STEP_TARGET_TOO_SHORT)
+    assert decision.limits == structs.replace(PACED, step_time_target_ms=38.85)
+    assert decided(seen(step_model=SLOW, ttft_count=4)).reason is Reason.FEW_SAMPLES, "38 ms are enough for a few"
+
+
+def test_a_step_target_is_lifted_once_the_objective_is_known_to_be_out_of_reach() -> None:
+    low = seen(step_model=TOO_SLOW, limits=structs.replace(PACED, step_time_target_ms=34.0), ttft_count=4, itl_count=10)
+    decision = decided(low, state=structs.replace(SETTLED, limits=low.target))
+    assert (decision.action, decision.reason) == (Action.CHANGE, Reason.STEP_TARGET_TOO_SHORT)
+    assert "40 ms: one sequence alone needs 41.15 ms" in decision.why
+    assert decision.limits == structs.replace(PACED, step_time_target_ms=205.0)  # 41 ms are a fifth of it
+    known = seen(step_model=TOO_SLOW, limits=decision.limits, itl_over=9000)
+    held = decided(known, state=structs.replace(SETTLED, limits=known.target))
+    assert (held.action, held.reason) == (Action.HOLD, Reason.SLO_INFEASIBLE)
+
+
+def test_no_step_target_is_posted_that_no_step_can_keep() -> None:
+    decision = decided(make_evidence(posted=None, step_model=TOO_SLOW, lengths=LENGTHS), state=TunerState())
+    assert (decision.reason, decision.limits) == (
+        Reason.OBJECTIVES_SET,
+        structs.replace(LIMITS, step_time_target_ms=205.0),
+    )
+
+
+def test_a_pool_for_two_sequences_asks_for_no_step_that_none_can_keep() -> None:
+    small = KVBlocks(total=140, capacity=140, free=0, used=140, cached=0)
+    posted = PostedObjectives(ttft_s=1.0)
+    evidence = seen(ttft_over=500, blocked_by={"kv": 0.9}, kv_blocks=small, num_arrived=10, posted=posted)
+    state = structs.replace(SETTLED, objectives=posted)
+    trial = decided(evidence, state=state, objectives=Objectives(ttft_p95_milliseconds=1000)).state.trial
+    least_ms = 1000 * MODEL.predict(16, 4, 4400, 256)
+    assert trial is not None and trial.limits.step_time_target_ms == pytest.approx(1.06 * least_ms, abs=0.01)
 
 
 def test_new_objectives_start_afresh() -> None:

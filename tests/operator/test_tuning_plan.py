@@ -121,7 +121,9 @@ def test_a_plan_stays_inside_the_envelope(model: StepModel, lengths: Lengths, it
     plan = make_plan(model, lengths, Objectives(itl_s=itl_s), WIDE, kv_tokens=kv_tokens)
     assert 1 <= plan.max_num_seqs <= WIDE.max_num_seqs
     assert WIDE.min_num_batched_tokens <= plan.max_num_batched_tokens <= WIDE.max_num_batched_tokens
-    assert 0 < plan.kv_step_s <= plan.step_s <= itl_s
+    assert 0 < plan.kv_step_s <= plan.step_s
+    assert 0 < plan.least_step_s <= plan.step_s
+    assert plan.step_s <= itl_s or itl_s < least_itl_s(model, lengths)
     assert plan.capacity_per_s > 0
 
 

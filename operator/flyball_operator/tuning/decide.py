@@ -15,9 +15,9 @@ from flyball_operator.spec import Tuning
 from flyball_operator.tuning import kv_share
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
-from flyball_operator.tuning.knobs import CUT_FACTOR, DEAD_BAND, Knob, same, short, towards
+from flyball_operator.tuning.knobs import CUT_FACTOR, DEAD_BAND, Knob, rounded, same, short, towards
 from flyball_operator.tuning.modes import restore
-from flyball_operator.tuning.plan import decode_step_s, most_decodes_alone
+from flyball_operator.tuning.plan import decode_step_s, least_target_s, most_decodes_alone
 from flyball_operator.tuning.signals import Signal, Standing
 from flyball_operator.tuning.situation import Situation, look
 from flyball_operator.tuning.state import Direction, Forecast, TunerState
@@ -43,7 +43,7 @@ AT_ONCE = frozenset(
         Reason.OUT_OF_BOUNDS,
         Reason.OUT_OF_STEP,
         Reason.OBJECTIVES_SET,
-        Reason.STARVING,
+        Reason.STEP_TARGET_TOO_SHORT,
         Reason.MEMORY_PRESSURE,
         Reason.KV_BLOCKED,
         Reason.KV_UNUSED,
@@ -120,8 +120,15 @@ def _first_target_ms(now: Situation) -> float:
         return math.inf
     if now.state.objectives is None and math.isfinite(target_ms):
         return span.clamp(target_ms)
-    aim_s = START_SHARE * itl_s if now.plan is None else now.plan.step_s / now.state.trim
+    aim_s = _start_s(now, itl_s) if now.plan is None else now.plan.step_s / now.state.trim
     return span.clamp(round(1000 * aim_s, 2))
+
+
+def _start_s(now: Situation, itl_s: float) -> float:
+    """Return the step-time target before there is a plan, with room for a few sequences by what little is known."""
+    known = [one.step_model for one in now.usable.values() if one.step_model is not None]
+    few_s = [] if now.lengths is None else [least_target_s(one, now.lengths, itl_s) for one in known]
+    return min(itl_s, max([START_SHARE * itl_s, *few_s]))
 
 
 def _into_step(now: Situation) -> Decision | None:
@@ -141,18 +148,14 @@ def _wait_for_agreement(now: Situation) -> Decision | None:
     return now.hold(Reason.DISAGREEMENT, why)
 
 
-STARVING_SHARE = 0.5
-
-
-def _starving(now: Situation) -> Decision | None:
-    """Lift a step-time target that lets hardly any request in: too few come through for their latency to be judged."""
-    share, span = Knob.STEP_TIME.waited_for(now.blocked_by), now.spans[Knob.STEP_TIME]
-    target_ms, few = Knob.STEP_TIME.of(now.limits), Standing.UNKNOWN in (now.ttft.standing, now.itl.standing)
-    waits = any(one.num_waiting > one.num_running for one in now.usable.values())
-    if share <= STARVING_SHARE or not few or not waits or target_ms >= span.high or math.isinf(span.high):
+def _step_target_too_short(now: Situation) -> Decision | None:
+    """Lift a step-time target under which hardly any sequence can run: it costs throughput, and steps miss it all the same."""
+    plan, target_ms = now.plan, Knob.STEP_TIME.of(now.limits)
+    if plan is None or target_ms >= (1 - STEP_DEAD_BAND) * 1000 * plan.least_step_s:
         return None
-    why = f"{share:.0%} of steps waited for the step-time target, and more requests wait than run"
-    return now.change(Reason.STARVING, why, {Knob.STEP_TIME: span.high}, Direction.CLAMP)
+    why = now.infeasible or f"a few sequences take {short(1000 * plan.least_step_s)} ms a step"
+    aim_ms = rounded(Knob.STEP_TIME, now.spans[Knob.STEP_TIME].clamp(1000 * plan.step_s))
+    return now.change(Reason.STEP_TARGET_TOO_SHORT, why, {Knob.STEP_TIME: aim_ms}, Direction.CLAMP)
 
 
 def _let_it_settle(now: Situation) -> Decision | None:
@@ -440,7 +443,7 @@ _RULES: tuple[Callable[[Situation], Decision | None], ...] = (
     _into_step,
     _wait_for_agreement,
     kv_share.under_pressure,
-    _starving,
+    _step_target_too_short,
     _let_it_settle,
     _worse_than_before,
     _commit,

@@ -35,7 +35,7 @@ class Reason(StrEnum):
     DISAGREEMENT = "Disagreement"
     SLO_INFEASIBLE = "SLOInfeasible"
     MEMORY_PRESSURE = "MemoryPressure"
-    STARVING = "Starving"
+    STEP_TARGET_TOO_SHORT = "StepTargetTooShort"
     INTER_TOKEN_LATENCY_OVER = "InterTokenLatencyOver"
     PREEMPTING = "Preempting"
     TTFT_OVER = "TTFTOver"

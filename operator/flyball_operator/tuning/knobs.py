@@ -8,7 +8,7 @@ from enum import StrEnum
 from msgspec import structs
 
 from flyball_operator.spec import Bounds, Range
-from flyball_operator.tuning.plan import LEAST_SHARE
+from flyball_operator.tuning.plan import LEAST_SHARE, Plan
 from flyball_protocol import Envelope, Limits, LimitsChange, Objectives
 
 CUT_FACTOR = 0.7
@@ -55,17 +55,23 @@ class Span:
         return min(max(value, self.low), self.high)
 
 
-def spans(bounds: Bounds, envelope: Envelope, objectives: Objectives) -> dict[Knob, Span]:
+def spans(bounds: Bounds, envelope: Envelope, objectives: Objectives, plan: Plan | None = None) -> dict[Knob, Span]:
     """Return where each knob may be: inside the spec's bounds and the envelope.
 
     Where bounds and envelope contradict each other the envelope holds; ``contradictions()`` names them.
+
+    Args:
+        plan: if there is one, it knows which step-time targets are of use: longer ones than an objective that nothing can meet.
     """
     seqs = _span(bounds.max_num_seqs, 1, envelope.max_num_seqs)
     tokens = _span(bounds.max_num_batched_tokens, envelope.min_num_batched_tokens, envelope.max_num_batched_tokens)
     percent = _span(bounds.kv_cache_percent, *_percents(envelope))
-    itl_ms = None if objectives.itl_s is None else 1000 * objectives.itl_s
+    itl_ms = math.inf if objectives.itl_s is None else 1000 * objectives.itl_s
+    least_ms = 1.0 if math.isinf(itl_ms) else LEAST_SHARE * itl_ms
+    planned = (0.0, 0.0) if plan is None else (plan.least_step_s, plan.step_s)
+    step_time = Span(max(least_ms, 1000 * planned[0]), max(itl_ms, 1000 * planned[1]))
     return {
-        Knob.STEP_TIME: Span(1.0, math.inf) if itl_ms is None else Span(LEAST_SHARE * itl_ms, itl_ms),
+        Knob.STEP_TIME: step_time,
         Knob.MAX_NUM_SEQS: seqs,
         Knob.MAX_NUM_BATCHED_TOKENS: tokens,
         Knob.KV_CACHE_FRACTION: Span(percent.low / 100, percent.high / 100),

@@ -31,7 +31,9 @@ class Plan:
     """The limits that the model asks for.
 
     Attributes:
-        step_s: target of the step time that keeps the inter-token objective; inf without that objective.
+        step_s: target of the step time that keeps the inter-token objective; inf without that objective. If even one sequence
+            alone misses the objective: the shortest step that costs little throughput.
+        least_step_s: the shortest target with which a few sequences run, or that the objective allows.
         kv_step_s: the shorter target that KV pressure asks for: shorter steps free KV blocks sooner.
         num_fitting: sequences whose context the KV pool holds.
         num_decoding: most sequences that decode within ``step_s`` and fit, their successors' prefill included.
@@ -40,6 +42,7 @@ class Plan:
     """
 
     step_s: float
+    least_step_s: float
     kv_step_s: float
     num_fitting: float
     num_decoding: float
@@ -58,16 +61,21 @@ def make_plan(
         trim: factor of the step time that observed latency asks for, 1 where the model is right.
     """
     itl_s = math.inf if objectives.itl_s is None else objectives.itl_s
-    step_s = max(trim * itl_s / margin(model, lengths), min(itl_s, least_target_s(model, lengths)))
+    least_step_s = least_target_s(model, lengths, itl_s)
+    step_s = max(trim * itl_s / margin(model, lengths), least_step_s)
+    if itl_s < least_itl_s(model, lengths):
+        step_s = max(least_step_s, model.efficient_s)
     num_fitting = max(1.0, kv_tokens / max(1.0, lengths.context_tokens))
     num_decoding = max(1.0, min(most_decodes(model, lengths, step_s), num_fitting, envelope.max_num_seqs))
     balanced_s = balanced_step_s(model, lengths, num_decoding)
+    kv_step_s = GAMMA * trim * balanced_step_s(model, lengths, min(num_fitting, envelope.max_num_seqs))
     max_num_seqs = min(envelope.max_num_seqs, math.ceil(SEQS_MARGIN * num_decoding))
     prefill = most_prefill(model, step_s, envelope.max_num_batched_tokens)
     tokens = min(envelope.max_num_batched_tokens, _ladder(max_num_seqs + TOKENS_MARGIN * prefill))
     return Plan(
         step_s=step_s,
-        kv_step_s=min(step_s, GAMMA * trim * balanced_step_s(model, lengths, min(num_fitting, envelope.max_num_seqs))),
+        least_step_s=least_step_s,
+        kv_step_s=min(step_s, max(kv_step_s, least_step_s)),
         num_fitting=num_fitting,
         num_decoding=num_decoding,
         max_num_seqs=max_num_seqs,
@@ -76,9 +84,10 @@ def make_plan(
     )
 
 
-def least_target_s(model: StepModel, lengths: Lengths) -> float:
-    """Return the shortest step-time target with which a few sequences still run: below it, the runtime admits one at a time."""
-    return FEW_MARGIN * model.predict(FEW_TOKENS, FEW_SEQS, round(FEW_SEQS * lengths.context_tokens), FEW_TOKENS**2)
+def least_target_s(model: StepModel, lengths: Lengths, itl_s: float) -> float:
+    """Return the shortest step-time target that is of use: a few sequences run under it, if the objective allows so many."""
+    few_s = FEW_MARGIN * model.predict(FEW_TOKENS, FEW_SEQS, round(FEW_SEQS * lengths.context_tokens), FEW_TOKENS**2)
+    return few_s if itl_s < least_itl_s(model, lengths) else min(itl_s, few_s)
 
 
 def balanced_step_s(model: StepModel, lengths: Lengths, decodes: float) -> float:

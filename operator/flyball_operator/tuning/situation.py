@@ -82,7 +82,7 @@ class Situation:
 
     @cached_property
     def spans(self) -> dict[Knob, Span]:
-        return spans(self.tuning.bounds, self.pooled.envelope, self.objectives)
+        return spans(self.tuning.bounds, self.pooled.envelope, self.objectives, self.plan)
 
     @cached_property
     def contradictions(self) -> list[str]:

@@ -216,7 +216,8 @@ def _changed_by_others(trying: _Trying) -> Decision | None:
 def _out_of_bounds(trying: _Trying) -> Decision | None:
     limits = trying.trial.limits
     outside = [knob for knob, span in trying.now.spans.items() if span.clamp(knob.of(limits)) != knob.of(limits)]
-    outside = [knob for knob in outside if not (knob is Knob.STEP_TIME and math.isinf(knob.of(limits)))]
+    if Knob.STEP_TIME in outside and not trying.now.spans[Knob.STEP_TIME].high < Knob.STEP_TIME.of(limits) < math.inf:
+        outside.remove(Knob.STEP_TIME)  # the shortest target moves with the step model
     if not outside:
         return None
     return trying.take_back(Reason.OUT_OF_BOUNDS, f"{', '.join(outside)} outside the spec's bounds and the envelope")
