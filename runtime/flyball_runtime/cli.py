@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from flyball_protocol import endpoints
+from flyball_protocol.quoting import quoted
 from flyball_runtime import __version__
 from flyball_runtime.core import config as settings
 from flyball_runtime.core import generation_config
@@ -16,6 +19,7 @@ from flyball_runtime.core.config import EngineConfig, read_boot_prior
 from flyball_runtime.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from flyball_runtime.api.cors import Cors
     from flyball_runtime.api.keys import ApiKeys
 
 
@@ -168,6 +172,28 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="refused, because other users can list arguments (default: not given)",
     )
+    any_one = ["*"]
+    server.add_argument(
+        "--allowed-origins",
+        type=_texts,
+        metavar="JSON",
+        help='list of origins whose web pages may read answers, or ["*"] for all (default: none may)',
+    )
+    server.add_argument(
+        "--allowed-methods",
+        type=_texts,
+        default=any_one,
+        metavar="JSON",
+        help="list of methods that such pages may use",
+    )
+    server.add_argument(
+        "--allowed-headers",
+        type=_texts,
+        default=any_one,
+        metavar="JSON",
+        help="list of headers that such pages may send",
+    )
+    server.add_argument("--allow-credentials", action="store_true", help="such pages may have cookies sent along")
     server.add_argument("--admin-host", default="127.0.0.1", help="address of the admin port")
     server.add_argument("--admin-port", type=int, default=endpoints.ADMIN_PORT, help="port of the admin API")
     server.add_argument(
@@ -206,6 +232,14 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_bound_arguments(parser.add_argument_group("bounds on requests"))
 
 
+def _texts(value: str) -> list[str]:
+    """A JSON list of texts."""
+    try:
+        return msgspec.json.decode(value, type=list[str])
+    except msgspec.DecodeError:
+        raise argparse.ArgumentTypeError(f'{quoted(value)} is not a JSON list of texts, like \'["a", "b"]\'') from None
+
+
 class _RefusedKey(argparse.Action):
     """Ends with a usage error that does not repeat the key."""
 
@@ -242,6 +276,18 @@ def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
     add("--body-timeout", default=30.0, unit="S", text="seconds for a body to be complete; later ones get 408")
     add("--write-timeout", default=60.0, unit="S", text="seconds in which a client must read some of its answer")
     add("--keep-alive", default=75, unit="S", text="seconds that an idle connection stays open")
+
+
+def cors_from(args: argparse.Namespace) -> "Cors":
+    """The CORS settings. Raises ConfigError."""
+    from flyball_runtime.api.cors import Cors
+
+    return Cors(
+        allowed_origins=None if args.allowed_origins is None else tuple(args.allowed_origins),
+        allowed_methods=tuple(args.allowed_methods),
+        allowed_headers=tuple(args.allowed_headers),
+        allow_credentials=args.allow_credentials,
+    )
 
 
 def bounds_from(args: argparse.Namespace) -> dict[str, Any]:
@@ -287,6 +333,7 @@ def run_serve(args: argparse.Namespace) -> int:
             **bounds_from(args),
             default_sampling=generation_config.default_sampling(args.generation_config, path),
             forwarded_allow_ips=args.forwarded_allow_ips,
+            cors=cors_from(args),
         ),
         drain_timeout_s=args.drain_timeout,
         drain_quiet_s=args.drain_quiet,

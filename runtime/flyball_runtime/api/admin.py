@@ -152,9 +152,8 @@ def create_admin_app(
     """The admin app. Raises ConfigError when ``token`` is empty: there is no admin port without one."""
     if not token.strip():
         raise ConfigError(f"the admin token is empty; set {endpoints.ADMIN_TOKEN_ENV} or leave the admin port off.")
-    app = bare_app(
-        "Flyball admin", Middleware(AdminAuth, token=token.strip(), wall_clock=wall_clock, started_s=wall_clock())
-    )
+    auth = Middleware(AdminAuth, token=token.strip(), wall_clock=wall_clock, started_s=wall_clock())
+    app = bare_app("Flyball admin", inner=[auth])
     routes = AdminRoutes(front, metrics)
     app.add_api_route(endpoints.ADMIN_LIMITS_PATH, routes.get_limits)
     app.add_api_route(endpoints.ADMIN_LIMITS_PATH, routes.post_limits, methods=["POST"])

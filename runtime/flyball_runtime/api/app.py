@@ -1,6 +1,7 @@
 """The app of port 8000, and its smaller endpoints: models, tokenize, health and metrics."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -213,7 +214,8 @@ def create_app(
         lanes=Lanes(settings.max_inline_bytes, settings.max_total_body_bytes),
     )
     metrics.attach(front)
-    app = bare_app("Flyball", *([] if api_keys is None else [Middleware(ApiKeyAuth, keys=api_keys)]))
+    auth = [] if api_keys is None else [Middleware(ApiKeyAuth, keys=api_keys)]
+    app = bare_app("Flyball", inner=auth, outer=settings.cors.middleware())
     _add_openai_routes(app, server)
     health = HealthRoutes(server)
     app.add_api_route(endpoints.LIVEZ_PATH, health.livez, methods=PROBE_METHODS)
@@ -223,9 +225,14 @@ def create_app(
     return app
 
 
-def bare_app(title: str, *inner: Middleware) -> FastAPI:
-    """An app without routes whose every error has OpenAI's shape. No schema pages: bodies are msgspec's, not FastAPI's."""
-    middleware = [Middleware(RequestIdMiddleware), *inner]
+def bare_app(title: str, *, inner: Sequence[Middleware] = (), outer: Sequence[Middleware] = ()) -> FastAPI:
+    """An app without routes whose every error has OpenAI's shape. No schema pages: bodies are msgspec's, not FastAPI's.
+
+    Args:
+        inner: sees requests that have their id, and may raise RequestError.
+        outer: sees every answer, errors too.
+    """
+    middleware = [*outer, Middleware(RequestIdMiddleware), *inner]
     app = FastAPI(title=title, version=__version__, openapi_url=None, redirect_slashes=False, middleware=middleware)
     install_error_handlers(app)
     return app

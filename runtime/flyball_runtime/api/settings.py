@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from flyball_protocol.quoting import quoted
+from flyball_runtime.api.cors import NO_CORS, Cors
 from flyball_runtime.api.http_protocol import BoundedH11Protocol
 from flyball_runtime.core.config import LOOPBACK_PROXIES
 from flyball_runtime.core.errors import ConfigError
@@ -35,6 +36,7 @@ class ApiSettings:
         max_heartbeat_age_s: /livez turns red when the engine has made no progress for longer, unless the largest step
             may pause for longer (see ``pause_limit``).
         forwarded_allow_ips: addresses and networks, comma-separated, whose X-Forwarded-For is believed; ``*`` for all.
+        cors: which web pages of other origins may read answers.
         max_inline_bytes: longer bodies are decoded, rendered and tokenized in a thread, so that they do not hold up the
             tokens of other requests.
     """
@@ -54,6 +56,7 @@ class ApiSettings:
     max_heartbeat_age_s: float = 30.0
     max_inline_bytes: int = 4096
     forwarded_allow_ips: str = LOOPBACK_PROXIES
+    cors: Cors = NO_CORS
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
