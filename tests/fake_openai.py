@@ -18,6 +18,8 @@ class Reply:
     packets: list[bytes | float] = field(default_factory=list)
     status: int = 200
     body: dict[str, Any] | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of an answer that has a body."""
     break_off: bool = False
     """Close the connection after the packets, inside the chunked body."""
     gate: int = 0
@@ -133,7 +135,7 @@ class FakeServer:
 
     async def _answer(self, reply: Reply, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         if reply.body is not None:
-            _write_json(writer, reply.status, reply.body)
+            _write_json(writer, reply.status, reply.body, **reply.headers)
             return True
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
@@ -149,9 +151,10 @@ class FakeServer:
         return not reply.break_off
 
 
-def _write_json(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
+def _write_json(writer: asyncio.StreamWriter, status: int, body: Any, **headers: str) -> None:
     data = json.dumps(body).encode()
-    writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(data)}\r\n{lines}\r\n".encode() + data)
 
 
 async def _write_packets(reply: Reply, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": Command("runtime", "serve a model with an OpenAI-compatible API"),
     "chat": Command("clients", "talk to a served model in the terminal"),
     "bench": Command("clients", "measure a served model: latency, throughput, goodput"),
+    "batch": Command("clients", "answer the requests of a file in OpenAI's batch format"),
     "simulate": Command("simulation", "run a trace through the engine and the tuner on a simulated clock"),
     "listener": Command("runtime", None),
     "local": Command("operator", "run an LLMDeployment as processes on this machine"),

@@ -1,1 +1,3 @@
-"""Clients of any OpenAI-compatible server: ``flyball chat`` and ``flyball bench``. They import the protocol only."""
+"""Clients of any OpenAI-compatible server: ``flyball chat``, ``flyball bench`` and ``flyball batch``.
+
+They import the protocol only."""

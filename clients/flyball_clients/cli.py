@@ -1,11 +1,13 @@
-"""The command line: ``flyball chat | bench``. It imports no heavy package, so that help and completion are fast."""
+"""The command line: ``flyball chat | bench | batch``. It imports no heavy package, so that help and completion are fast."""
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
+from flyball_clients.batch.settings import ENGINE_CONCURRENCY, SERVER_CONCURRENCY, BatchSettings
 from flyball_clients.bench.settings import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, Arrival, BenchSettings, parse_slo
 from flyball_clients.endpoint import Api
 from flyball_clients.errors import ConfigError, EndpointError
@@ -27,12 +29,19 @@ def build_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure a served model: latency, throughput, goodput")
     add_bench_arguments(bench)
     bench.set_defaults(run=run_bench)
+    batch = commands.add_parser("batch", help="answer the requests of a file in OpenAI's batch format")
+    add_batch_arguments(batch)
+    batch.set_defaults(run=run_batch)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code. Errors go to stderr."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and args.command != "batch":  # which hands them to its engine
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.engine_flags = tuple(unknown)
     try:
         return int(args.run(args))
     except ConfigError as error:
@@ -60,6 +69,25 @@ def run_bench(args: argparse.Namespace) -> int:
     from flyball_clients.bench.benchmark import run_command  # here: it loads aiohttp, numpy and rich
 
     return endpoints.EXIT_OK if run_command(settings, args).requests.succeeded else _EXIT_NO_ANSWER
+
+
+def run_batch(args: argparse.Namespace) -> int:
+    settings = BatchSettings(
+        source=args.input,
+        target=args.output,
+        base_url=args.base_url,
+        api_key_env=args.api_key_env,
+        model=args.model,
+        engine_flags=args.engine_flags,
+        concurrency=args.concurrency,
+        timeout_s=args.timeout,
+        max_retries=args.max_retries,
+        give_up_after_s=args.give_up_after,
+        max_body_bytes=args.max_body_bytes,
+    )
+    from flyball_clients.batch.command import run_command  # here: it loads aiohttp and rich
+
+    return _EXIT_NO_ANSWER if run_command(settings).num_failed else endpoints.EXIT_OK
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,6 +258,69 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--chart", metavar="FILE", help="draw a chart to a .png or .svg file; needs pip install 'flyball[bench]'"
     )
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
+
+
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the flags of ``flyball batch``."""
+    parser.description = (
+        "Answer the requests of a file in OpenAI's batch format. A running server answers them, or with --model an engine that "
+        "is started for them. The output is also the record of what is done: the same command goes on where the last one ended."
+    )
+    parser.epilog = (
+        "With --model, the flags of `flyball serve` that are about the model, the engine and bounds on requests may follow; "
+        "--scheduling-policy is dpr then. The exit code is 0 if all requests succeeded, 1 if some failed."
+    )
+    defaults = BatchSettings(source=Path(), target=Path())
+    parser.add_argument(
+        "input", type=Path, metavar="INPUT", help="file with one request a line: custom_id, method, url, body"
+    )
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="file to append the answers to, as they come")
+    parser.add_argument(
+        *("--base-url", "--url"),
+        metavar="URL",
+        help=f"address of a running server, with or without /v1 (default: {endpoints.DEFAULT_BASE_URL})",
+    )
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable that holds the API key (default: no key is sent)"
+    )
+    parser.add_argument(
+        "--model", metavar="CHECKPOINT", help="start an engine of its own: a checkpoint's folder or a Hugging Face id"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help=f"requests in flight (default: {SERVER_CONCURRENCY} at a server, {ENGINE_CONCURRENCY} with --model)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=defaults.timeout_s,
+        metavar="S",
+        help="seconds that a request may take (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--max-retries",
+        type=int,
+        default=defaults.max_retries,
+        metavar="N",
+        help="how often a request whose connection broke is sent again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--give-up-after",
+        type=float,
+        default=defaults.give_up_after_s,
+        metavar="S",
+        help="end the batch when the server has refused everything for S seconds; until then, requests that get 429 or 503 "
+        "wait and come again (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=defaults.max_body_bytes,
+        metavar="BYTES",
+        help="longest line of the input (default: %(default)s)",
+    )
 
 
 def settings_from(args: argparse.Namespace) -> BenchSettings:

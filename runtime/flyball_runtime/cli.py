@@ -4,6 +4,8 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from flyball_runtime.core.errors import ConfigError
 if TYPE_CHECKING:
     from flyball_runtime.api.cors import Cors
     from flyball_runtime.api.keys import ApiKeys
+    from flyball_runtime.offline import OfflineApi
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,8 +50,15 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of ``flyball serve``; names and meanings follow ``vllm serve`` where both have them."""
-    on_off = argparse.BooleanOptionalAction
     parser.formatter_class = HelpFormatter
+    add_engine_arguments(parser)
+    add_server_arguments(parser)
+    add_bound_arguments(parser.add_argument_group("bounds on requests"))
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the model and of the engine."""
+    on_off = argparse.BooleanOptionalAction
     parser.add_argument("model", help="directory of a Hugging Face checkpoint, or a Hugging Face id")
 
     model = parser.add_argument_group("model")
@@ -149,6 +159,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine (default: all cores)")
 
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ports, signals and the log."""
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="0.0.0.0", help="address to listen on")
     server.add_argument("--port", type=int, default=endpoints.API_PORT, help="port of the API")
@@ -223,13 +236,16 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds without progress, in a step or between two, after which /livez fails; raised if a step needs longer",
     )
-    server.add_argument(
+    add_log_level(server)
+
+
+def add_log_level(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         *("--log-level", "--uvicorn-log-level"),
         default="info",
         choices=settings.LOG_LEVELS,
         help="lowest level to log",
     )
-    add_bound_arguments(parser.add_argument_group("bounds on requests"))
 
 
 def _texts(value: str) -> list[str]:
@@ -313,8 +329,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from flyball_runtime.serve import ServeConfig, run_replica
     from flyball_runtime.text.tokenizer import load_tokenizer
 
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    _log_to_stderr(args.log_level)
     api_keys = api_keys_from(args)
     path = find_checkpoint(args.model, args.revision)
     engine_config = engine_config_from(args, path)
@@ -339,6 +354,58 @@ def run_serve(args: argparse.Namespace) -> int:
         drain_quiet_s=args.drain_quiet,
     )
     return run_replica(config, engine_config, load_tokenizer(path))
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def open_offline_api(
+    model: str, flags: Sequence[str], *, num_in_flight: int, max_body_bytes: int
+) -> AbstractAsyncContextManager["OfflineApi"]:
+    """Return the API of an engine that is for one batch alone, as ``flyball batch --model`` uses it.
+
+    Args:
+        flags: those of ``flyball serve`` that are about the model, the engine and the bounds. The others end the program.
+        num_in_flight: most requests at once, all of which are accepted.
+        max_body_bytes: longest request.
+    Raises:
+        ConfigError: a flag is out of range, or the checkpoint is not there.
+    """
+    from flyball_runtime.api.settings import ApiSettings
+    from flyball_runtime.model.hub import find_checkpoint
+    from flyball_runtime.offline import open_api
+    from flyball_runtime.text.tokenizer import load_tokenizer
+
+    args = _offline_parser().parse_args([model, *_OFFLINE_DEFAULTS, *flags])
+    _log_to_stderr(args.log_level)
+    if args.log_level == "info":  # of which the API writes a line per request
+        logging.getLogger("flyball_runtime.api").setLevel(logging.WARNING)
+    path = find_checkpoint(args.model, args.revision)
+    bounds = bounds_from(args) | {
+        "max_body_bytes": max_body_bytes,
+        "max_inline_bytes": max_body_bytes,  # nobody waits for the event loop, and lanes would refuse some
+        "max_total_body_bytes": num_in_flight * max_body_bytes,
+    }
+    settings = ApiSettings(
+        served_model_names=tuple(args.served_model_name or [args.model]),
+        **bounds,
+        default_sampling=generation_config.default_sampling(args.generation_config, path),
+    )
+    return open_api(engine_config_from(args, path), settings, load_tokenizer(path))
+
+
+_OFFLINE_DEFAULTS = ("--scheduling-policy=dpr", f"--max-queued-requests={2**20}", f"--max-queued-tokens={2**40}")
+"""A batch knows its requests, and has as many in flight as it wants to."""
+
+
+def _offline_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flyball batch --model", allow_abbrev=False, formatter_class=HelpFormatter)
+    add_engine_arguments(parser)
+    add_log_level(parser.add_argument_group("log"))
+    add_bound_arguments(parser.add_argument_group("bounds on requests"))
+    return parser
 
 
 def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:

@@ -94,6 +94,7 @@ def shown_default(action: argparse.Action) -> str:
         ("serving.md", "flyball", "serve"),
         ("operations.md", "flyball", "listener"),
         ("benchmarking.md", "flyball", "bench"),
+        ("batch.md", "flyball", "batch"),
         ("local-mode.md", "flyball", "local"),
     ],
 )
