@@ -102,6 +102,8 @@ class FakeModel:
             assert start.epoch > self._epoch, "epochs count up"
             self._epoch = start.epoch
             self._tables[start.row], self._last[start.row] = [[] for _ in self._windows], start.last_token_id
+        written = [(one.row, one.group, at) for one in plan.table_writes for at, _ in enumerate(one.blocks, one.at)]
+        assert len(set(written)) == len(written), "a plan writes no entry twice"
         for write in plan.table_writes:
             table = self._tables[write.row][write.group]
             assert write.at <= len(table), "tables grow at their end"

@@ -8,6 +8,19 @@ SIMILAR = 1.25
 """Kinds of layers whose numbers differ by less are not split further; some tensors of the smaller ones stay unused."""
 
 
+def most_blocks(window: int | None, num_tokens: int, num_step_tokens: int, block_size: int) -> int:
+    """Return how many blocks of a group a sequence of ``num_tokens`` holds at most.
+
+    Args:
+        window: the group's; None is all.
+        num_step_tokens: most tokens of it that are computed in one step. What lies behind the window after it is given back.
+    """
+    num_blocks = -(-num_tokens // block_size)
+    if window is None:
+        return num_blocks
+    return min(num_blocks, -(-(window + num_step_tokens) // block_size) + 1)
+
+
 @dataclass(frozen=True)
 class KVGroup:
     """Layers with one block table.

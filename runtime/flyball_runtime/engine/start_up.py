@@ -19,7 +19,7 @@ import torch
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.kv_layout import KVLayout
+from flyball_runtime.core.kv_layout import KVLayout, most_blocks
 from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import DType, ModelConfig
 from flyball_runtime.core.sampling_params import SamplingParams
@@ -78,17 +78,17 @@ def resolve_kv_cache(
         ConfigError: not one sequence of ``max_model_len`` tokens would fit, or the most is less than the start.
     """
     bytes_per_block = config.block_size * layout.num_tensors * model.kv_bytes_per_layer(dtype)
-    num_groups = len(layout.groups)
-    blocks_per_sequence = -(-max_model_len // config.block_size) * num_groups
+    step_tokens, block_size = config.max_num_batched_tokens, config.block_size
+    num_needed = sum(most_blocks(window, max_model_len, step_tokens, block_size) for window in layout.windows)
     budget_bytes = config.kv_cache_memory_bytes or _default_kv_bytes(config, device, step_bytes)
-    most_useful = config.max_num_seqs * blocks_per_sequence
+    most_useful = config.max_num_seqs * -(-max_model_len // block_size) * len(layout.groups)
     num_blocks = min(budget_bytes // bytes_per_block, most_useful)
-    if num_blocks < blocks_per_sequence:
+    if num_blocks < num_needed:
         num_blocks, budget_bytes = max(0, num_blocks), max(0, budget_bytes)
         raise ConfigError(
-            f"the KV cache would get {budget_bytes} bytes, {num_blocks} blocks of {bytes_per_block} bytes: "
-            f"room for {num_blocks // num_groups * config.block_size} tokens, but --max-model-len is {max_model_len}. "
-            f"Raise --kv-cache-memory-bytes to at least {blocks_per_sequence * bytes_per_block} or lower --max-model-len."
+            f"the KV cache would get {budget_bytes} bytes, {num_blocks} blocks of {bytes_per_block} bytes; "
+            f"one sequence of --max-model-len {max_model_len} needs {num_needed}. "
+            f"Raise --kv-cache-memory-bytes to at least {num_needed * bytes_per_block} or lower --max-model-len."
         )
     max_bytes = config.kv_cache_memory_max_bytes
     if max_bytes is None:

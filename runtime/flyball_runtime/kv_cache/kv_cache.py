@@ -7,6 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from flyball_protocol import KVBlocks
+from flyball_runtime.core.kv_layout import most_blocks
 from flyball_runtime.core.request import Sequence
 from flyball_runtime.kv_cache.block_pool import BlockPool
 
@@ -61,13 +62,23 @@ class PrefixMatch(NamedTuple):
         num_tokens: how many of its first tokens need not be computed.
         tables: for each group, the blocks that hold them, with HOLE for those behind the group's window.
         num_holes: how many those are, by group.
+        num_new: how many more blocks admission gives it, by group.
         num_blocks_needed: blocks that admission would turn from free or cached into used.
     """
 
     num_tokens: int
     tables: list[list[int]]
     num_holes: list[int]
+    num_new: list[int]
     num_blocks_needed: int
+
+
+class TableTail(NamedTuple):
+    """What was appended to a sequence's block table of a group, from entry ``at`` on."""
+
+    group: int
+    at: int
+    blocks: list[int]
 
 
 class TableEntry(NamedTuple):
@@ -113,7 +124,7 @@ class KVCache:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(windows)
-        self._windows = windows
+        self.windows = windows
         self._sliding = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._pool = BlockPool(num_blocks)
 
@@ -191,18 +202,35 @@ class KVCache:
         """How many blocks hold ``num_tokens`` tokens, all groups together."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
-    def match_prefix(self, seq: Sequence) -> PrefixMatch:
-        """Look a waiting sequence up. Its last token is never matched: it must be computed, to get logits."""
+    def match_prefix(self, seq: Sequence, num_step_tokens: int | None = None) -> PrefixMatch:
+        """Look a waiting sequence up. Its last token is never matched: it must be computed, to get logits.
+
+        Args:
+            num_step_tokens: most tokens of it that a step computes. Groups with a window then need no blocks for the rest.
+        """
         num_tokens = len(seq.token_ids)
-        tables: list[list[int]] = [[] for _ in self._windows]
+        tables: list[list[int]] = [[] for _ in self.windows]
         if self.enable_prefix_caching:
             self._hash_blocks(seq, num_tokens // self.block_size)
             tables = self._find(seq.block_hashes[: (num_tokens - 1) // self.block_size])
         num_matched = len(tables[0]) * self.block_size
-        num_holes = [self._first_needed(window, num_matched) for window in self._windows]
-        num_used = sum(self._pool.num_used_of(table[num:]) for table, num in zip(tables, num_holes, strict=True))
-        num_needed = self.num_blocks_for(num_tokens) - sum(num_holes) - num_used
-        return PrefixMatch(num_matched, tables, num_holes, num_needed)
+        num_holes = [self._first_needed(window, num_matched) for window in self.windows]
+        held = [table[num:] for table, num in zip(tables, num_holes, strict=True)]
+        num_new = self._num_new(
+            num_tokens, num_tokens if num_step_tokens is None else num_step_tokens, tables, num_holes
+        )
+        num_unused = sum(len(blocks) - self._pool.num_used_of(blocks) for blocks in held)
+        return PrefixMatch(num_matched, tables, num_holes, num_new, sum(num_new) + num_unused)
+
+    def _num_new(
+        self, num_tokens: int, num_step_tokens: int, tables: list[list[int]], num_holes: list[int]
+    ) -> list[int]:
+        num_blocks, block_size = -(-num_tokens // self.block_size), self.block_size
+        ends = (
+            min(num_blocks, holes + most_blocks(window, num_tokens, num_step_tokens, block_size))
+            for window, holes in zip(self.windows, num_holes, strict=True)
+        )
+        return [end - len(table) for end, table in zip(ends, tables, strict=True)]
 
     def can_admit(self, match: PrefixMatch, num_reserved: int = 0) -> bool:
         """Whether a sequence can be admitted so that as many blocks are left."""
@@ -223,11 +251,12 @@ class KVCache:
         return self.num_blocks_for(len(seq.token_ids)) - num_matched > self._pool.num_admissible
 
     def admit(self, seq: Sequence, match: PrefixMatch) -> None:
-        """Give a waiting sequence blocks for all its tokens. ``match`` is fresh and ``can_admit`` said yes."""
+        """Give a waiting sequence the blocks of its match and new ones behind them. ``can_admit`` has just said yes."""
         for table, num_holes in zip(match.tables, match.num_holes, strict=True):
             self._pool.share(table[num_holes:])  # before anything is taken, which might evict them
-        num_new = -(-len(seq.token_ids) // self.block_size) - len(match.tables[0])
-        seq.block_tables = [table + self._pool.take(num_new) for table in match.tables]
+        seq.block_tables = [
+            table + self._pool.take(num) for table, num in zip(match.tables, match.num_new, strict=True)
+        ]
         seq.num_freed_blocks = match.num_holes.copy()
         seq.num_computed_tokens = match.num_tokens
 
@@ -237,6 +266,24 @@ class KVCache:
         for seq in sequences:
             for table in seq.block_tables:
                 table.append(next(blocks))
+
+    def num_coverable(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many of a running sequence's first tokens, ``num_tokens`` at most, have blocks or can be given some."""
+        lens = [len(seq.block_tables[group]) for group, _ in self._sliding]
+        num_blocks, num_free = -(-num_tokens // self.block_size), self.num_growable_blocks
+        while sum(num_blocks - num for num in lens if num < num_blocks) > num_free:
+            num_blocks -= 1
+        return min(num_tokens, num_blocks * self.block_size)
+
+    def cover(self, seq: Sequence, num_tokens: int) -> list[TableTail]:
+        """Give a running sequence blocks for its first ``num_tokens`` tokens in the groups that have a window."""
+        num_blocks, tails = -(-num_tokens // self.block_size), []
+        for group, _ in self._sliding:
+            table = seq.block_tables[group]
+            if len(table) < num_blocks:
+                tails.append(TableTail(group, len(table), self._pool.take(num_blocks - len(table))))
+                table += tails[-1].blocks
+        return tails
 
     def register(self, computed: Iterable[Computed]) -> None:
         """Make the blocks findable that the tokens ``[start, end)`` of running sequences, just computed, have filled."""
@@ -289,16 +336,16 @@ class KVCache:
 
     def _find(self, hashes: list[bytes]) -> list[list[int]]:
         """Return by group the blocks of the longest prefix that every group has, as far as its window reaches."""
-        if self._windows == (None,):
+        if self.windows == (None,):
             return [self._pool.find(hashes)]
         num = len(hashes)
-        for group, window in enumerate(self._windows):
+        for group, window in enumerate(self.windows):
             if window is None:
                 num = len(self._pool.find(_names(hashes[:num], group)))
         while (shorter := min((self._num_reached(hashes, num, *one) for one in self._sliding), default=num)) < num:
             num = shorter
         tables = []
-        for group, window in enumerate(self._windows):
+        for group, window in enumerate(self.windows):
             needed = self._first_needed(window, num * self.block_size)
             found = self._pool.find(_names(hashes[needed:num], group))
             tables.append([HOLE] * needed + found)

@@ -18,6 +18,7 @@ from flyball_protocol import (
 )
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.kv_layout import most_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class SchedulerConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
 
-    def envelope(self, num_kv_blocks: int, block_size: int, num_groups: int = 1) -> Envelope:
+    def envelope(self, num_kv_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> Envelope:
         """What live limits may be with this many KV blocks, of which each group of layers needs its own for a token.
 
         The smallest KV fraction and token budget are the least with which any one sequence can always be computed to
@@ -77,11 +78,11 @@ class SchedulerConfig:
         Raises:
             ConfigError: one sequence of ``max_model_len`` tokens does not fit into the KV cache.
         """
-        num_needed = -(-self.max_model_len // block_size) * num_groups
+        most = self.max_num_batched_tokens
+        num_needed = sum(most_blocks(window, self.max_model_len, most, block_size) for window in windows)
         if num_needed > num_kv_blocks:
-            num_tokens = num_kv_blocks // num_groups * block_size
             raise ConfigError(
-                f"the KV cache has {num_kv_blocks} blocks of {block_size} tokens, {num_tokens} tokens; "
+                f"the KV cache has {num_kv_blocks} blocks of {block_size} tokens; "
                 f"one sequence of --max-model-len {self.max_model_len} needs {num_needed} blocks. "
                 "Lower --max-model-len, or raise --kv-cache-memory-bytes or --gpu-memory-utilization."
             )

@@ -124,6 +124,7 @@ class Step:
         sequences: whose the plan's entries are, in its order.
         preempted: sequences that lost their blocks for this step.
         admitted: sequences that run for the first time.
+        lacks_blocks: whether a prompt in progress is computed in a smaller chunk, or in none, for want of KV blocks.
         blocked_by: why the head of the queue is not in it.
         num_cached_tokens: prompt tokens found in the prefix cache, by request id, of the sequences first admitted in
             this step that had any.
@@ -146,6 +147,7 @@ class Step:
     block_copies: list[BlockCopy] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    lacks_blocks: bool = False
     blocked_by: BlockedBy = BlockedBy.NONE
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     num_prefix_queried_tokens: int = 0

@@ -30,8 +30,9 @@ class Scheduler:
     One step is ``plan()``, the model, ``commit()``. A plan spends one token budget: decodes first, so that a long
     prompt never holds up running streams; then chunks of prompts in progress; then new sequences, clients in turn, the
     head of the queue blocking the rest. A sequence is admitted when a seat, blocks for its whole prompt and some
-    budget are there. Only decodes take further blocks; when none is left, sequences are preempted: they lose
-    their blocks and are computed again later (nothing new is admitted in such a step).
+    budget are there; layers with a sliding window have blocks for the window and one step's tokens instead, and take the
+    next chunk's when what lies behind the window has been given back. Else only decodes take further blocks. When none is
+    left, sequences are preempted: they lose their blocks and are computed again later (nothing new is admitted in such a step).
 
     The next step may be planned before the last is committed: a plan counts what it computes as computed, and a token
     that it samples as there, though nobody knows it yet. A sequence that turns out to have ended is then in a step more than
@@ -68,7 +69,7 @@ class Scheduler:
             ConfigError: the KV cache cannot hold one sequence of ``max_model_len`` tokens.
         """
         self.config = config
-        self.envelope: Envelope = config.envelope(kv_cache.num_blocks, kv_cache.block_size, kv_cache.num_groups)
+        self.envelope: Envelope = config.envelope(kv_cache.num_blocks, kv_cache.block_size, kv_cache.windows)
         self._kv = kv_cache
         self._policy = policy or POLICIES[config.policy]
         self._outlook = Outlook(
@@ -222,9 +223,10 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens - step.num_tokens
         if self._policy in (edf, srpf):
             prefills.sort(key=lambda seq: (seq.is_late, order_of(seq)))
-        for seq in prefills:
-            least = 0 if step.num_tokens > step.num_decodes else MIN_CHUNK
-            budget -= self._add_chunk(step, seq, budget, least)
+        budget -= self._add_chunks(step, prefills, budget)
+        while prefills and not step.sequences and not self._in_flight:
+            self._make_room(step, prefills)
+            budget -= self._add_chunks(step, prefills, budget)
         if self._kv.has_surplus:
             self._compact(step)
         step.blocked_by = self._admit(step, budget, now_s)
@@ -329,8 +331,13 @@ class Scheduler:
             return
         moved, entries = self._kv.compact(self._running.values(), MAX_BLOCK_COPIES)
         step.block_copies += [BlockCopy(source, target) for source, target in moved.items()]
+        for write in step.table_writes:  # blocks that this very step takes may be among the moved
+            write.blocks[:] = [moved.get(block, block) for block in write.blocks]
+        written = {(one.row, one.group, at) for one in step.table_writes for at, _ in enumerate(one.blocks, one.at)}
         step.table_writes += [
-            TableWrite(_row(seq), at, [seq.block_tables[group][at]], group) for seq, group, at in entries
+            TableWrite(_row(seq), at, [seq.block_tables[group][at]], group)
+            for seq, group, at in entries
+            if (_row(seq), group, at) not in written
         ]
 
     def _advance(self, step: Step) -> None:
@@ -354,7 +361,7 @@ class Scheduler:
         if len(running) < self._limits.max_num_seqs:
             self._waiting.settle()
         while self._waiting:
-            if step.preempted:
+            if step.preempted or step.lacks_blocks:
                 return BlockedBy.KV
             if len(running) >= self._limits.max_num_seqs:
                 return BlockedBy.SEQS
@@ -387,17 +394,50 @@ class Scheduler:
             match = self._last_look_up[1]
             if self._kv.still_blocked(seq, match) or (budget <= 0 and self._kv.can_admit(match)):
                 return match
-        match = self._kv.match_prefix(seq)
+        match = self._kv.match_prefix(seq, self._limits.max_num_batched_tokens)
         self._last_look_up = (seq.arrival_index, match)
         return match
+
+    def _add_chunks(self, step: Step, prefills: list[Sequence], budget: int) -> int:
+        """Schedule more of the prompts in progress; return how many tokens that is."""
+        before = step.num_tokens
+        for seq in prefills:
+            least = 0 if step.num_tokens > step.num_decodes else MIN_CHUNK
+            budget -= self._add_chunk(step, seq, budget, least)
+        return step.num_tokens - before
+
+    def _make_room(self, step: Step, prefills: list[Sequence]) -> None:
+        """Preempt one of some prompts that hold each other up: none of them gets a block for its next token."""
+        seq = self._preempt()
+        prefills.remove(seq)
+        step.preempted.append(seq)
+        self._outlook.preempted(len(self._running))
 
     def _add_chunk(self, step: Step, seq: Sequence, budget: int, least: int = 0) -> int:
         """Schedule as much of the sequence as budget and pace allow; return how many tokens that is."""
         start = seq.num_computed_tokens
         num_tokens = self._outlook.paced(step, start, len(seq.token_ids) - start, budget, least)
+        if num_tokens > 0 and self._kv.slides:
+            num_tokens = self._cover(step, seq, start + num_tokens) - start
         if num_tokens > 0:
             step.add_chunk(seq, num_tokens)
         return num_tokens
+
+    def _cover(self, step: Step, seq: Sequence, end: int) -> int:
+        """Give a sequence blocks up to token ``end``, or as far as there are any; return how far that is.
+
+        A single token that is left over is computed as a decode, and those take blocks in all groups or in none.
+        """
+        last = len(seq.token_ids) - 1
+        wanted = end + (end == last)
+        covered = self._kv.num_coverable(seq, wanted)
+        if covered < wanted:
+            step.lacks_blocks = True
+            end = covered - (covered == last)
+        if end > seq.num_computed_tokens:
+            tails = self._kv.cover(seq, end + (end == last))
+            step.table_writes += [TableWrite(_row(seq), at, blocks, group) for group, at, blocks in tails]
+        return max(end, seq.num_computed_tokens)
 
     def _preempt(self) -> Sequence:
         """Take the blocks of the sequence that the policy would run last; it waits and is computed again."""

@@ -48,7 +48,9 @@ def test_no_more_than_full_sequences_need(model: ModelConfig) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_too_little_for_one_sequence(model: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match=r"room for 48 tokens, but --max-model-len is 64\. Raise --kv-cache"):
+    with pytest.raises(
+        ConfigError, match=r"3 blocks of .*; one sequence of --max-model-len 64 needs 4\. Raise --kv-cache"
+    ):
         size(model, gpu_memory_utilization=0.75, step_bytes=447 * BLOCK_BYTES)
     with pytest.raises(ConfigError, match="0 blocks of"):
         size(model, gpu_memory_utilization=0.1)

@@ -8,6 +8,8 @@ import pytest
 
 from checkpoints import ARCHITECTURES, make_checkpoint
 from engines import GREEDY, Reference, generate, kv_block_bytes, make_engine, random_prompts
+from flyball_runtime.core.kv_layout import KVGroup, KVLayout
+from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Request
 from flyball_runtime.engine.engine import Engine
 
@@ -104,3 +106,26 @@ def test_planned_ahead_and_preempted(case: Case) -> None:
 
 def _bytes_of_blocks(case: Case, num_blocks: int) -> int:
     return num_blocks * kv_block_bytes(case.path)
+
+
+@pytest.mark.parametrize(("architecture", "num_blocks"), [("mistral", 8), ("qwen3 windows", 28 + 2 * 8)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_prompt_longer_than_the_blocks_of_a_window(
+    tmp_path: Path, architecture: str, num_blocks: int, ahead: bool
+) -> None:
+    """A window of 64 tokens and steps of 32: 8 blocks of 16 tokens hold no more than 128 of its 400 at a time."""
+    path = make_checkpoint(tmp_path, architecture, sliding_window=64)
+    prompts = random_prompts([400, 230, 300])
+    engine = make_engine(
+        path,
+        max_model_len=440,
+        max_num_batched_tokens=32,
+        kv_cache_memory_bytes=num_blocks * kv_block_bytes(path, 440) // len(groups(path)),
+        async_scheduling=ahead,
+    )
+    assert engine.info.num_kv_blocks == num_blocks
+    assert generate(engine, prompts) == Reference(path).generate(prompts)
+
+
+def groups(path: Path) -> tuple[KVGroup, ...]:
+    return KVLayout.of(ModelConfig.from_dir(path).sliding_windows, 440).groups

@@ -201,9 +201,9 @@ class CountingKVCache(KVCache):
 
     num_looked_up = 0
 
-    def match_prefix(self, seq: Sequence) -> PrefixMatch:
+    def match_prefix(self, seq: Sequence, num_step_tokens: int | None = None) -> PrefixMatch:
         self.num_looked_up += 1
-        return super().match_prefix(seq)
+        return super().match_prefix(seq, num_step_tokens)
 
 
 def test_a_head_that_lacks_blocks_is_not_looked_up_in_every_step():
@@ -700,9 +700,7 @@ def test_an_id_in_use_is_refused():
 
 
 def test_a_kv_cache_too_small_for_one_sequence_stops_start_up():
-    with pytest.raises(
-        ConfigError, match="7 blocks of 4 tokens, 28 tokens; one sequence of --max-model-len 32 needs 8"
-    ):
+    with pytest.raises(ConfigError, match="7 blocks of 4 tokens; one sequence of --max-model-len 32 needs 8"):
         make_scheduler(num_blocks=7)
 
 

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fake_model import FakeModel, expected_output
 from flyball_protocol import Limits, StepModel
+from flyball_runtime.core.kv_layout import most_blocks
 from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.governor import Governor, OutputLengths
 from flyball_runtime.kv_cache import KVCache
@@ -77,8 +78,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         learns: bool,
         prompts: list[list[int]],
     ) -> None:
-        num_blocks = (-(-MAX_MODEL_LEN // block_size) + spare_tokens // block_size) * len(windows)
-        self.kv = KVCache(num_blocks, block_size, caching, windows)
         config = SchedulerConfig(
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
@@ -87,6 +86,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             fair_share=fair_share,
         )
+        num_blocks = spare_tokens // block_size * len(windows) + sum(
+            most_blocks(window, MAX_MODEL_LEN, config.max_num_batched_tokens, block_size) for window in windows
+        )
+        self.kv = KVCache(num_blocks, block_size, caching, windows)
         governor = Governor(STEP_MODEL) if learns else None
         self.lengths = OutputLengths() if learns else None
         self.scheduler = Scheduler(config, self.kv, pace=governor, forecast=governor, lengths=self.lengths)
@@ -344,7 +347,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert scheduler.num_running >= scheduler.limits.max_num_seqs
         if step.blocked_by is BlockedBy.KV:
             most = self.kv.num_blocks_for(MAX_MODEL_LEN)
-            assert step.preempted or counts.capacity - counts.used < most
+            assert step.preempted or step.lacks_blocks or counts.capacity - counts.used < most
         if step.blocked_by is BlockedBy.RESERVE:
             assert scheduler.num_running > 0
         if step.blocked_by is BlockedBy.BUDGET and scheduler.config.enable_chunked_prefill:
@@ -444,15 +447,26 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert seq.row is None
             else:
                 self.model.check(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
-                assert all(len(table) * self.kv.block_size >= len(seq.token_ids) - 1 for table in seq.block_tables)
+                self.tables_reach_far_enough(seq)
                 self.windows_are_kept(seq)
+
+    def tables_reach_far_enough(self, seq: Sequence) -> None:
+        """A whole prompt has blocks in groups that see all of it; in the others what has been computed, and a step's tokens."""
+        most = self.scheduler.config.max_num_batched_tokens
+        in_flight = any(seq in step.sequences for step, _ in self.in_flight)
+        tables = zip(self.kv.windows, seq.block_tables, seq.num_freed_blocks, strict=True)
+        for window, table, num_freed in tables:
+            reach = len(seq.token_ids) - 1 if window is None else min(seq.num_computed_tokens, len(seq.token_ids) - 1)
+            assert len(table) * self.kv.block_size >= reach
+            num_held = len(table) - num_freed
+            assert in_flight or num_held <= most_blocks(window, MAX_MODEL_LEN, most, self.kv.block_size)
 
     def windows_are_kept(self, seq: Sequence) -> None:
         """What lies behind a window is given back when the step that went past it is committed."""
         in_flight = (step for step, _ in self.in_flight if seq in step.sequences)
         oldest = next(in_flight, None)
         start = seq.num_computed_tokens if oldest is None else oldest.starts[oldest.sequences.index(seq)]
-        for window, num_freed in zip(self.kv._windows, seq.num_freed_blocks, strict=True):
+        for window, num_freed in zip(self.kv.windows, seq.num_freed_blocks, strict=True):
             assert num_freed == (0 if window is None else max(0, start - window + 1) // self.kv.block_size)
 
 
