@@ -139,6 +139,9 @@ class StepModel(Struct, frozen=True, kw_only=True):
         covariance: of the seconds for (a step, 256 tokens, 2**16 context tokens, 2**18 pairs), upper triangle, row by row, if
             steps differ by 100 % from what is predicted: multiply it by the square of their relative error. Empty if unknown.
         settled: whether the predictions can be planned with.
+        interrupted_share: share of recent steps that took far longer than predicted, as if something had interrupted them: a
+            CPU limit, another process. Predictions and residuals are of the others.
+        interruption_s: median of how much longer those took, 0 without any.
     """
 
     base_s: NonNegative
@@ -152,6 +155,8 @@ class StepModel(Struct, frozen=True, kw_only=True):
     num_steps: Annotated[int, Meta(ge=0)] = 0
     covariance: tuple[float, ...] = ()
     settled: bool = False
+    interrupted_share: NonNegative = 0.0
+    interruption_s: NonNegative = 0.0
 
     @property
     def efficient_s(self) -> float:

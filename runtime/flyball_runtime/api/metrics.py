@@ -237,6 +237,8 @@ def _step_model_gauges(model: StepModel) -> Iterator[Metric]:
             residual.add_sample(residual.name, {"quantile": quantile}, value)
     yield residual
     yield _gauge("flyball_step_model_settled", "1 if step times can be planned with.", model.settled)
+    interrupted = "Share of the last steps that something outside of the engine interrupted, such as a CPU limit."
+    yield _gauge("flyball_step_interrupted_ratio", interrupted, model.interrupted_share)
 
 
 def _limit_values(limits: Limits) -> dict[str, float]:

@@ -17,6 +17,9 @@ REFIT_STEPS = 64
 """Steps between two fits of the store; four times as many when it has seen a thousand."""
 
 KEPT_RESIDUALS = 256
+KEPT_INTERRUPTIONS = 128
+"""Steps over which the share of interrupted ones is taken."""
+
 SETTLED_STEPS = 256
 SETTLED_STEPS_WITH_PRIOR = 32
 SETTLED_ERROR = 0.35
@@ -31,6 +34,13 @@ SIGMA_STEPS = 16
 
 MAD_TO_SIGMA = 1.48
 """Standard deviation of normal errors over their median: a machine with many long steps has no wide bell."""
+
+INTERRUPTED = 2.0
+INTERRUPTED_SIGMAS = 5.0
+"""A well-known step that takes this many times what is predicted, and more than chance explains, was interrupted."""
+
+MOST_INTERRUPTED = 0.4
+"""If more of the latest steps are that long, it is the prediction that is wrong."""
 
 SHIFT_STEPS = 16
 SHIFT_SIGMAS = 4.0
@@ -59,14 +69,15 @@ class _Candidate:
         self._num_scored = 0
         self._ratios: deque[float] = deque(maxlen=SHIFT_STEPS)
 
-    def score(self, work: Work, seconds: float, *, well_known: bool) -> None:
-        """Compare a step with what this predicts."""
+    def score(self, work: Work, seconds: float, *, well_known: bool, interrupted: bool) -> None:
+        """Compare a step with what this predicts. One that was interrupted says nothing about the error."""
         if self.model is None:
             return
         ratio = seconds / max(_TINY_S, self.model.predict(*work))
-        distance = abs(math.log(ratio))
-        self._num_scored += 1
-        self.error += (min(1.0, distance) - self.error) / min(64, self._num_scored + 4)
+        if not interrupted:
+            distance = abs(math.log(ratio))
+            self._num_scored += 1
+            self.error += (min(1.0, distance) - self.error) / min(64, self._num_scored + 4)
         if well_known:
             self._ratios.append(ratio)
 
@@ -88,7 +99,9 @@ class StepTimeLearner:
     """Three models side by side, of which the one that predicted best lately is used.
 
     They are the prior, a recursive fit that follows drift, and a fit of stored steps of all kinds, which finds knees and
-    interactions. A single long step (a hiccup) is cut down to what is likely. If the latest well-known steps took longer
+    interactions. They are of steps that are not interrupted; interruptions, as by a CPU limit, are a noise term of their own:
+    a share of steps, and how much longer these take. Other outliers are cut down to what is likely. If the latest well-known
+    steps took longer
     or shorter than both fits predict, everything is taken to have changed its speed, as beside a busy neighbour, and both
     are rescaled at once. The prior is rescaled by itself.
 
@@ -107,6 +120,8 @@ class StepTimeLearner:
         self._refit: Iterator[None] = iter(())
         self._residuals: deque[float] = deque(maxlen=KEPT_RESIDUALS)
         self._sigma = 0.5
+        self._extra_s: deque[float] = deque(maxlen=KEPT_INTERRUPTIONS)  # 0: not interrupted
+        self._num_interrupted = 0
 
     @property
     def coefficients(self) -> StepModel | None:
@@ -126,7 +141,14 @@ class StepTimeLearner:
             num_steps=self.num_steps,
             covariance=self._recursive.covariance() if self.num_steps else (),
             settled=self.is_settled,
+            interrupted_share=self.interrupted_share,
+            interruption_s=median(long) if (long := [one for one in self._extra_s if one]) else 0.0,
         )
+
+    @property
+    def interrupted_share(self) -> float:
+        """Share of the latest steps that were interrupted; see INTERRUPTED."""
+        return self._num_interrupted / max(1, len(self._extra_s))
 
     @property
     def is_settled(self) -> bool:
@@ -149,16 +171,30 @@ class StepTimeLearner:
         expected_s = 0.0
         if (model := self._used.model) is not None:
             expected_s = max(_TINY_S, model.predict(*work))
-            seconds = self._judge(work, seconds, expected_s)
+            well_known = self._recursive.leverage(work, 1.0 / expected_s) <= KNOWN
+            if self._was_interrupted(seconds, expected_s, well_known):
+                self._score(work, seconds, well_known, interrupted=True)
+                self._store.add(work, seconds)  # which tells by itself what is out of line
+                self._fit_on()
+                return
+            seconds = self._judge(work, seconds, expected_s, well_known)
         self._learn(work, seconds, expected_s)
         self._used = self._best()
 
-    def _judge(self, work: Work, seconds: float, expected_s: float) -> float:
+    def _was_interrupted(self, seconds: float, expected_s: float, well_known: bool) -> bool:
+        """Note whether a step was so long that it must have been interrupted; return it if it may be left out."""
+        factor = max(INTERRUPTED, 1.0 + INTERRUPTED_SIGMAS * self._sigma)
+        is_long = well_known and self.num_steps >= SIGMA_STEPS and seconds > factor * expected_s
+        if len(self._extra_s) == KEPT_INTERRUPTIONS:
+            self._num_interrupted -= self._extra_s[0] > 0.0
+        self._extra_s.append(seconds - expected_s if is_long else 0.0)
+        self._num_interrupted += is_long
+        return is_long and self.interrupted_share <= MOST_INTERRUPTED
+
+    def _judge(self, work: Work, seconds: float, expected_s: float, well_known: bool) -> float:
         """Compare a step with what was predicted; return its time, or if it is an outlier the nearest likely one."""
-        residual = abs(seconds / expected_s - 1.0)
-        self._residuals.append(residual)
-        well_known = self._recursive.leverage(work, 1.0 / expected_s) <= KNOWN
-        self._score(work, seconds, well_known)
+        self._residuals.append(abs(seconds / expected_s - 1.0))
+        self._score(work, seconds, well_known, interrupted=False)
         if self.num_steps % SIGMA_STEPS == 0:
             self._sigma = MAD_TO_SIGMA * median(islice(reversed(self._residuals), 4 * SIGMA_STEPS))
         if not well_known or self.num_steps < SIGMA_STEPS:
@@ -166,10 +202,10 @@ class StepTimeLearner:
         likely = OUTLIER_SIGMAS * self._sigma
         return min(max(seconds, expected_s * (1.0 - likely)), expected_s * (1.0 + likely))
 
-    def _score(self, work: Work, seconds: float, well_known: bool) -> None:
-        self._prior.score(work, seconds, well_known=True)
-        self._linear.score(work, seconds, well_known=well_known)
-        self._fitted.score(work, seconds, well_known=well_known)
+    def _score(self, work: Work, seconds: float, well_known: bool, *, interrupted: bool) -> None:
+        self._prior.score(work, seconds, well_known=True, interrupted=interrupted)
+        self._linear.score(work, seconds, well_known=well_known, interrupted=interrupted)
+        self._fitted.score(work, seconds, well_known=well_known, interrupted=interrupted)
         if self._prior.model is not None and (factor := self._prior.shift()) != 1.0:
             self._prior.model = rescaled(self._prior.model, factor)
             self._prior.forget_ratios()
@@ -184,6 +220,8 @@ class StepTimeLearner:
         self._recursive.rescale(factor)
         self._store.rescale(factor)
         self._refit = iter(())  # it was of the old speed
+        self._extra_s.clear()  # they were the first of the new speed
+        self._num_interrupted = 0
         for one in (self._linear, self._fitted):
             one.forget_ratios()
 
@@ -191,6 +229,10 @@ class StepTimeLearner:
         self._recursive.observe(work, seconds, 1.0 / max(expected_s, 0.25 * seconds))
         self._linear.model = self._recursive.model
         self._store.add(work, seconds)
+        self._fit_on()
+
+    def _fit_on(self) -> None:
+        """Go on with the fit of the stored steps, or begin the next one."""
         if self.num_steps % (REFIT_STEPS if self.num_steps < 1024 else 4 * REFIT_STEPS) == 0:
             self._refit = self._store.refit(self._used.model)
         next(self._refit, None)

@@ -17,6 +17,8 @@ PAYS = 0.08
 CHANGES = 0.04
 """And another knee than before if it takes this share off."""
 MIN_STEPS = 24
+OUT_OF_LINE = 3.0
+"""Steps of one kind differ by less than this factor from their median, unless something interrupts them."""
 INERTIA = 0.01
 """Weight of the model before in each fit: what the stored steps say little about changes little from fit to fit."""
 
@@ -62,9 +64,10 @@ class StepStore:
         Args:
             weighting: the model in use, if there is one. Errors are relative to the times that it predicts.
         """
-        rows = self._rows[self._rows[:, 4] > 0.0]
+        rows = self._rows[_in_line(self._rows[:, 4].reshape(NUM_BUCKETS, PER_BUCKET)).ravel()]
         if len(rows) < MIN_STEPS:
             return
+        yield
         features, relative = _features(rows, weighting)
         yield
         gram, moment, total = features.T @ features, features.T @ relative, float(relative @ relative)
@@ -87,6 +90,15 @@ class StepStore:
         self._num_in_slot[slot] = 0
         self._rows[slot * PER_BUCKET : (slot + 1) * PER_BUCKET] = 0.0
         return slot
+
+
+def _in_line(seconds: Array) -> Array:
+    """Return which slots have a step that was not interrupted, bool like ``seconds`` [kinds, steps of a kind]."""
+    num = np.count_nonzero(seconds, axis=1)
+    ordered = np.sort(seconds, axis=1)  # empty slots, which are 0, come first
+    median = ordered[np.arange(len(num)), PER_BUCKET - 1 - num // 2]
+    found: Array = (seconds > 0.0) & (seconds < OUT_OF_LINE * median[:, None])
+    return found
 
 
 def _differs(model: StepModel, before: StepModel | None) -> bool:

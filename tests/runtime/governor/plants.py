@@ -10,6 +10,8 @@ LINEAR = StepModel(base_s=0.011, token_s=6e-5, context_token_s=8e-8, attention_p
 KNEE = StepModel(base_s=0.011, token_s=6e-5, knee_tokens=160, context_token_s=8e-8, attention_pair_s=3e-9)
 INTERACTION = StepModel(base_s=0.011, token_s=6e-5, context_token_s=8e-8, attention_pair_s=3e-9, interaction_s=4e-7)
 CPU = StepModel(base_s=0.004, token_s=1.2e-3, context_token_s=2e-6, attention_pair_s=1e-7)
+THROTTLED = StepModel(base_s=0.0012, token_s=2.5e-5, context_token_s=1e-8, attention_pair_s=2e-9)
+"""A small model on a share of a core; see ``throttled()``."""
 PLANTS = {"linear": LINEAR, "knee": KNEE, "interaction": INTERACTION, "cpu": CPU}
 
 
@@ -29,6 +31,13 @@ def mixed(rng: random.Random, num_steps: int) -> Iterator[Work]:
         chunk = rng.randint(16, 512) if rng.random() < 0.4 else 0
         start = rng.choice((0, 0, 512, 2048, 8000))
         yield Work(chunk, decodes, context, chunk * start + chunk * (chunk + 1) // 2)
+
+
+def throttled(rng: random.Random, num_steps: int, noise: float, share: float = 0.17) -> Iterator[tuple[Work, float]]:
+    """Yield steps of THROTTLED and the times measured: a CPU limit interrupts a share of them for 60 ms, like CFS does."""
+    for work in mixed(rng, num_steps):
+        waits_s = rng.gauss(0.060, 0.002) if rng.random() < share else 0.0
+        yield work, took(rng, THROTTLED, work, noise) + waits_s
 
 
 def took(rng: random.Random, plant: StepModel, work: Work, noise: float, slower: float = 1.0) -> float:

@@ -14,7 +14,7 @@ from flyball_protocol import StepModel
 from flyball_runtime.governor import StepTimeLearner
 from flyball_runtime.governor.store import rescaled
 from flyball_runtime.governor.work import Work
-from runtime.governor.plants import CPU, KNEE, LINEAR, PLANTS, decodes_only, mixed, took
+from runtime.governor.plants import CPU, KNEE, LINEAR, PLANTS, THROTTLED, decodes_only, mixed, throttled, took
 
 
 def learned(
@@ -103,6 +103,33 @@ def test_a_machine_that_is_interrupted_all_the_time_is_known_all_the_same():
         learner.observe(*work, took(rng, LINEAR, work, 0.05, longer))
     assert errors(learner, LINEAR)[0] <= 0.10
     assert learner.margin <= 0.10
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.25])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_under_a_cpu_limit_it_learns_what_a_step_takes_when_it_runs(noise: float, seed: int):
+    learner = StepTimeLearner()
+    for work, seconds in throttled(random.Random(seed), 1500, noise):
+        learner.observe(*work, seconds)
+    model = learner.model
+    assert model is not None and model.settled
+    median, p95 = errors(learner, THROTTLED)
+    assert median <= 0.10 and p95 <= 0.35
+    assert model.interrupted_share == pytest.approx(0.17, abs=0.10)
+    assert model.interruption_s == pytest.approx(0.060, rel=0.1)
+    assert model.residual_p95 is not None and model.residual_p95 <= 3 * noise, "of the steps that ran through"
+    assert learner.margin <= 0.75 * noise
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.25])
+def test_a_machine_at_another_speed_is_not_interrupted(noise: float):
+    learner, rng = learned(LINEAR, noise)
+    assert learner.interrupted_share <= 0.02
+    for slower in (2.5, 1.0):
+        for work in mixed(rng, 150):
+            learner.observe(*work, took(rng, LINEAR, work, noise, slower))
+        assert learner.interrupted_share <= 0.05
+        assert errors(learner, rescaled(LINEAR, slower))[0] <= 0.25
 
 
 def test_nothing_is_known_before_the_first_step():
