@@ -78,3 +78,21 @@ RULES_PASS = frozenset(
 def test_the_first_tuner_fails_the_scenarios_of_its_faults(scenario: scenarios.Scenario) -> None:
     verdict = scenarios.judge(scenario, "rules")
     assert verdict.passed == (scenario.name in RULES_PASS), verdict.figures
+
+
+AUTO_PASSES = (
+    "an objective between two histogram edges",
+    "too little KV memory",
+    "a start at the optimum, under KV pressure",
+    "a cold start",
+    "metrics are lost for 10 minutes",
+    "the operator is down for 10 minutes",
+)
+"""Those that were seen to pass; `make proof` judges all."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AUTO_PASSES)
+def test_the_tuner_passes(name: str) -> None:
+    verdict = scenarios.judge(next(one for one in SCENARIOS if one.name == name), "auto")
+    assert verdict.passed, verdict.figures
