@@ -33,6 +33,8 @@ class Posted:
     """Posts a step target and the objectives once, and leaves the limits alone otherwise."""
 
     interval_s = 0.001
+    reads_evidence = True
+    paces = True
     reason = "Static"
 
     def __init__(self, setup: Setup) -> None:

@@ -16,9 +16,16 @@ from flyball_simulation.baselines import rules
 
 
 class Controller(Protocol):
-    """Turns a round's evidence into updates, by replica name."""
+    """Turns a round's evidence into updates, by replica name.
+
+    Attributes:
+        reads_evidence: whether there are rounds at all.
+        paces: whether it may set a step-time target, or look at what has been learned of the step time.
+    """
 
     interval_s: float
+    reads_evidence: bool
+    paces: bool
 
     def round(self, evidence: Sequence[PodEvidence], now_s: float) -> Mapping[str, LimitsUpdate]: ...
 
@@ -32,6 +39,8 @@ class Static:
     """Leaves the limits as they are."""
 
     interval_s = 3600.0
+    reads_evidence = False
+    paces = False
     reason = "Static"
 
     def round(self, evidence: Sequence[PodEvidence], now_s: float) -> Mapping[str, LimitsUpdate]:
@@ -40,6 +49,9 @@ class Static:
 
 class Auto:
     """The operator's own slow loop, as it runs on a cluster: every change is tried on one replica first."""
+
+    reads_evidence = True
+    paces = True
 
     def __init__(self, tuning: Tuning, deployment: str) -> None:
         self.interval_s = float(tuning.interval_seconds)
@@ -60,6 +72,9 @@ class Auto:
 
 class Rules:
     """The first tuner (see ``baselines/rules``)."""
+
+    reads_evidence = True
+    paces = False
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = msgspec.convert(_only_known(msgspec.to_builtins(tuning), rules.Tuning), rules.Tuning)
@@ -95,6 +110,9 @@ class Aimd:
 
     Raises ConfigError without such an objective.
     """
+
+    reads_evidence = True
+    paces = False
 
     def __init__(self, tuning: Tuning) -> None:
         objective_ms = tuning.objectives.inter_token_latency_p95_milliseconds

@@ -25,6 +25,7 @@ class PlantExecutor:
         self._device = device
         self._clock = clock
         self._free_s = 0.0
+        self._num_blocks = info.num_start_kv_blocks
 
     def launch(self, plan: BatchPlan) -> Launched:
         start_s = max(self._clock.now(), self._free_s)
@@ -37,15 +38,28 @@ class PlantExecutor:
         )
         return Launched(self._free_s, plan.samples.count(True))
 
+    @property
+    def kv_share(self) -> float:
+        """Of all KV blocks, those that there is memory for."""
+        return self._num_blocks / self.info.num_kv_blocks
+
     def resize(self, num_blocks: int) -> None:
-        """Memory is not simulated."""
+        self._num_blocks = num_blocks
 
     def collect(self, handle: Launched) -> Sampled:
         self._clock.advance_to(handle.end_s)
         return Sampled([0] * handle.num_tokens)
 
 
-def engine_info(*, model: str, device: str, max_model_len: int, num_kv_blocks: int, block_size: int) -> EngineInfo:
+def engine_info(
+    *,
+    model: str,
+    device: str,
+    max_model_len: int,
+    num_kv_blocks: int,
+    block_size: int,
+    num_start_kv_blocks: int | None = None,
+) -> EngineInfo:
     """Return the facts of a replica that has no model."""
     return EngineInfo(
         model=model,
@@ -57,7 +71,7 @@ def engine_info(*, model: str, device: str, max_model_len: int, num_kv_blocks: i
         block_size=block_size,
         kv_windows=(None,),
         num_kv_blocks=num_kv_blocks,
-        num_start_kv_blocks=num_kv_blocks,
+        num_start_kv_blocks=num_start_kv_blocks or num_kv_blocks,
         num_parameters=0,
         startup_s={},
         longest_pause_s=0.0,

@@ -2,6 +2,8 @@
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
+from operator import sub
 
 from flyball_operator.tuning import PodEvidence
 from flyball_protocol import BootPrior, Evidence, Limits, LimitsAck, LimitsUpdate
@@ -12,7 +14,10 @@ from flyball_runtime.core.request import Failed, Request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import StepOutput
 from flyball_runtime.engine.engine import Engine
+from flyball_runtime.governor import Governor
+from flyball_runtime.governor.pace import Planned
 from flyball_simulation.executor import PlantExecutor, engine_info
+from flyball_simulation.memory import Memory
 from flyball_simulation.plant import Device
 from flyball_simulation.workload import Arrival, block_names
 
@@ -20,15 +25,31 @@ BLOCK_SIZE = 16
 
 
 class Flight(RequestTimes):
-    """A request under way, and when its tokens came."""
+    """A request under way.
 
-    __slots__ = ("arrival", "gaps", "index")
+    Attributes:
+        first_step: that gave it a token, by its place among the replica's steps.
+        missed: later steps that gave it none, because it was preempted.
+    """
+
+    __slots__ = ("arrival", "first_step", "index", "missed")
 
     def __init__(self, index: int, arrival: Arrival) -> None:
         super().__init__(arrival.at_s, arrival.input_len)
         self.index = index
         self.arrival = arrival
-        self.gaps: list[float] = []
+        self.first_step = -1
+        self.missed: list[int] = []
+
+
+class Unlearned(Governor):
+    """Learns nothing: where no step-time target is ever set, nobody asks what a step will take."""
+
+    def observe(self, step: Planned, seconds: float) -> None:
+        pass
+
+    def predict(self, step: Planned) -> float | None:
+        return None
 
 
 class Outcome:
@@ -65,8 +86,22 @@ class Replica:
         max_model_len: int,
         start_s: float = 0.0,
         device_name: str = "simulated",
+        measured: bool = True,
+        learning: bool = True,
+        memory: Memory | None = None,
+        kv_start_tokens: int | None = None,
     ) -> None:
-        """Raises ConfigError when the KV cache cannot hold one sequence of ``max_model_len`` tokens."""
+        """Start with nothing to do.
+
+        Args:
+            measured: whether somebody reads evidence.
+            learning: whether somebody uses the step-time model. Measuring and learning take more than half of a run's time,
+                and where nobody looks they change nothing.
+            memory: None leaves it out of the evidence.
+            kv_start_tokens: of ``kv_tokens``, so many may be used at first.
+        Raises:
+            ConfigError: the KV cache cannot hold one sequence of ``max_model_len`` tokens.
+        """
         self.name = name
         self.clock = FakeClock(start_s)
         info = engine_info(
@@ -74,20 +109,34 @@ class Replica:
             device=device_name,
             max_model_len=max_model_len,
             num_kv_blocks=max(1, kv_tokens // BLOCK_SIZE),
+            num_start_kv_blocks=max(1, (kv_start_tokens or kv_tokens) // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
         )
-        self.engine = Engine(config, PlantExecutor(info, device, self.clock), self.clock)
+        self._executor = PlantExecutor(info, device, self.clock)
+        self.engine = Engine(config, self._executor, self.clock)
         self.measurements = Measurements(self.clock)
         self.measurements.boot_id = name  # drawn at random otherwise
         self.measurements.step(self.engine.state())
+        if not learning:
+            self.engine.governor = Unlearned()
         self.outcomes: list[Outcome] = []
         self.gaps = array("d")
-        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
         self.end_s = start_s
         self.busy = False
         self._config = config
+        self._measured = measured
+        self._memory = memory
         self._flights: dict[str, Flight] = {}
+        self._num_streaming = 0  # flights that have got a token
+        self._some_away = False  # of them, some got none in the last step
+        self._ends_s: list[float] = []  # of all steps
         self._output: StepOutput | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._ends_s)
 
     @property
     def num_outstanding(self) -> int:
@@ -104,10 +153,12 @@ class Replica:
         request_id = str(index)
         refused = self.engine.submit(_request(request_id, index, arrival, self._config.enable_prefix_caching))
         if refused is not None:
-            self.measurements.rejected(refused.code)
+            if self._measured:
+                self.measurements.rejected(refused.code)
             self.outcomes.append(Outcome(index, arrival.at_s, None, None))
             return False
-        self.measurements.arrived()
+        if self._measured:
+            self.measurements.arrived()
         self._flights[request_id] = flight
         return True
 
@@ -121,22 +172,53 @@ class Replica:
         self._output = self.engine.step()
         self.end_s = self.clock.now()
         self.busy = True
-        self.num_steps += 1
 
     def finish(self) -> int:
         """Take the step's output in; return how many requests it ended."""
-        output, now_s = self._output, self.end_s
+        output = self._output
         assert output is not None, "no step has begun"
         self._output = None
-        flights = [self._flights[request_id] for request_id in output.request_ids]
-        for flight in flights:
-            if flight.first_token_s is not None:
-                flight.gaps.append(now_s - flight.last_token_s)
-        self.measurements.step(output.stats)
-        self.measurements.tokens(flights)
+        stats = output.stats
+        self.num_preemptions += stats.num_preemptions
+        self.num_recomputed_tokens += stats.num_recomputed_tokens
+        self._note_tokens(output)
+        if self._measured:
+            self.measurements.step(stats)
+            self.measurements.tokens([self._flights[request_id] for request_id in output.request_ids])
         for ending in output.endings:
             self._end(ending.request_id, None if isinstance(ending, Failed) else ending.num_output_tokens)
         return len(output.endings)
+
+    def _note_tokens(self, output: StepOutput) -> None:
+        """Note what the gaps of each flight follow from: which steps gave it tokens."""
+        self._ends_s.append(self.end_s)
+        request_ids, stats = output.request_ids, output.stats
+        self._note_firsts(request_ids[stats.num_decodes :])
+        if len(request_ids) == self._num_streaming and not self._some_away and not stats.num_preemptions:
+            return  # as most steps are: each flight that has a token got one more
+        self._note_firsts(request_ids)  # one that had a single token left to compute is among the decodes
+        served, step = set(request_ids), len(self._ends_s) - 1
+        away = [one for name, one in self._flights.items() if one.first_step >= 0 and name not in served]
+        for flight in away:
+            flight.missed.append(step)
+        self._some_away = bool(away)
+
+    def _note_firsts(self, request_ids: Sequence[str]) -> None:
+        step = len(self._ends_s) - 1
+        for request_id in request_ids:
+            flight = self._flights[request_id]
+            if flight.first_step < 0:
+                flight.first_step = step
+                self._num_streaming += 1
+
+    def _gaps(self, flight: Flight) -> list[float]:
+        """Return the times between the tokens of a flight that has got its last one in the latest step."""
+        ends_s, first = self._ends_s, flight.first_step
+        times_s = ends_s[first:]
+        if flight.missed:
+            missed = set(flight.missed)
+            times_s = [at_s for step, at_s in enumerate(times_s, start=first) if step not in missed]
+        return list(map(sub, times_s[1:], times_s))
 
     def evidence(self, now_s: float) -> Evidence:
         """Return what ``GET /admin/evidence`` answers."""
@@ -145,7 +227,12 @@ class Replica:
         if not self.busy:
             self.measurements.step(self.engine.state())
         return self.measurements.evidence(
-            self._config.served_model_name, self.engine.limits(), key=self.engine.info.key, ready=True, draining=False
+            self._config.served_model_name,
+            self.engine.limits(),
+            key=self.engine.info.key,
+            ready=True,
+            draining=False,
+            memory=None if self._memory is None else self._memory.state(now_s, self._executor.kv_share),
         )
 
     def pod_evidence(self, now_s: float) -> PodEvidence:
@@ -161,6 +248,7 @@ class Replica:
     def kill(self, now_s: float) -> int:
         """Fail everything under way; return how many requests that were."""
         count = len(self._flights)
+        self._num_streaming = 0
         self.outcomes += [Outcome(flight.index, now_s, None, None) for flight in self._flights.values()]
         self._flights = {}
         self._output = None
@@ -169,11 +257,17 @@ class Replica:
 
     def _end(self, request_id: str, num_output_tokens: int | None) -> None:
         flight = self._flights.pop(request_id)
-        failed = num_output_tokens is None or flight.first_token_s is None
-        self.measurements.ended(flight, "error" if failed else "length", num_output_tokens or 0)
-        ttft_s = None if failed or flight.first_token_s is None else flight.first_token_s - flight.arrival_s
-        self.outcomes.append(Outcome(flight.index, self.end_s, ttft_s, percentile(flight.gaps, 0.95)))
-        self.gaps.extend(flight.gaps)
+        has_tokens = flight.first_step >= 0
+        self._num_streaming -= has_tokens
+        if self._measured:
+            self.measurements.ended(flight, "error" if num_output_tokens is None else "length", num_output_tokens or 0)
+        if not has_tokens or num_output_tokens is None:
+            self.outcomes.append(Outcome(flight.index, self.end_s, None, None))
+            return
+        gaps = self._gaps(flight)
+        self.gaps.extend(gaps)
+        ttft_s = self._ends_s[flight.first_step] - flight.arrival_s
+        self.outcomes.append(Outcome(flight.index, self.end_s, ttft_s, percentile(gaps, 0.95)))
 
 
 def percentile(values: list[float], share: float) -> float | None:

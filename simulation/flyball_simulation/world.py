@@ -10,6 +10,7 @@ from msgspec import Struct, structs
 from flyball_protocol import BootPrior, Limits
 from flyball_simulation.controllers import Auto, Controller
 from flyball_simulation.executor import engine_info
+from flyball_simulation.memory import Memory
 from flyball_simulation.plant import Device, Disturbances, Plant
 from flyball_simulation.replica import BLOCK_SIZE, Outcome, Replica, engine_config, percentile
 from flyball_simulation.result import Bounds, Change, Result, bins
@@ -26,6 +27,8 @@ class Setup(Struct, frozen=True, kw_only=True):
         name: of the plant, for the result.
         max_num_seqs, max_num_batched_tokens: what the replicas start with; live limits stay within.
         prior: what new replicas start from.
+        memory: around each replica; None: replicas do not know theirs, so the KV share never moves.
+        kv_start_tokens: of the KV cache, what may be used at first; None: all.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Setup(Struct, frozen=True, kw_only=True):
     objectives: Bounds
     model: str = "model"
     prior: BootPrior | None = None
+    memory: Memory | None = None
+    kv_start_tokens: int | None = None
 
     @property
     def key(self) -> str:
@@ -103,7 +108,8 @@ class World:
         """Let every request end."""
         if self.workload:
             self._at(self.workload[0].at_s, self._arrive_from(0))
-        self._at(self.controller.interval_s, self._round)
+        if self.controller.reads_evidence:
+            self._at(self.controller.interval_s, self._round)
         for kill in self.setup.faults.restarts:
             self._at(kill.at_s, self._killer(kill.replica, kill.down_s))
         for at_s in self.setup.faults.operator_restarts:
@@ -121,7 +127,6 @@ class World:
         gaps = sorted(gap for replica in replicas for gap in replica.gaps)
         num_steps = sum(replica.num_steps for replica in replicas)
         records = self.controller.records if isinstance(self.controller, Auto) else []
-        totals = [replica.measurements.counts.totals for replica in replicas]
         return Result(
             controller=label,
             plant=setup.name,
@@ -139,8 +144,8 @@ class World:
             ttft_p95_s=percentile(ttft, 0.95),
             itl_p50_s=percentile(gaps, 0.5),
             itl_p95_s=percentile(gaps, 0.95),
-            num_preemptions=sum(one["preemptions"] for one in totals),
-            num_recomputed_tokens=sum(one["recomputed_tokens"] for one in totals),
+            num_preemptions=sum(replica.num_preemptions for replica in replicas),
+            num_recomputed_tokens=sum(replica.num_recomputed_tokens for replica in replicas),
             num_changes=len({change.at_s for change in self.changes}),
             changes=self.changes,
             final_limits={one.name: one.limits for one in self.replicas if one is not None},
@@ -177,6 +182,10 @@ class World:
             max_model_len=setup.max_model_len,
             start_s=now_s,
             device_name=setup.name,
+            measured=self.controller.reads_evidence,
+            learning=self.controller.paces,
+            memory=setup.memory,
+            kv_start_tokens=setup.kv_start_tokens,
         )
 
     def _at(self, at_s: float, event: Event) -> None:

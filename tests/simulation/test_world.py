@@ -8,12 +8,13 @@ from flyball_protocol import LimitsChange, LimitsUpdate, ObjectiveCounts
 from flyball_protocol import Objectives as ObjectiveTimes
 from flyball_runtime.core.errors import ConfigError
 from flyball_simulation.controllers import Aimd, Auto, Controller, Rules, Static
+from flyball_simulation.memory import Memory, Taken
 from flyball_simulation.oracle import best, sweep
 from flyball_simulation.plant import PROFILES, Device, Disturbances, Plant, SlowDown, shaped
 from flyball_simulation.result import Bounds, Result, Tried
 from flyball_simulation.scrape import Faults, Restart, Window
 from flyball_simulation.workload import Arrival, Phase, burst, generate
-from flyball_simulation.world import Setup, simulate
+from flyball_simulation.world import Setup, World, simulate
 
 EVEN = Plant(shape="linear", overhead_s=0.010, weights_s=0.0, token_s=0.001, context_token_s=0.0, attention_pair_s=0.0)
 """A step takes 10 ms and 1 ms for each token."""
@@ -92,6 +93,33 @@ def test_memory_short_of_kv_blocks_preempts() -> None:
     assert result.num_failed == 0
 
 
+class Watched(Static):
+    """Fixed limits, measured all the same."""
+
+    reads_evidence = True
+    paces = True
+
+
+def test_what_nobody_reads_is_not_measured_and_changes_nothing() -> None:
+    crowd = [*burst(0.0, 30, 0.1, 500, 500), *burst(0.0, 5, 0.1, 513, 9)]
+    setup = structs.replace(SETUP, kv_tokens=4096, max_num_batched_tokens=128, disturbances=Disturbances(noise=0.1))
+    plain, watched = run(setup, crowd), run(setup, crowd, Watched())
+    assert plain.num_preemptions > 0
+    plain.steps_per_s = watched.steps_per_s = 0.0  # of the wall clock
+    assert plain.to_json() == watched.to_json()
+
+
+def test_gaps_are_those_that_the_runtime_measures_also_of_what_is_preempted() -> None:
+    world = World(structs.replace(SETUP, kv_tokens=4096), burst(0.0, 30, 0.1, 500, 500), Watched(), 1)
+    world.run()
+    (replica,) = world.replicas
+    assert replica is not None
+    counts, total = replica.measurements.itl.totals()
+    assert replica.num_preemptions > 0
+    assert len(replica.gaps) == sum(counts)
+    assert sum(replica.gaps) == pytest.approx(total)
+
+
 def test_a_shared_prefix_is_computed_once() -> None:
     alone = run(SETUP, [Arrival(0.0, 1024, 1), Arrival(5.0, 1024, 1)])
     shared = run(SETUP, [Arrival(0.0, 1024, 1, (7, 8)), Arrival(5.0, 1024, 1, (7, 8))])
@@ -138,6 +166,23 @@ def test_every_decision_of_the_tuner_replays() -> None:
     assert result.num_replayed == result.num_decisions
 
 
+def test_the_kv_share_grows_into_free_memory_and_gives_it_back_to_a_neighbour() -> None:
+    gib = 2**30
+    memory = Memory(
+        limit_bytes=16 * gib,
+        pool_max_bytes=8 * gib,
+        rest_bytes=2 * gib,
+        neighbours=(Taken(num_bytes=13 * gib, start_s=40.0, end_s=1e9),),
+    )
+    setup = structs.replace(SETUP, kv_tokens=32_768, kv_start_tokens=4096, memory=memory, max_num_batched_tokens=256)
+    work = [Arrival(0.5 * number, 300, 300) for number in range(100)] + [Arrival(150.0, 300, 3)]
+    result = run(setup, work, Auto(structs.replace(TUNING, interval_seconds=5), "x"))
+    moves = {one.reason: one.limits.kv_cache_fraction for one in result.changes}
+    assert moves["KVBlocked"] > 0.125
+    assert moves["MemoryPressure"] < moves["KVBlocked"]
+    assert result.num_failed == 0
+
+
 def test_a_replica_that_dies_fails_what_it_had_and_comes_back_as_another() -> None:
     faults = Faults(restarts=(Restart(at_s=1.0, replica=0, down_s=2.0),))
     work = [Arrival(0.9, 400, 50), Arrival(2.0, 10, 1), Arrival(4.0, 10, 1)]
@@ -163,7 +208,7 @@ def test_shapes_cost_what_they_say() -> None:
 
 
 def test_a_silent_stretch_reaches_the_controller_as_problems() -> None:
-    class Watching(Static):
+    class Watching(Watched):
         interval_s = 5.0
         seen: list[list[str]] = []  # noqa: RUF012
 
@@ -177,7 +222,7 @@ def test_a_silent_stretch_reaches_the_controller_as_problems() -> None:
 
 
 def test_posted_objectives_are_counted_against() -> None:
-    class Posting(Static):
+    class Posting(Watched):
         interval_s = 5.0
         counted: list[ObjectiveCounts | None] = []  # noqa: RUF012
 
