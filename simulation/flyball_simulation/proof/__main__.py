@@ -2,13 +2,13 @@
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
-
-import msgspec
 
 from flyball_simulation.proof import cells, contenders, matrix, page, scenarios
 from flyball_simulation.proof.cells import Cell
@@ -21,22 +21,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not wanted:
         print(f"no cell has {args.only!r} in its name", file=sys.stderr)
         return 2
-    seeds = (cells.SEEDS if args.development else cells.HELD_OUT_SEEDS)[: args.seeds]
-    done = matrix.compute(wanted, seeds, args.cache, args.processes)
     told = [] if args.smoke or args.only else scenarios.scenarios()
-    verdicts = _judge(told, seeds[0], args.cache, args.processes)
+    plan = _plan(args)
+    matrix.compute(wanted, plan._replace(seeds=plan.seeds[:1]))  # the most telling runs first, if not all get done
+    verdicts = _judge(told, plan)
+    done = matrix.compute(wanted, plan)
     args.output.mkdir(parents=True, exist_ok=True)
     words = " ".join(sys.argv[1:] if argv is None else argv)
-    written = page.write(
-        args.output, done, told, verdicts, version=contenders.code_version(), command=f"make proof PROOF='{words}'"
-    )
+    source = page.Source(words, args.commit or _commit(), contenders.code_version(), plan.exhaustive)
+    written = page.write(args.output, done, told, verdicts, source)
     print(f"wrote {written}", file=sys.stderr)
     return 0
 
 
+def _plan(args: argparse.Namespace) -> matrix.Plan:
+    num_seeds = args.seeds or (5 if args.full else 3)
+    seeds = (cells.SEEDS if args.development else cells.HELD_OUT_SEEDS)[:num_seeds]
+    return matrix.Plan(
+        seeds=seeds,
+        others=seeds if args.full else seeds[:1],
+        exhaustive=args.full,
+        folder=args.cache,
+        processes=args.processes,
+        cached=args.cached,
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flyball_simulation.proof", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5, choices=range(1, 6), help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="5 seeds for everybody, and the oracle tries its whole grid; else 3, one for the baselines, and it goes uphill",
+    )
+    parser.add_argument("--seeds", type=int, choices=range(1, 6), help="how many")
     parser.add_argument(
         "--development", action="store_true", help="take the seeds for work on the tuner, not those that are held out"
     )
@@ -51,8 +69,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="runs that are done (default: %(default)s)",
     )
+    parser.add_argument(
+        "--cached",
+        action="store_true",
+        help="run nothing; write the page from the runs that are there, and name the rest",
+    )
+    parser.add_argument("--commit", metavar="ID", help="named on the page (default: what git says)")
     parser.add_argument("--processes", type=int, metavar="N", help="(default: one for each core)")
     return parser
+
+
+def _commit() -> str:
+    """Return the commit of the code; "" where there is no repository."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
@@ -61,27 +91,24 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
     return [*cells.matrix(), *(cells.held_out(args.traces) if args.traces is not None else [])]
 
 
-def _judge(
-    told: Sequence[scenarios.Scenario], seed: int, cache: Path, processes: int | None
-) -> dict[tuple[str, str], Verdict]:
+def _judge(told: Sequence[scenarios.Scenario], plan: matrix.Plan) -> dict[tuple[str, str], Verdict]:
     """Run the scenarios with the tuner and with the first one."""
-    pairs = [(place, who) for place in range(len(told)) for who in ("auto", "rules")]
-    if not pairs:
-        return {}
-    with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
-        found = pool.map(_verdict, *zip(*((place, who, seed, cache) for place, who in pairs), strict=True))
-        return {(told[place].name, who): verdict for (place, who), verdict in zip(pairs, found, strict=True)}
+    if told and not plan.cached:
+        places = [(place, who) for who in ("auto", "rules") for place in range(len(told))]
+        num_processes = plan.processes or len(os.sched_getaffinity(0))
+        with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+            list(pool.map(_tell, *zip(*places, strict=True), repeat(plan)))
+    found = {}
+    for one in told:
+        for who in ("auto", "rules"):
+            run = contenders.known(one.cell, who, plan.seeds[0], None, plan.folder)
+            if run is not None:
+                found[one.name, who] = one.judge(run, one.cell)
+    return found
 
 
-def _verdict(place: int, who: str, seed: int, cache: Path) -> Verdict:
-    scenario = scenarios.scenarios()[place]
-    path = cache / f"{contenders.key(scenario.cell, who, seed, None)}.json"
-    if path.exists():
-        run = msgspec.json.decode(path.read_bytes(), type=contenders.Run)
-    else:
-        run = contenders.run(scenario.cell, who, seed)
-        path.write_bytes(msgspec.json.encode(run))
-    return scenario.judge(run, scenario.cell)
+def _tell(place: int, who: str, plan: matrix.Plan) -> None:
+    contenders.cached(scenarios.scenarios()[place].cell, who, plan.seeds[0], None, plan.folder)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,12 @@ HELD_OUT_TRACES = {
 }
 """Recorded traffic, by file and speed, for the proof alone. Drawn workloads have their quantiles, and not their arrivals."""
 
-MINUTES = 20.0
+MINUTES = 15.0
+SHORT_MINUTES = 10.0
+"""Of cells that show how much is served, and not how soon."""
+
+LONG_MINUTES = 20.0
+"""Of cells in which something happens."""
 
 
 class Bursts(Struct, frozen=True, kw_only=True):
@@ -123,7 +128,8 @@ L4 = structs.replace(CHAT_43, name="l4", plant=PROFILES["l4"].plant, objectives=
 
 def steady(name: str, setup: Setup, mix: str, capacity: str, load: float) -> Cell:
     phase = Phase(mix=mix, rate=round(load * CAPACITY[capacity], 3), seconds=1.0)
-    return Cell(name=f"{name}, load {load:g}", setup=setup, phases=(phase,), load=load)
+    minutes = MINUTES if load == 0.95 else SHORT_MINUTES
+    return Cell(name=f"{name}, load {load:g}", setup=setup, phases=(phase,), load=load, minutes=minutes)
 
 
 def matrix() -> list[Cell]:
@@ -161,7 +167,7 @@ def shift() -> Cell:
         name="shift chat, long, code, chat",
         setup=LONG_390,
         phases=tuple(Phase(mix=mix, rate=0.95 * CAPACITY[name], seconds=0.25) for mix, name in rates),
-        minutes=40.0,
+        minutes=32.0,
     )
 
 
@@ -193,12 +199,12 @@ def co_tenant() -> Cell:
     """The device is 1.6 times as slow in the middle third."""
     slow = SlowDown(factor=1.6, start_s=400.0, end_s=800.0)
     setup = structs.replace(CHAT_390, disturbances=Disturbances(slow_downs=(slow,)))
-    return steady("chat, co-tenant 1.6x", setup, "chat", "chat390", 0.6)
+    return structs.replace(steady("chat, co-tenant 1.6x", setup, "chat", "chat390", 0.6), minutes=LONG_MINUTES)
 
 
 def noisy() -> Cell:
     setup = structs.replace(CHAT_390, disturbances=Disturbances(noise=0.25, hiccup_share=0.0005))
-    return steady("chat, noise 25 % and hiccups", setup, "chat", "chat390", 0.7)
+    return structs.replace(steady("chat, noise 25 % and hiccups", setup, "chat", "chat390", 0.7), minutes=LONG_MINUTES)
 
 
 def two_replicas() -> Cell:
@@ -206,7 +212,9 @@ def two_replicas() -> Cell:
     faults = Faults(jitter_s=3.0, loss=0.2, restarts=(Restart(at_s=600.0, replica=1, down_s=40.0),))
     setup = structs.replace(CHAT_43, replicas=2, faults=faults)
     phase = Phase(mix="chat", rate=1.4 * CAPACITY["chat43"], seconds=1.0, num_clients=8, swing=0.2)
-    return Cell(name="2 replicas, lossy scraping, a restart", setup=setup, phases=(phase,), load=0.7)
+    return Cell(
+        name="2 replicas, lossy scraping, a restart", setup=setup, phases=(phase,), load=0.7, minutes=LONG_MINUTES
+    )
 
 
 def wrong_prior(factor: float) -> Cell:

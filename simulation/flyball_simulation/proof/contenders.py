@@ -1,6 +1,8 @@
 """Who takes part, and what is kept of a run."""
 
 import hashlib
+import os
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -27,10 +29,8 @@ TUNERS: dict[str, Callable[[Tuning], Controller]] = {
     "aimd": Aimd,
 }
 
-SINGLES: tuple[oracle.Limits, ...] = tuple(
-    (seqs, tokens) for seqs in (64, 256) for tokens in (128, 192, 256, 384, 512, 768) if tokens >= seqs
-)
-"""Candidates for the best single fixed limits over the suite."""
+FIXED = "fixed"
+"""The contender of a run under fixed limits, whatever they stand for: one run serves all that take these limits."""
 
 _MANIFEST = """
 apiVersion: flyball.dev/v1alpha1
@@ -45,7 +45,11 @@ spec:
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """What is kept of a run."""
+    """What is kept of a run.
+
+    Attributes:
+        cpu_s: that it took to simulate.
+    """
 
     cell: str
     contender: str
@@ -56,6 +60,8 @@ class Run(Struct, frozen=True, kw_only=True):
     num_requests: int
     num_failed: int
     num_changes: int
+    num_steps: int
+    cpu_s: float
     num_decisions: int
     num_replayed: int
     ttft_p95_s: float | None
@@ -75,28 +81,52 @@ def run(cell: Cell, contender: str, seed: int, limits: oracle.Limits | None = No
     """Run a contender on a cell: a tuner by name, ``vllm-default``, or anything else under fixed limits."""
     workload = cell.workload(seed)
     setup, controller = _start(cell.setup, contender, limits)
+    started_s = time.process_time()
     result = simulate(setup, workload, controller, label=contender, seed=seed, duration_s=cell.seconds)
-    return kept(cell, contender, seed, result, limits)
+    return kept(cell, contender, seed, result, limits, time.process_time() - started_s)
 
 
-def find_best(cell: Cell, seed: int) -> oracle.Limits:
-    """Return the best fixed limits of the cell's grid."""
-    tried = oracle.sweep(
-        cell.setup, cell.workload(seed), cell.grid or oracle.grid(), seed=seed, duration_s=cell.seconds, num_processes=1
-    )
-    return oracle.best(tried)
+def cached(cell: Cell, contender: str, seed: int, limits: oracle.Limits | None, folder: Path) -> Run:
+    """Run a contender on a cell, or take the run from ``folder``."""
+    found = known(cell, contender, seed, limits, folder)
+    if found is None:
+        found = run(cell, contender, seed, limits)
+        keep(folder / f"{key(cell, contender, seed, limits)}.json", found)
+    return found
 
 
-def kept(cell: Cell, contender: str, seed: int, result: Result, limits: oracle.Limits | None) -> Run:
+def share_unless_worse(cell: Cell, limits: oracle.Limits, seed: int, than: float) -> float:
+    """Return the share of good requests under fixed limits; a run that is worse than others is given up."""
+    workload = cell.workload(seed)
+    most = round((1.0 - than) * len(workload))
+    result = oracle.run_static(cell.setup, workload, limits, seed, cell.seconds, most)
+    return min(result.share_good, than) if result.num_requests < len(workload) else result.share_good
+
+
+def known(cell: Cell, contender: str, seed: int, limits: oracle.Limits | None, folder: Path) -> Run | None:
+    """Return a run that ``folder`` has, else None."""
+    path = folder / f"{key(cell, contender, seed, limits)}.json"
+    return msgspec.json.decode(path.read_bytes(), type=Run) if path.exists() else None
+
+
+def keep(path: Path, value: Struct) -> None:
+    """Write a file that is whole or not there."""
+    half = path.with_suffix(f".{os.getpid()}")
+    half.write_bytes(msgspec.json.encode(value))
+    half.replace(path)
+
+
+def kept(cell: Cell, contender: str, seed: int, result: Result, limits: oracle.Limits | None, cpu_s: float) -> Run:
     return Run(
         cell=cell.name,
         contender=contender,
         seed=seed,
         limits=limits,
+        cpu_s=round(cpu_s, 2),
         **{
             name: getattr(result, name)
             for name in Run.__struct_fields__
-            if name not in ("cell", "contender", "seed", "limits")
+            if name not in ("cell", "contender", "seed", "limits", "cpu_s")
         },
     )
 
@@ -117,12 +147,25 @@ def _start(setup: Setup, contender: str, limits: oracle.Limits | None) -> tuple[
     return setup, TUNERS[contender](tuning_for(setup.objectives))
 
 
+_PROTOCOL, _RUNTIME, _OPERATOR, _SIMULATION = (
+    Path(one.__file__ or "").parent for one in (flyball_protocol, flyball_runtime, flyball_operator, flyball_simulation)
+)
+_PARTS = ("core", "engine", "governor", "kv_cache", "scheduler")
+SERVING = (_PROTOCOL, _SIMULATION, *(_RUNTIME / part for part in _PARTS))
+TUNING = (_OPERATOR / "spec", _OPERATOR / "tuning")
+
+
 @cache
-def code_version() -> str:
-    """Return a digest of all code that a run depends on: what was computed by other code is computed again."""
+def code_version(fixed: bool = False) -> str:
+    """Return a digest of all code that a run depends on: what was computed by other code is computed again.
+
+    The cells are part of each run's key; how a proof is put together from runs changes none of them.
+
+    Args:
+        fixed: of a run under fixed limits, which no tuner has a part in.
+    """
     digest = hashlib.sha256()
-    for package in (flyball_protocol, flyball_runtime, flyball_operator, flyball_simulation):
-        folder = Path(package.__file__ or "").parent
+    for folder in (*SERVING, *(() if fixed else TUNING)):
         for path in sorted(folder.rglob("*.py")):
             if "proof" not in path.parts:
                 digest.update(path.read_bytes())
@@ -131,5 +174,6 @@ def code_version() -> str:
 
 def key(cell: Cell, contender: str, seed: int, limits: oracle.Limits | None) -> str:
     """Return the name under which a run is cached."""
-    content = msgspec.json.encode((code_version(), cell, contender, seed, limits))
+    version = code_version(contender not in TUNERS)
+    content = msgspec.json.encode((version, cell, contender, seed, limits))
     return hashlib.sha256(content).hexdigest()[:24]

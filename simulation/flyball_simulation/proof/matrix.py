@@ -2,29 +2,48 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NamedTuple
 
-import msgspec
 from msgspec import Struct, structs
 
 from flyball_simulation.oracle import Limits
-from flyball_simulation.proof import contenders
+from flyball_simulation.proof import contenders, search
 from flyball_simulation.proof.cells import Cell
-from flyball_simulation.proof.contenders import SINGLES, Run
+from flyball_simulation.proof.contenders import FIXED, Run
 
 CONTENDERS = ("auto", "rules", "aimd", "vllm-default")
 ORACLE, SINGLE, PHASE_1 = "oracle", "best single", "tuned on phase 1"
 
 
+class Plan(NamedTuple):
+    """How much is run.
+
+    Attributes:
+        seeds: for the tuner, the oracle and the best single limits.
+        others: seeds for the rest.
+        exhaustive: try the whole grid for the best fixed limits, rather than go uphill in it.
+        processes: None: one for each core.
+        cached: run nothing; take what is there.
+    """
+
+    seeds: Sequence[int]
+    others: Sequence[int]
+    exhaustive: bool
+    folder: Path
+    processes: int | None = None
+    cached: bool = False
+
+
 class Job(Struct, frozen=True, kw_only=True):
-    """One run, or (``contender`` is None) the search for the best fixed limits."""
+    """One run, under fixed limits or with a contender that sets them itself."""
 
     cell: Cell
-    contender: str | None
+    contender: str
     seed: int
     limits: Limits | None = None
 
@@ -33,6 +52,9 @@ class Matrix(Struct, kw_only=True):
     """Everything that was run.
 
     Attributes:
+        cells: those with a run of the tuner, the oracle and the best single limits at least.
+        missing: names of the others.
+        seeds: those that some cell has.
         best: the oracle's limits, by cell.
         single: the best single fixed limits over the cells.
         phase_1: the best limits for the first phase alone, of cells with several.
@@ -40,6 +62,7 @@ class Matrix(Struct, kw_only=True):
 
     cells: list[Cell]
     seeds: list[int]
+    missing: list[str] = []
     runs: list[Run] = []
     best: dict[str, Limits] = {}
     single: Limits = (0, 0)
@@ -52,17 +75,19 @@ class Matrix(Struct, kw_only=True):
         return fmean(one.share_good for one in self.of(cell, contender))
 
 
-def compute(cells: Sequence[Cell], seeds: Sequence[int], folder: Path, num_processes: int | None = None) -> Matrix:
-    """Run the matrix; runs that ``folder`` has already are taken from there."""
-    matrix = Matrix(cells=list(cells), seeds=list(seeds))
-    with ProcessPoolExecutor(num_processes or len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
-        _find_limits(matrix, pool, folder)
-        jobs = [job for cell in cells for seed in seeds for job in _jobs(matrix, cell, seed)]
-        found = list(_run_all(pool, jobs, folder))
-    order = {job.cell.name: place for place, job in enumerate(jobs)}
-    matrix.runs = sorted(
-        (one for one in found if isinstance(one, Run)), key=lambda one: (order[one.cell], one.contender, one.seed)
-    )
+def compute(cells: Sequence[Cell], plan: Plan) -> Matrix:
+    """Run the matrix; runs that the folder has already are taken from there."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    matrix = Matrix(cells=list(cells), seeds=[])
+    if plan.cached:
+        _read_all(matrix, plan)
+        return matrix
+    with ProcessPoolExecutor(plan.processes or len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        _wait([future for cell in sorted(cells, key=_is_plain) for future in _begin(pool, cell, plan)])
+        _read_limits(matrix, plan)
+        jobs = [*_fixed_jobs(matrix, plan), *_tuner_jobs(matrix.cells, plan)]
+        _wait([pool.submit(_run, job, plan.folder) for job in jobs])
+    _read_all(matrix, plan)
     return matrix
 
 
@@ -77,60 +102,91 @@ def first_phase(cell: Cell) -> Cell:
     )
 
 
-def _find_limits(matrix: Matrix, pool: ProcessPoolExecutor, folder: Path) -> None:
-    """Find the limits of the oracle, of phase 1 and of the best single, with the first seed."""
-    seed = matrix.seeds[0]
-    shifting = [cell for cell in matrix.cells if len(cell.phases) > 1]
-    searches = [Job(cell=one, contender=None, seed=seed) for one in (*matrix.cells, *map(first_phase, shifting))]
-    singles = [
-        Job(cell=cell, contender=SINGLE, seed=seed, limits=limits) for cell in matrix.cells for limits in SINGLES
-    ]
-    shares: dict[Limits, list[float]] = {limits: [] for limits in SINGLES}
-    for found in _run_all(pool, [*searches, *singles], folder):
-        if isinstance(found, Run):
-            shares[found.limits or (0, 0)].append(found.share_good)
-        else:
-            matrix.best[found[0]] = found[1]
-    matrix.phase_1 = {cell.name: matrix.best.pop(first_phase(cell).name) for cell in shifting}
-    matrix.single = max(SINGLES, key=lambda limits: fmean(shares[limits]))
+def _is_plain(cell: Cell) -> bool:
+    """Return whether no target is about this cell alone: others are run first, if not all get done."""
+    return cell.load in (0.7, 1.2) and cell.name.endswith(f"load {cell.load:g}")
 
 
-def _jobs(matrix: Matrix, cell: Cell, seed: int) -> Iterator[Job]:
-    for name in CONTENDERS:
-        if name != "vllm-default" or cell.setup.name in ("a100", "h200", "l4", "cpu"):
-            yield Job(cell=cell, contender=name, seed=seed)
-    yield Job(cell=cell, contender=ORACLE, seed=seed, limits=matrix.best[cell.name])
-    yield Job(cell=cell, contender=SINGLE, seed=seed, limits=matrix.single)
-    if cell.name in matrix.phase_1:
-        yield Job(cell=cell, contender=PHASE_1, seed=seed, limits=matrix.phase_1[cell.name])
+def _begin(pool: ProcessPoolExecutor, cell: Cell, plan: Plan) -> Iterator[Future[Any]]:
+    """Start what is told of a cell first: the tuner against the best fixed limits, with one seed."""
+    for one in (cell, *([first_phase(cell)] if len(cell.phases) > 1 else [])):
+        yield pool.submit(search.find, one, plan.seeds[0], plan.folder, plan.exhaustive)
+    yield pool.submit(_run, Job(cell=cell, contender="auto", seed=plan.seeds[0]), plan.folder)
 
 
-Found = Run | tuple[str, Limits]
+def _tuner_jobs(cells: Sequence[Cell], plan: Plan) -> Iterator[Job]:
+    for seed in plan.seeds:
+        for cell in cells:
+            for name in CONTENDERS if seed in plan.others else CONTENDERS[:1]:
+                yield Job(cell=cell, contender=name, seed=seed)
 
 
-def _run_all(pool: ProcessPoolExecutor, jobs: Sequence[Job], folder: Path) -> Iterator[Found]:
-    folder.mkdir(parents=True, exist_ok=True)
-    futures = [pool.submit(_cached, job, folder) for job in jobs]
+def _fixed_jobs(matrix: Matrix, plan: Plan) -> Iterator[Job]:
+    for seed in plan.seeds:
+        for cell in matrix.cells:
+            for limits in {matrix.best[cell.name], matrix.single}:
+                yield Job(cell=cell, contender=FIXED, seed=seed, limits=limits)
+            if cell.name in matrix.phase_1 and seed in plan.others:
+                yield Job(cell=cell, contender=FIXED, seed=seed, limits=matrix.phase_1[cell.name])
+
+
+def _wait(futures: Sequence[Future[Any]]) -> None:
     for done, future in enumerate(as_completed(futures), start=1):
-        yield future.result()
-        if sys.stderr.isatty() or done % 20 == 0:
+        future.result()
+        if sys.stderr.isatty() or done % 10 == 0:
             print(f"{done} of {len(futures)} runs", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr)
 
 
-def _cached(job: Job, folder: Path) -> Found:
-    path = folder / f"{contenders.key(job.cell, job.contender or 'search', job.seed, job.limits)}.json"
-    if path.exists():
-        return msgspec.json.decode(path.read_bytes(), type=Run) if job.contender else _limits(job, path)
-    found: Found
-    if job.contender is None:
-        found = (job.cell.name, contenders.find_best(job.cell, job.seed))
-    else:
-        found = contenders.run(job.cell, job.contender, job.seed, job.limits)
-    half = path.with_suffix(f".{os.getpid()}")
-    half.write_bytes(msgspec.json.encode(found))
-    half.replace(path)
-    return found
+def _run(job: Job, folder: Path) -> None:
+    contenders.cached(job.cell, job.contender, job.seed, job.limits, folder)
 
 
-def _limits(job: Job, path: Path) -> Found:
-    return job.cell.name, msgspec.json.decode(path.read_bytes(), type=tuple[str, Limits])[1]
+def _read_limits(matrix: Matrix, plan: Plan) -> None:
+    """Take in what the searches found; a cell without it is left out."""
+    seed = plan.seeds[0]
+    shares: dict[Limits, list[float]] = {limits: [] for limits in search.singles(plan.exhaustive)}
+    for cell in list(matrix.cells):
+        found = search.found(cell, seed, plan.folder, plan.exhaustive)
+        if found is None:
+            _leave_out(matrix, cell)
+            continue
+        matrix.best[cell.name] = found.best
+        for limits in shares:
+            shares[limits].append(found.shares[limits])
+        if len(cell.phases) > 1:
+            early = search.found(first_phase(cell), seed, plan.folder, plan.exhaustive)
+            if early is not None:
+                matrix.phase_1[cell.name] = early.best
+    if matrix.cells:
+        matrix.single = max(shares, key=lambda limits: fmean(shares[limits]))
+
+
+def _leave_out(matrix: Matrix, cell: Cell) -> None:
+    matrix.cells.remove(cell)
+    matrix.missing.append(cell.name)
+
+
+def _read_all(matrix: Matrix, plan: Plan) -> None:
+    """Take in all runs there are, of the seeds for which the tuner can be compared."""
+    matrix.best, matrix.phase_1 = {}, {}
+    _read_limits(matrix, plan)
+    for cell in list(matrix.cells):
+        runs = [run for seed in plan.seeds for run in _compared(matrix, cell, seed, plan.folder)]
+        matrix.runs += runs
+        if not runs:
+            _leave_out(matrix, cell)
+    matrix.seeds = sorted({run.seed for run in matrix.runs})
+
+
+def _compared(matrix: Matrix, cell: Cell, seed: int, folder: Path) -> list[Run]:
+    """Return the runs of a seed; none if one of the three that are compared is missing."""
+    limits: Mapping[str, Limits | None] = {
+        **dict.fromkeys(CONTENDERS),
+        ORACLE: matrix.best[cell.name],
+        SINGLE: matrix.single,
+        **({PHASE_1: matrix.phase_1[cell.name]} if cell.name in matrix.phase_1 else {}),
+    }
+    found = {name: contenders.known(cell, FIXED if one else name, seed, one, folder) for name, one in limits.items()}
+    if not all(found[name] for name in ("auto", ORACLE, SINGLE)):
+        return []
+    return [structs.replace(run, contender=name) for name, run in found.items() if run is not None]

@@ -4,18 +4,38 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from flyball_simulation.chart import BLUE, GREEN, GREY, ORANGE, RED, new_figure, save
 from flyball_simulation.proof.cells import Cell
 from flyball_simulation.proof.contenders import Run
 from flyball_simulation.proof.matrix import CONTENDERS, ORACLE, PHASE_1, SINGLE, Matrix
 from flyball_simulation.proof.scenarios import Scenario, Verdict
-from flyball_simulation.proof.targets import targets
+from flyball_simulation.proof.search import singles
+from flyball_simulation.proof.targets import ratio, targets
 
 COLUMNS = (ORACLE, "auto", SINGLE, PHASE_1, "rules", "aimd", "vllm-default")
 COLOURS = {ORACLE: GREY, "auto": BLUE, SINGLE: GREEN, "rules": RED, "vllm-default": ORANGE}
+NEAR = 0.95
+EVEN = 0.005
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Student's t, two-sided 95 %, by number of values."""
+
+
+class Source(NamedTuple):
+    """Where a page comes from.
+
+    Attributes:
+        command: its words.
+        commit: of the repository; "" if unknown.
+        version: digest of the code.
+        exhaustive: whether the oracle tried its whole grid.
+    """
+
+    command: str
+    commit: str
+    version: str
+    exhaustive: bool
 
 
 def write(
@@ -23,9 +43,7 @@ def write(
     matrix: Matrix,
     scenarios: Sequence[Scenario],
     verdicts: Mapping[tuple[str, str], Verdict],
-    *,
-    version: str,
-    command: str,
+    source: Source,
 ) -> Path:
     """Write tuning-proof.md and its charts into ``folder``; returns the page's path."""
     _draw_matrix(matrix, folder / "tuning-proof-matrix.svg")
@@ -36,7 +54,8 @@ def write(
     page.write_text(
         "\n".join(
             [
-                *_head(matrix, version, command),
+                *_head(matrix, source),
+                *_reading(matrix),
                 *_targets(matrix, verdicts),
                 *_matrix(matrix),
                 *(["![The shift over time](tuning-proof-shift.svg)", ""] if shifting else []),
@@ -55,30 +74,91 @@ def interval(values: Sequence[float]) -> float:
     return T_95.get(len(values), 2.0) * stdev(values) / math.sqrt(len(values))
 
 
-def _head(matrix: Matrix, version: str, command: str) -> list[str]:
-    seeds = ", ".join(map(str, matrix.seeds))
+def _head(matrix: Matrix, source: Source) -> list[str]:
     seqs, tokens = matrix.single
+    missing = f" Not run: {', '.join(matrix.missing)}." if matrix.missing else ""
     return [
         "# The tuner against an oracle, in simulation",
         "",
-        f"Written by `{command}`; do not edit. Code {version}, seeds {seeds}, {len(matrix.cells)} cells, "
-        f"{len(matrix.runs)} runs.",
+        f"Written by `make proof PROOF='{_public(source.command)}'`; do not edit. Commit {source.commit or 'unknown'}, code "
+        f"{source.version}, seeds {_seeds(matrix)}, {len(matrix.cells)} cells, {len(matrix.runs)} runs of "
+        f"{_size(matrix)}.{missing}",
         "",
         "[Simulating](simulation.md) says what is simulated and what is not. A share is that of all requests that met both",
-        "objectives: TTFT, and the request's own ITL p95. Intervals are 95 % over the seeds. Contenders:",
+        "objectives: TTFT, and the request's own ITL p95. Intervals are 95 % over the seeds; without one there was one seed.",
+        "Seeds and recorded traces were named before, in `proof/cells.py`, and nothing was chosen by them. Contenders:",
         "",
-        "- *oracle*: the best fixed limits of the cell, found by trying a grid of 76 on the first seed",
-        f"- *best single*: the fixed limits that are best over all cells, of 11: {seqs} sequences, {tokens} tokens",
+        *_contenders(matrix, source),
+        f"- *best single*: the fixed limits that are best over all cells, of {_num_singles(source)} candidates: "
+        f"{seqs} sequences, {tokens} tokens",
         "- *tuned on phase 1*: the best fixed limits for the first phase of a load that shifts",
         "- *rules*: Flyball's first tuner; *aimd*: additive increase, multiplicative decrease; *vllm-default*: vLLM's defaults",
         "",
+        "In the overload all of them run `--scheduling-policy edf`. Only the tuner posts objectives, which are the deadlines",
+        "there, so for the others that is the order of arrival.",
+        "",
     ]
+
+
+def _contenders(matrix: Matrix, source: Source) -> list[str]:
+    if source.exhaustive:
+        return ["- *oracle*: the best fixed limits of the cell, found by trying a grid of 76 on the first seed"]
+    return [
+        "- *oracle*: the best fixed limits of the cell on the first seed, found by going uphill in a grid of 76 from four",
+        "  places (goodput is smooth in both limits, but a better place may have been overlooked; `--full` tries all)",
+    ]
+
+
+def _num_singles(source: Source) -> int:
+    return len(singles(source.exhaustive))
+
+
+def _seeds(matrix: Matrix) -> str:
+    """Return the seeds, and how many cells have each if not all do."""
+    nums = {
+        seed: len({run.cell for run in matrix.runs if run.seed == seed and run.contender == "auto"})
+        for seed in matrix.seeds
+    }
+    same = len(set(nums.values())) == 1
+    return ", ".join(str(seed) if same else f"{seed} ({num} cells)" for seed, num in nums.items())
+
+
+def _size(matrix: Matrix) -> str:
+    steps, minutes = sum(one.num_steps for one in matrix.runs), sum(one.cpu_s for one in matrix.runs) / 60
+    return f"{steps / 1e6:.1f} million steps in {minutes:.0f} minutes of one core, beside the oracle's search"
+
+
+def _public(command: str) -> str:
+    """Return the command without the folders of the machine that it ran on."""
+    words = command.split()
+    return " ".join("FOLDER" if "/" in word else word for word in words)
 
 
 def _targets(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> list[str]:
     words = {True: "met", False: "**missed**", None: "not run"}
     rows = [f"| {one.number} | {one.demand} | {one.found} | {words[one.met]} |" for one in targets(matrix, verdicts)]
     return ["## Targets", "", "| | target | found | |", "| --- | --- | --- | --- |", *rows, ""]
+
+
+def _reading(matrix: Matrix) -> list[str]:
+    """Say what the figures amount to, the unwelcome part too."""
+    behind = [cell for cell in matrix.cells if ratio(matrix, cell) < NEAR]
+    even = [cell for cell in matrix.cells if ratio(matrix, cell, to=SINGLE) <= 1.0 + EVEN]
+    beaten = ", ".join(f"{one.name} ({ratio(matrix, one):.1%} of it)" for one in behind)
+    return [
+        "## What it amounts to",
+        "",
+        f"- The tuner knows neither device nor load and reaches {_ratio(matrix, ORACLE):.1%} of the oracle's good requests "
+        f"over all cells. It falls below {NEAR:.0%} of the oracle in: {beaten or 'none'}.",
+        f"- In {len(even)} of {len(matrix.cells)} cells, the best single fixed limits are as good as the tuner or better "
+        f"(they were chosen with knowledge of all cells). The tuner is better in the other {len(matrix.cells) - len(even)}.",
+        "",
+    ]
+
+
+def _ratio(matrix: Matrix, to: str) -> float:
+    mine, theirs = (fmean(matrix.share(cell.name, name) for cell in matrix.cells) for name in ("auto", to))
+    return mine / theirs
 
 
 def _matrix(matrix: Matrix) -> list[str]:
@@ -105,7 +185,8 @@ def _share(matrix: Matrix, cell: Cell, contender: str) -> str:
     values = [one.share_good for one in runs]
     limits = runs[0].limits
     at = f" ({limits[0]}, {limits[1]})" if contender == ORACLE and limits else ""
-    return f"{fmean(values):.3f} ± {interval(values):.3f}{at}"
+    about = f" ± {interval(values):.3f}" if len(values) > 1 else ""
+    return f"{fmean(values):.3f}{about}{at}"
 
 
 def _mean(matrix: Matrix, contender: str) -> str:

@@ -6,9 +6,10 @@ from typing import NamedTuple
 from msgspec import structs
 
 from flyball_protocol import BootPrior, Limits
+from flyball_simulation.memory import Memory, Taken
 from flyball_simulation.plant import Disturbances, Plant, SlowDown
 from flyball_simulation.proof import contenders
-from flyball_simulation.proof.cells import CAPACITY, CHAT_43, CHAT_390, Cell, steady, turns_back
+from flyball_simulation.proof.cells import CAPACITY, CHAT_43, CHAT_390, LONG_MINUTES, Cell, steady, turns_back
 from flyball_simulation.proof.contenders import Run
 from flyball_simulation.result import Bounds
 from flyball_simulation.scrape import Faults, Window
@@ -64,7 +65,7 @@ def scenarios() -> list[Scenario]:
         Scenario(
             "too little KV memory",
             "85 % of the requests of the last 10 minutes are good; the best fixed limits reach 100 %",
-            steady("chat, KV 43k", CHAT_43, "chat", "chat43", 0.95),
+            structs.replace(steady("chat, KV 43k", CHAT_43, "chat", "chat43", 0.95), minutes=LONG_MINUTES),
             lambda run, cell: _late(run, 0.85, 600.0),
         ),
         Scenario(
@@ -82,7 +83,7 @@ def scenarios() -> list[Scenario]:
         Scenario(
             "a cold start",
             "from the fourth minute on, 90 % of the requests are good",
-            steady("chat, KV 390k", CHAT_390, "chat", "chat390", 0.7),
+            structs.replace(steady("chat, KV 390k", CHAT_390, "chat", "chat390", 0.7), minutes=LONG_MINUTES),
             lambda run, cell: _late(run, 0.90, cell.seconds - 180.0),
         ),
         Scenario(
@@ -115,6 +116,12 @@ def scenarios() -> list[Scenario]:
             not_a_number(),
             _holds,
         ),
+        Scenario(
+            "memory for the KV cache that comes and goes",
+            "the KV share grows while requests wait for blocks, shrinks while a neighbour takes the memory, and grows again",
+            memory_moves(),
+            _share_follows_memory,
+        ),
     ]
 
 
@@ -132,7 +139,8 @@ def between_edges() -> Cell:
         max_num_batched_tokens=1024,
         objectives=Bounds(ttft_s=4.0, itl_s=0.060),
     )
-    return Cell(name="gaps of 52 ms", setup=setup, phases=(Phase(mix="chat", rate=2.0, seconds=1.0),), load=0.5)
+    phase = Phase(mix="chat", rate=2.0, seconds=1.0)
+    return Cell(name="gaps of 52 ms", setup=setup, phases=(phase,), load=0.5, minutes=LONG_MINUTES)
 
 
 def useless_cut() -> Cell:
@@ -209,6 +217,40 @@ def operator_down() -> Cell:
 
 def not_a_number() -> Cell:
     return _outage("not a number", Faults(lie="nan", lie_windows=(OUTAGE,)))
+
+
+NEIGHBOUR = Window(start_s=1200.0, end_s=1800.0)
+GIB = 2**30
+
+
+def memory_moves() -> Cell:
+    """The KV cache starts with a tenth of what it may have, and the load needs a third; then a neighbour takes 45 GiB."""
+    memory = Memory(
+        limit_bytes=80 * GIB,
+        pool_max_bytes=50 * GIB,
+        rest_bytes=18 * GIB,
+        neighbours=(Taken(num_bytes=45 * GIB, start_s=NEIGHBOUR.start_s, end_s=NEIGHBOUR.end_s),),
+    )
+    setup = structs.replace(CHAT_390, memory=memory, kv_start_tokens=39_000)
+    phase = Phase(mix="chat", rate=0.9 * CAPACITY["chat390"], seconds=1.0)
+    return Cell(name="memory comes and goes", setup=setup, phases=(phase,), minutes=40.0, load=0.9)
+
+
+def _share_follows_memory(run: Run, cell: Cell) -> Verdict:
+    """Judge the KV share at the start, before, at the end of, and after the time in which memory is short."""
+    start = (cell.setup.kv_start_tokens or 0) / cell.setup.kv_tokens
+    before, during, after = (_kv_share(run, start, at_s) for at_s in (NEIGHBOUR.start_s, NEIGHBOUR.end_s, cell.seconds))
+    late = _share(run, cell.seconds - 600.0, cell.seconds)
+    return Verdict(
+        start < before and during < before and after > during and run.num_failed == 0,
+        f"{start:.0%}, {before:.0%}, {during:.0%}, {after:.0%} of the KV cache; {run.num_failed} failed; "
+        f"{late:.1%} good in the last 10 minutes",
+    )
+
+
+def _kv_share(run: Run, start: float, at_s: float) -> float:
+    earlier = [one.limits.kv_cache_fraction for one in run.changes if one.at_s < at_s]
+    return earlier[-1] if earlier else start
 
 
 def _all_of(*verdicts: Verdict) -> Verdict:
