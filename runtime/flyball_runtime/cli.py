@@ -19,6 +19,7 @@ from flyball_runtime.core import generation_config
 from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig, read_boot_prior
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.text.parsing.message import AUTO, CALL_PARSERS, NONE, REASONING_PARSERS
 
 if TYPE_CHECKING:
     from flyball_runtime.api.cors import Cors
@@ -52,6 +53,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of ``flyball serve``; names and meanings follow ``vllm serve`` where both have them."""
     parser.formatter_class = HelpFormatter
     add_engine_arguments(parser)
+    add_chat_arguments(parser)
     add_server_arguments(parser)
     add_bound_arguments(parser.add_argument_group("bounds on requests"))
 
@@ -158,6 +160,29 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto uses triton on CUDA and cpp on a CPU",
     )
     engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine (default: all cores)")
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of tool calls and reasoning; ``chats_from`` reads them."""
+    chats = parser.add_argument_group("chats")
+    chats.add_argument(
+        "--tool-call-parser",
+        default=AUTO,
+        choices=[AUTO, NONE, *CALL_PARSERS],
+        help="format of the model's tool calls; auto looks at the chat template",
+    )
+    chats.add_argument(
+        "--enable-auto-tool-choice",
+        default=True,
+        action=argparse.BooleanOptionalAction,
+        help="let the model decide whether to call tools; if off, requests with tools that leave it to the model get 400",
+    )
+    chats.add_argument(
+        "--reasoning-parser",
+        default=AUTO,
+        choices=[AUTO, NONE, *REASONING_PARSERS],
+        help="format of the model's reasoning; auto looks at the chat template",
+    )
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -322,6 +347,15 @@ def bounds_from(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def chats_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``ApiSettings`` about tool calls and reasoning."""
+    return {
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
+        "enable_auto_tool_choice": args.enable_auto_tool_choice,
+    }
+
+
 def run_serve(args: argparse.Namespace) -> int:
     # Here, because the other commands need none of it.
     from flyball_runtime.api.settings import ApiSettings
@@ -349,6 +383,7 @@ def run_serve(args: argparse.Namespace) -> int:
             default_sampling=generation_config.default_sampling(args.generation_config, path),
             forwarded_allow_ips=args.forwarded_allow_ips,
             cors=cors_from(args),
+            **chats_from(args),
         ),
         drain_timeout_s=args.drain_timeout,
         drain_quiet_s=args.drain_quiet,
@@ -391,6 +426,7 @@ def open_offline_api(
     settings = ApiSettings(
         served_model_names=tuple(args.served_model_name or [args.model]),
         **bounds,
+        **chats_from(args),
         default_sampling=generation_config.default_sampling(args.generation_config, path),
     )
     return open_api(engine_config_from(args, path), settings, load_tokenizer(path))
@@ -403,6 +439,7 @@ _OFFLINE_DEFAULTS = ("--scheduling-policy=dpr", f"--max-queued-requests={2**20}"
 def _offline_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flyball batch --model", allow_abbrev=False, formatter_class=HelpFormatter)
     add_engine_arguments(parser)
+    add_chat_arguments(parser)
     add_log_level(parser.add_argument_group("log"))
     add_bound_arguments(parser.add_argument_group("bounds on requests"))
     return parser

@@ -14,9 +14,10 @@ from flyball_runtime.api.errors import HttpRefusal, install_error_handlers, json
 from flyball_runtime.api.identity import RequestIdMiddleware
 from flyball_runtime.api.keys import ApiKeyAuth, ApiKeys
 from flyball_runtime.api.lane import Lanes
+from flyball_runtime.api.message_formats import MessageFormats
 from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from flyball_runtime.api.server import Json, Server, convert
+from flyball_runtime.api.server import Json, Server, convert, convert_chat
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import ChatTokenizer, TextCodec
 from flyball_runtime.core.errors import (
@@ -139,9 +140,9 @@ class TokenizeRoutes:
         return answer
 
     def _tokenized(self, fields: Json) -> Response:
-        self._server.check_messages(fields.get("messages"))
+        self._server.check_chat(fields)
         if "messages" in fields:
-            body: TokenizeChatRequest | TokenizeTextRequest = convert(fields, TokenizeChatRequest)
+            body: TokenizeChatRequest | TokenizeTextRequest = convert_chat(fields, TokenizeChatRequest)
         else:
             body = convert(fields, TokenizeTextRequest)
         self._server.check_model(body.model)
@@ -205,13 +206,20 @@ def create_app(
     Raises:
         ConfigError: the tokenizer is not a fast one.
     """
+    codec = TextCodec(tokenizer)
     server = Server(
         front=front,
-        codec=TextCodec(tokenizer),
+        codec=codec,
         settings=settings,
         metrics=metrics,
         room=Room(settings.max_total_body_bytes),
         lanes=Lanes(settings.max_inline_bytes, settings.max_total_body_bytes),
+        formats=MessageFormats(
+            codec.chat_template,
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+            calls_by_default=settings.enable_auto_tool_choice,
+        ),
     )
     metrics.attach(front)
     auth = [] if api_keys is None else [Middleware(ApiKeyAuth, keys=api_keys)]

@@ -13,10 +13,13 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from flyball_protocol.quoting import quoted
+from flyball_runtime.api.chat_format import ChatFormat
 from flyball_runtime.api.errors import error_json, internal_error, json_response
 from flyball_runtime.api.generation import CheckedRequest, Choice, Generation, TokenUsage
 from flyball_runtime.api.identity import client_of
-from flyball_runtime.api.logprobs import chat_logprobs, completion_logprobs
+from flyball_runtime.api.json_line import json_line
+from flyball_runtime.api.logprobs import completion_logprobs
+from flyball_runtime.api.message_formats import Parsing
 from flyball_runtime.api.schemas import (
     CHAT_NOOPS,
     COMPLETION_NOOPS,
@@ -28,7 +31,7 @@ from flyball_runtime.api.schemas import (
     urgency_of,
     without_noops,
 )
-from flyball_runtime.api.server import Json, Server, convert
+from flyball_runtime.api.server import Json, Server, convert, convert_chat
 from flyball_runtime.core.errors import InvalidRequest, RequestError, UnfitPrompt
 from flyball_runtime.core.request import Prompt, validate_cache_salt, validate_deadlines
 from flyball_runtime.core.sampling_params import SamplingParams
@@ -43,23 +46,6 @@ _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 
 
-# Line ends to some readers of lines (Python's str.splitlines), though not to server-sent events; JSON may escape them.
-_LINE_ENDS = {char: f"\\u{char:04x}".encode() for char in (0x85, 0x2028, 0x2029)}
-
-
-def encode_text(text: str) -> bytes:
-    """JSON of a text, on one line whatever the reader takes for a line end."""
-    return _one_line(text)
-
-
-def _one_line(value: str | dict[str, Any] | None) -> bytes:
-    body = _encode(value)
-    if not body.isascii():
-        for char, escape in _LINE_ENDS.items():
-            body = body.replace(chr(char).encode(), escape)
-    return body
-
-
 def usage_dict(usage: TokenUsage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.num_prompt,
@@ -67,42 +53,6 @@ def usage_dict(usage: TokenUsage) -> dict[str, Any]:
         "total_tokens": usage.num_prompt + usage.num_output,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached},
     }
-
-
-class ChatFormat:
-    """/v1/chat/completions."""
-
-    id_prefix = "chatcmpl-"
-    response_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-    prompt_in_choice = False
-    """Where the prompt's token ids belong; a completion may have several prompts."""
-
-    def __init__(self, token_text: TokenText) -> None:
-        self._token_text = token_text
-
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.take_text(), "refusal": None}
-        logprobs = self.logprobs(choice)
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
-
-    def logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        """Those of the tokens since the last call; None if there are none."""
-        tokens = choice.take_logprobs()
-        return chat_logprobs(tokens, self._token_text) if tokens else None
-
-    def opening(self, index: int) -> bytes | None:
-        return self._delta(index, b'{"role":"assistant","content":""}', b"null", None)
-
-    def text(self, index: int, text: str, logprobs: bytes) -> bytes:
-        return self._delta(index, b'{"content":%b}' % encode_text(text), logprobs, None)
-
-    def finish(self, index: int, reason: str, logprobs: bytes) -> bytes:
-        return self._delta(index, b"{}", logprobs, reason)
-
-    @staticmethod
-    def _delta(index: int, delta: bytes, logprobs: bytes, reason: str | None) -> bytes:
-        return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, _encode(reason))
 
 
 class CompletionFormat:
@@ -137,17 +87,22 @@ class CompletionFormat:
     def opening(self, index: int) -> bytes | None:
         return None
 
-    def text(self, index: int, text: str, logprobs: bytes) -> bytes:
+    def texts(self, choice: Choice) -> list[bytes]:
+        """The text that came since the last call, if any."""
+        text = choice.take_text()
+        return [json_line(text)] if text else []
+
+    def text(self, index: int, text: bytes, logprobs: bytes) -> bytes:
         return self._choice(index, text, logprobs, None)
 
-    def finish(self, index: int, reason: str, logprobs: bytes) -> bytes:
-        return self._choice(index, "", logprobs, reason)
+    def finish(self, choice: Choice, logprobs: bytes) -> bytes:
+        return self._choice(choice.index, b'""', logprobs, choice.finish_reason)
 
     @staticmethod
-    def _choice(index: int, text: str, logprobs: bytes, reason: str | None) -> bytes:
+    def _choice(index: int, text: bytes, logprobs: bytes, reason: str | None) -> bytes:
         return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
             index,
-            encode_text(text),
+            text,
             logprobs,
             _encode(reason),
         )
@@ -237,19 +192,19 @@ class EventStream(Response):
 
     def _chunks(self, choice: Choice) -> list[bytes]:
         """The events of one choice since the last wake-up: opening, text, finish, as far as there are any."""
-        format, text = self._format, choice.take_text()
-        if not text and choice.finish_reason is None:
+        format, texts = self._format, self._format.texts(choice)
+        if not texts and choice.finish_reason is None:
             return []
         parts: list[bytes | None] = []
         if opens := choice.index not in self._opened:
             self._opened.add(choice.index)
             parts.append(format.opening(choice.index))
-        logprobs = _one_line(format.logprobs(choice))
-        if text:
+        logprobs = json_line(format.logprobs(choice))
+        for text in texts:
             parts.append(format.text(choice.index, text, logprobs))
             logprobs = b"null"
         if choice.finish_reason is not None:
-            parts.append(format.finish(choice.index, choice.finish_reason, logprobs))
+            parts.append(format.finish(choice, logprobs))
         usage = self._running_usage(choice)
         chunks = [self._frame.chunk(part, usage) for part in parts if part is not None]
         return chunks if choice.prompt_token_ids is None else self._with_token_ids(chunks, choice, opens)
@@ -261,7 +216,7 @@ class EventStream(Response):
             first = events[0]["choices"][0] if self._format.prompt_in_choice else events[0]
             first |= _prompt_token_ids(choice)
         events[-1]["choices"][0]["token_ids"] = choice.take_token_ids()
-        return [b"data: %b\n\n" % _one_line(event) for event in events]
+        return [b"data: %b\n\n" % json_line(event) for event in events]
 
     def _running_usage(self, choice: Choice) -> TokenUsage | None:
         if not self._options.continuous_usage_stats:
@@ -296,6 +251,7 @@ class Understood(NamedTuple):
     body: GenerationFields
     sampling: SamplingParams
     prompts: list[Prompt]
+    parsing: Parsing | None = None
 
 
 class CompletionRoutes:
@@ -306,7 +262,8 @@ class CompletionRoutes:
 
     async def chat_completions(self, request: Request) -> Response:
         arrival_s, understood = await self._read(request, self._chat)
-        return await self._answer(request, ChatFormat(self._server.codec.token_text), understood, arrival_s)
+        format = ChatFormat(self._server.codec.token_text, understood.parsing)
+        return await self._answer(request, format, understood, arrival_s)
 
     async def completions(self, request: Request) -> Response:
         arrival_s, understood = await self._read(request, self._completion)
@@ -328,16 +285,18 @@ class CompletionRoutes:
             raise
 
     def _chat(self, fields: Json) -> Understood:
-        self._server.check_messages(fields.get("messages"))
-        body = convert(without_noops(fields, ChatRequest.__struct_fields__, CHAT_NOOPS), ChatRequest)
+        self._server.check_chat(fields)
+        body = convert_chat(without_noops(fields, ChatRequest.__struct_fields__, CHAT_NOOPS), ChatRequest)
         sampling = self._check(body, num_prompts=1)
-        ids = self._server.codec.encode_chat(
-            body,
+        self._server.formats.check(body)
+        text = self._server.codec.render(body)
+        ids = self._server.codec.encode(
+            [text],
             add_special_tokens=bool(body.add_special_tokens),
             max_tokens=self._server.engine_info().max_model_len,
         )
-        prompts = self._server.front.prepare([ids], body.num_choices, body.cache_salt)
-        return Understood(body, sampling, prompts)
+        prompts = self._server.front.prepare(ids, body.num_choices, body.cache_salt)
+        return Understood(body, sampling, prompts, self._server.formats.parsing(body, text))
 
     def _completion(self, fields: Json) -> Understood:
         self._server.check_prompt(fields.get("prompt"))
@@ -398,4 +357,5 @@ class CompletionRoutes:
             client=client_of(request),
             cache_salt=body.cache_salt,
             return_token_ids=bool(body.return_token_ids),
+            markers=() if understood.parsing is None else understood.parsing.markers,
         )

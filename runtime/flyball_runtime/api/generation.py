@@ -150,6 +150,7 @@ class CheckedRequest:
         request_id: of the HTTP request; engine requests are named ``{request_id}-{unique}-{index}``.
         unique: keeps engine request ids apart when a client uses the same X-Request-Id again.
         arrival_s: when the body was complete, on the metrics' clock.
+        markers: special tokens that the text of the output shall have.
     """
 
     request_id: str
@@ -162,6 +163,7 @@ class CheckedRequest:
     client: str
     cache_salt: str | None
     return_token_ids: bool = False
+    markers: tuple[str, ...] = ()
 
     def engine_requests(self) -> list[Request]:
         """One per choice, prompt by prompt: choice ``index`` answers prompt ``index // num_choices``."""
@@ -276,7 +278,7 @@ class Generation:
                     await asyncio.sleep(0)
                 num_tokens += len(request.prompt_token_ids)
                 events = self._front.submit(request)
-                output = self._codec.output(request.sampling)
+                output = self._codec.output(request.sampling, self.call.markers)
                 keeps_token_ids = self.call.return_token_ids
                 self.choices.append(Choice(index, request, events, output, keeps_token_ids=keeps_token_ids))
         except BaseException as error:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from msgspec import Meta, Struct, structs
 
 from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line, quoted, quoted_list
+from flyball_runtime.api.messages import Message, Tool, ToolChoice
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.request import validate_deadlines
 from flyball_runtime.core.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
@@ -44,16 +45,12 @@ _COMMON_NOOPS: dict[str, tuple[Any, ...]] = {
 }
 
 CHAT_NOOPS: dict[str, tuple[Any, ...]] = _COMMON_NOOPS | {
-    "tools": (None, []),
-    "tool_choice": (None, "auto", "none"),
-    "parallel_tool_calls": (None, False, True),
     "functions": (None, []),
     "function_call": (None, "auto", "none"),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
     "moderation": (None,),
-    "reasoning_effort": (None,),
     "verbosity": (None, "medium"),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
@@ -236,22 +233,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
         )
 
 
-class TextPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A chat message. The fields that are only ever empty here let an assistant's answer be sent back as it came."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -262,6 +244,10 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
         add_generation_prompt: end the prompt where the assistant's turn begins; the default unless a message is continued.
         continue_final_message: leave the last message open, so that the answer continues it.
         chat_template_kwargs: further variables for the template, e.g. ``enable_thinking``.
+        reasoning_effort: a variable for the template too; ``none`` sets ``enable_thinking`` to false as well.
+        tools: what the model may call.
+        tool_choice: ``none`` keeps the tools from the model; the default is ``auto``.
+        parallel_tool_calls: if false, an answer has one call at most.
     """
 
     messages: list[Message]
@@ -271,6 +257,10 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeTextRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -288,11 +278,18 @@ class TokenizeChatRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
 Chat = ChatRequest | TokenizeChatRequest
+
+
+def offered_tools(chat: Chat) -> list[Tool]:
+    """The tools that the model is told of."""
+    return [] if isinstance(chat, ChatRequest) and chat.tool_choice == "none" else chat.tools or []
 
 
 class DetokenizeRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -27,7 +27,10 @@ from flyball_runtime.api.errors import (
 )
 from flyball_runtime.api.http_protocol import DROP_TIMEOUT_S
 from flyball_runtime.api.lane import Lanes
+from flyball_runtime.api.message_formats import MessageFormats
+from flyball_runtime.api.messages import MAX_TOOLS, arguments_in, check_tools
 from flyball_runtime.api.metrics import MetricsCollector
+from flyball_runtime.api.schemas import ChatRequest, TokenizeChatRequest
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import EngineDead, InvalidRequest, PromptTooLong
@@ -37,6 +40,8 @@ from flyball_runtime.core.stats import EngineInfo
 from flyball_runtime.engine.front import EngineFront
 
 T = TypeVar("T")
+
+Chats = TypeVar("Chats", ChatRequest, TokenizeChatRequest)
 
 Json = dict[str, object]
 
@@ -162,6 +167,14 @@ def convert(value: Json, kind: type[T]) -> T:
         raise invalid_field(error) from None
 
 
+def convert_chat(value: Json, kind: type[Chats]) -> Chats:
+    """Like ``convert``. Raises InvalidRequest for tools that cannot be called, too."""
+    chat = convert(value, kind)
+    check_structure(arguments_in(chat.messages))
+    check_tools(chat.tools or [], chat.tool_choice if isinstance(chat, ChatRequest) else None)
+    return chat
+
+
 def decode(body: bytes, kind: type[T]) -> T:
     """parse_object and convert in one."""
     return convert(parse_object(body), kind)
@@ -189,6 +202,7 @@ class Server:
     metrics: MetricsCollector
     room: Room
     lanes: Lanes
+    formats: MessageFormats
 
     @property
     def measured(self) -> Measurements:
@@ -240,10 +254,13 @@ class Server:
         if isinstance(prompt, list) and len(prompt) > max_model_len:
             raise PromptTooLong(len(prompt), None, max_model_len)
 
-    def check_messages(self, messages: object) -> None:
-        """Raise InvalidRequest for too many messages, before they are looked at."""
+    def check_chat(self, fields: Json) -> None:
+        """Raise InvalidRequest for too many messages or tools, before they are looked at."""
+        messages, tools = fields.get("messages"), fields.get("tools")
         if isinstance(messages, list):
             self.check_count("messages", len(messages), self.settings.max_messages)
+        if isinstance(tools, list) and tools:
+            self.check_count("tools", len(tools), MAX_TOOLS)
 
     @staticmethod
     def check_count(param: str, count: int, most: int) -> None:

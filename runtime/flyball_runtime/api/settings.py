@@ -2,6 +2,7 @@
 
 import ipaddress
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from flyball_runtime.api.http_protocol import BoundedH11Protocol
 from flyball_runtime.core.config import LOOPBACK_PROXIES
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.sampling_params import DEFAULT_SAMPLING, SamplingParams
+from flyball_runtime.text.parsing.message import AUTO, CALL_PARSERS, NONE, REASONING_PARSERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class ApiSettings:
             may pause for longer (see ``pause_limit``).
         forwarded_allow_ips: addresses and networks, comma-separated, whose X-Forwarded-For is believed; ``*`` for all.
         cors: which web pages of other origins may read answers.
+        tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning; see ``MessageFormats``.
+        enable_auto_tool_choice: whether the model may call tools when the client leaves that to it.
         max_inline_bytes: longer bodies are decoded, rendered and tokenized in a thread, so that they do not hold up the
             tokens of other requests.
     """
@@ -57,6 +61,9 @@ class ApiSettings:
     max_inline_bytes: int = 4096
     forwarded_allow_ips: str = LOOPBACK_PROXIES
     cors: Cors = NO_CORS
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    enable_auto_tool_choice: bool = True
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -64,7 +71,7 @@ class ApiSettings:
                 "served_model_names needs at least one name, and none may be empty (--served-model-name)."
             )
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not 0 < value < math.inf:
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
                 flag = "--" + name.removesuffix("_s").replace("_", "-")
                 raise ConfigError(f"{name} is {quoted(value)}; it must be a finite number above 0 ({flag}).")
         if self.max_total_body_bytes < self.max_body_bytes:
@@ -73,6 +80,8 @@ class ApiSettings:
                 "longest body would never fit. Raise the first or lower the second."
             )
         _check_networks(self.forwarded_allow_ips)
+        _check_parser("--tool-call-parser", self.tool_call_parser, CALL_PARSERS)
+        _check_parser("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
 
     @property
     def model_name(self) -> str:
@@ -102,3 +111,9 @@ def _check_networks(listed: str) -> None:
                 f"--forwarded-allow-ips has {quoted(one.strip())}; each must be an address or a network such as 10.0.0.0/8, "
                 "separated by commas, or the whole value must be *."
             ) from None
+
+
+def _check_parser(flag: str, name: str, parsers: Collection[str]) -> None:
+    names = [AUTO, NONE, *parsers]
+    if name not in names:
+        raise ConfigError(f"{flag} is {quoted(name)}; it must be one of {', '.join(names)}.")

@@ -7,7 +7,8 @@ import tokenizers
 from jinja2 import TemplateError
 
 from flyball_protocol.quoting import one_line, quoted_list
-from flyball_runtime.api.schemas import Chat, Message
+from flyball_runtime.api.messages import template_messages, template_tools
+from flyball_runtime.api.schemas import Chat, offered_tools
 from flyball_runtime.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.text.bad_words import with_bad_words
@@ -34,7 +35,14 @@ class ChatTokenizer(Protocol):
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> Any: ...
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
+
+
+def template_text(chat_template: Any) -> str:
+    """The text of a tokenizer's chat template; some have several by name."""
+    if isinstance(chat_template, dict):
+        return "\n".join(map(str, chat_template.values()))
+    return str(chat_template or "")
 
 
 class TextCodec:
@@ -59,7 +67,11 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._backend = backend
         self._max_chars_per_token = max_chars_per_token(backend)
+        self._special_ids = {
+            token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        }
         self.token_text = TokenText(backend)
+        self.chat_template = template_text(tokenizer.chat_template)
         self._template_arguments = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
 
     def encode(self, texts: list[str], *, add_special_tokens: bool, max_tokens: int) -> list[list[int]]:
@@ -77,9 +89,8 @@ class TextCodec:
 
     def encode_chat(self, chat: Chat, *, add_special_tokens: bool, max_tokens: int) -> list[int]:
         """The prompt of a chat, like ``encode``. Raises InvalidRequest when the template is missing or refuses it."""
-        text = self._render([_template_message(message) for message in chat.messages], chat)
-        self._check_length(text, max_tokens)
-        return self._encode(text, add_special_tokens, max_tokens)
+        (ids,) = self.encode([self.render(chat)], add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+        return ids
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of these ids, special tokens included."""
@@ -95,8 +106,14 @@ class TextCodec:
         """Like the function of this name."""
         return with_bad_words(sampling, self._backend)
 
-    def output(self, sampling: SamplingParams) -> OutputText:
-        return OutputText(self._backend, sampling)
+    def output(self, sampling: SamplingParams, markers: tuple[str, ...] = ()) -> OutputText:
+        """The text of an output, without special tokens but for ``markers``."""
+        return OutputText(self._backend, sampling, hidden=self._hidden(markers))
+
+    def _hidden(self, markers: tuple[str, ...]) -> frozenset[int] | None:
+        """The special tokens that have no text in an output, or None for all of them."""
+        shown = {self._special_ids[marker] for marker in markers if marker in self._special_ids}
+        return frozenset(self._special_ids.values()) - shown if shown else None
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         """Refuse what is too long by its length alone."""
@@ -132,7 +149,9 @@ class TextCodec:
         """Tokenize without Python's lock, which ``encode`` holds to its end."""
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
-    def _render(self, messages: list[dict[str, str]], chat: Chat) -> str:
+    def render(self, chat: Chat) -> str:
+        """The prompt of a chat as a text, like ``encode_chat``."""
+        messages, tools = template_messages(chat.messages), template_tools(offered_tools(chat))
         variables = self._template_variables(chat)
         continues = bool(chat.continue_final_message)
         generates = not continues if chat.add_generation_prompt is None else chat.add_generation_prompt
@@ -144,6 +163,7 @@ class TextCodec:
             return str(
                 self._tokenizer.apply_chat_template(
                     messages,
+                    tools=tools or None,
                     tokenize=False,
                     add_generation_prompt=generates,
                     continue_final_message=continues,
@@ -158,7 +178,11 @@ class TextCodec:
             ) from error
 
     def _template_variables(self, chat: Chat) -> dict[str, Any]:
-        variables = chat.chat_template_kwargs or {}
+        effort = chat.reasoning_effort
+        efforts: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            efforts["enable_thinking"] = False
+        variables = efforts | (chat.chat_template_kwargs or {})
         reserved = sorted(self._template_arguments & variables.keys())
         if reserved:
             raise InvalidRequest(
@@ -166,11 +190,3 @@ class TextCodec:
                 param="chat_template_kwargs",
             )
         return variables
-
-
-def _template_message(message: Message) -> dict[str, str]:
-    """A message as templates expect it: one string; text parts joined by newlines; developer is the newer name of system."""
-    content = message.content if isinstance(message.content, str) else "\n".join(part.text for part in message.content)
-    role = "system" if message.role == "developer" else message.role
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": content} | named

@@ -17,16 +17,23 @@ class Detokenizer:
 
     Characters that span tokens are held until complete; special tokens have no text. The pieces, ``flush`` included, add
     up to what decoding all tokens at once gives, except in runs of more than MAX_HELD_TOKENS tokens that are not UTF-8.
+
+    Args:
+        hidden: the tokens without text; None: all special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._hidden = hidden or frozenset()
+        self._skips_special = hidden is None
+        self._stream = DecodeStream(skip_special_tokens=self._skips_special)
         self._held: list[int] = []
         self._shown: list[int] = []
 
     def add(self, token_id: int) -> str:
         """The text that became complete with this token; often the token's own, or empty."""
+        if token_id in self._hidden:
+            return ""
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
@@ -45,12 +52,12 @@ class Detokenizer:
         before = self._decode(self._shown)
         both = self._decode(self._shown + self._held)
         text = both.removeprefix(before) if both.startswith(before) else self._decode(self._held)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=self._skips_special)
         self._shown, self._held = self._held, []
         return text
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
 
 class StopStrings:
@@ -106,12 +113,15 @@ def _positions(text: str, char: str, start: int) -> Iterator[int]:
 class OutputText:
     """Feeds tokens through the detokenizer and the stop strings.
 
+    Args:
+        hidden: as in Detokenizer.
+
     Attributes:
         num_tokens: tokens taken so far; none after a stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, *, hidden: frozenset[int] | None = None) -> None:
+        self._detokenizer = Detokenizer(tokenizer, hidden)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._stops = StopStrings(sampling.stop) if sampling.stop else None
         self._min_tokens = sampling.min_tokens

@@ -163,10 +163,7 @@ async def test_prompts_that_cannot_run(client: httpx.AsyncClient, engine: FakeEn
         {"prompt_logprobs": 0},
         {"echo": 0},
         {"best_of": True},
-        {"parallel_tool_calls": 1},
-        {"tools": [{"type": "function"}]},
         {"response_format": {"type": "json_object"}},
-        {"reasoning_effort": "low"},
         {"temprature": 1},
     ],
 )

@@ -123,7 +123,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     noted(server_module, "parse_object")
     noted(server_module.msgspec, "convert")
     noted(TextCodec, "_encode")
-    noted(TextCodec, "_render")
+    noted(TextCodec, "render")
     noted(TextCodec, "decode")
     noted(FakeEngine, "prepare")
     return names

@@ -4,6 +4,9 @@ from flyball_runtime.text.parsing.calls import CallParser, Hermes, Llama3Json, M
 from flyball_runtime.text.parsing.events import Content, Event, merged
 from flyball_runtime.text.parsing.reasoning import DeepSeekR1, Qwen3, ThinkParser
 
+AUTO, NONE = "auto", "none"
+"""Names beside those of the formats: what the chat template says, and no parsing."""
+
 CALL_PARSERS: dict[str, type[CallParser]] = {"hermes": Hermes, "llama3_json": Llama3Json, "mistral": Mistral}
 REASONING_PARSERS: dict[str, type[ThinkParser]] = {"qwen3": Qwen3, "deepseek_r1": DeepSeekR1}
 

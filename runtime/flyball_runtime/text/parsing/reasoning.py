@@ -10,16 +10,17 @@ class ThinkParser(Parser):
     """Args:
     prompt: what the model continues. A prompt that ends with one of the markers says what comes next: some templates
         open the reasoning, or open and close it when there shall be none.
+    in_message: whether the model continues a message, ``prompt``, which has its reasoning behind it or is in it.
     """
 
     markers = (OPENING, CLOSING)
     reasons_unasked = False
     """Whether the output begins with reasoning when neither it nor the prompt has a marker."""
 
-    def __init__(self, prompt: str) -> None:
+    def __init__(self, prompt: str, *, in_message: bool = False) -> None:
         prompt = prompt.rstrip()
-        self._opened = prompt.endswith(OPENING)
-        self._closed = prompt.endswith(CLOSING)
+        self._opened = prompt.rfind(OPENING) > prompt.rfind(CLOSING) if in_message else prompt.endswith(OPENING)
+        self._closed = not self._opened if in_message else prompt.endswith(CLOSING)
         super().__init__()
 
     def read(self, source: Source) -> Reading[None]:

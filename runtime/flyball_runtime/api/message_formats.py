@@ -1,0 +1,114 @@
+"""How the served model writes tool calls and reasoning, and what is made of the answer to one chat."""
+
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flyball_runtime.api.messages import NamedTool, content_text
+from flyball_runtime.api.schemas import ChatRequest, offered_tools
+from flyball_runtime.core.errors import InvalidRequest
+from flyball_runtime.text.parsing.calls import CallParser, Mistral
+from flyball_runtime.text.parsing.message import (
+    AUTO,
+    CALL_PARSERS,
+    NONE,
+    REASONING_PARSERS,
+    MessageParser,
+    call_format_of,
+    reasoning_format_of,
+)
+from flyball_runtime.text.parsing.reasoning import ThinkParser
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parsing:
+    """How the answers to one chat are parsed.
+
+    Attributes:
+        markers: texts that the parsers need even where they are special tokens.
+        one_call: further calls are dropped (``parallel_tool_calls`` is false).
+        forced: the client named the tool; its call is no reason to have finished.
+    """
+
+    new_parser: Callable[[], MessageParser]
+    markers: tuple[str, ...]
+    new_call_id: Callable[[], str]
+    one_call: bool = False
+    forced: bool = False
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _short_call_id() -> str:
+    """Mistral's templates refuse ids that have not nine letters and digits."""
+    return uuid.uuid4().hex[:9]
+
+
+class MessageFormats:
+    """The formats of the served model.
+
+    Args:
+        template: the chat template, all of them where there are several.
+        call_format, reasoning_format: a name of CALL_PARSERS and REASONING_PARSERS, ``auto`` to look at the template, or
+            ``none``.
+        calls_by_default: whether the model may call tools when the client leaves that to it.
+    """
+
+    def __init__(self, template: str, call_format: str, reasoning_format: str, *, calls_by_default: bool) -> None:
+        call = call_format_of(template) if call_format == AUTO else call_format
+        reasoning = reasoning_format_of(template) if reasoning_format == AUTO else reasoning_format
+        self._calls: type[CallParser] | None = CALL_PARSERS.get(call or NONE)
+        self._reasoning: type[ThinkParser] | None = REASONING_PARSERS.get(reasoning or NONE)
+        self._calls_by_default = calls_by_default
+        logger.info("tool calls: %s; reasoning: %s", _how(call, call_format), _how(reasoning, reasoning_format))
+
+    def check(self, chat: ChatRequest) -> None:
+        """Raise InvalidRequest for a choice of tools that the formats do not allow."""
+        if not offered_tools(chat):
+            return
+        if chat.tool_choice not in (None, "auto"):
+            raise InvalidRequest(
+                "tool_choice asks for a call, which needs structured output; this server has none. Send 'auto' or 'none'.",
+                param="tool_choice",
+            )
+        if self._calls is None or not self._calls_by_default:
+            why = (
+                "the format of this model's tool calls is not known (--tool-call-parser)"
+                if self._calls is None
+                else "--no-enable-auto-tool-choice is set"
+            )
+            raise InvalidRequest(
+                f"tools are offered, but {why}. Leave tools out, or send the tool_choice 'none'.", param="tools"
+            )
+
+    def parsing(self, chat: ChatRequest, prompt: str) -> Parsing | None:
+        """How to parse the answers to ``prompt``; None if they are content as they come."""
+        reasoning, calls = self._reasoning, self._calls if offered_tools(chat) else None
+        if reasoning is None and calls is None:
+            return None
+        in_message = bool(chat.continue_final_message)
+        if in_message:
+            prompt = content_text(chat.messages[-1])
+
+        def new_parser() -> MessageParser:
+            return MessageParser(
+                None if reasoning is None else reasoning(prompt, in_message=in_message),
+                None if calls is None else calls(),
+            )
+
+        return Parsing(
+            new_parser=new_parser,
+            markers=tuple(marker for parser in (reasoning, calls) if parser for marker in parser.markers),
+            new_call_id=_short_call_id if self._calls is Mistral else _call_id,
+            one_call=chat.parallel_tool_calls is False,
+            forced=isinstance(chat.tool_choice, NamedTool),
+        )
+
+
+def _how(format: str | None, asked: str) -> str:
+    return f"{format or NONE} (by the chat template)" if asked == AUTO else asked
