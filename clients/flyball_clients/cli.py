@@ -100,27 +100,12 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="question to ask once; without it, start a conversation, or read stdin if it is not a terminal",
     )
-    parser.add_argument(
-        "--base-url",
-        default=endpoints.DEFAULT_BASE_URL,
-        metavar="URL",
-        help="address of the server, with or without /v1 (default: %(default)s)",
-    )
-    parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    add_server_arguments(parser, _DEFAULTS.timeout_s)
+    _add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message (default: none is sent)")
     parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (default: the server's)")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="maximum tokens of an answer (default: the server's)"
-    )
-    parser.add_argument(
-        "--api-key-env", metavar="NAME", help="environment variable that holds the API key (default: no key is sent)"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds that an answer may take (default: %(default)g)",
     )
 
 
@@ -138,15 +123,20 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--base-url",
-        default=_DEFAULTS.base_url,
-        metavar="URL",
-        help="address of the server, with or without /v1 (default: %(default)s)",
-    )
-    group.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    add_server_arguments(group, _DEFAULTS.timeout_s)
+    _add_model(group)
     group.add_argument(
         "--endpoint", choices=get_args(Api), default=_DEFAULTS.endpoint, help="API to measure (default: %(default)s)"
+    )
+
+
+def add_server_arguments(group: argparse._ActionsContainer, timeout_s: float) -> None:
+    """Define the flags that say which server is asked, and for how long an answer is waited for."""
+    group.add_argument(
+        *("--base-url", "--url"),
+        default=endpoints.DEFAULT_BASE_URL,
+        metavar="URL",
+        help="address of the server, with or without /v1 (default: %(default)s)",
     )
     group.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable that holds the API key (default: no key is sent)"
@@ -154,10 +144,14 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--timeout",
         type=float,
-        default=_DEFAULTS.timeout_s,
+        default=timeout_s,
         metavar="S",
-        help="seconds that a request may take (default: %(default)g)",
+        help="seconds that an answer may take (default: %(default)g)",
     )
+
+
+def _add_model(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
@@ -238,11 +232,16 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         "--temperature",
         type=float,
         default=_DEFAULTS.temperature,
+        metavar="T",
         help="sampling temperature; 0 is greedy (default: %(default)g)",
     )
     group.add_argument("--extra-body", metavar="JSON", help='further fields of every request, like {"top_p": 0.9}')
     group.add_argument(
-        "--seed", type=int, default=_DEFAULTS.seed, help="seed of lengths, arrivals and texts (default: %(default)s)"
+        "--seed",
+        type=int,
+        default=_DEFAULTS.seed,
+        metavar="N",
+        help="seed of lengths, arrivals and texts (default: %(default)s)",
     )
 
 
@@ -275,29 +274,17 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         "input", type=Path, metavar="INPUT", help="file with one request a line: custom_id, method, url, body"
     )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="file to append the answers to, as they come")
+    add_server_arguments(parser, defaults.timeout_s)
     parser.add_argument(
-        *("--base-url", "--url"),
-        metavar="URL",
-        help=f"address of a running server, with or without /v1 (default: {endpoints.DEFAULT_BASE_URL})",
-    )
-    parser.add_argument(
-        "--api-key-env", metavar="NAME", help="environment variable that holds the API key (default: no key is sent)"
-    )
-    parser.add_argument(
-        "--model", metavar="CHECKPOINT", help="start an engine of its own: a checkpoint's folder or a Hugging Face id"
+        "--model",
+        metavar="CHECKPOINT",
+        help="start an engine instead of asking a server: a checkpoint's folder or a Hugging Face id",
     )
     parser.add_argument(
         "--concurrency",
         type=int,
         metavar="N",
         help=f"requests in flight (default: {SERVER_CONCURRENCY} at a server, {ENGINE_CONCURRENCY} with --model)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=defaults.timeout_s,
-        metavar="S",
-        help="seconds that a request may take (default: %(default)g)",
     )
     parser.add_argument(
         "--max-retries",

@@ -58,6 +58,7 @@ class HttpError(EndpointError):
     """
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(f"HTTP {status}: {message}")
+        way_out = " Name the environment variable that holds the key with --api-key-env." if status == 401 else ""
+        super().__init__(f"HTTP {status}: {message}{way_out}")
         self.status = status
         self.kind = f"http_{status}"

@@ -126,11 +126,20 @@ def test_a_server_that_refuses_everything_ends_the_batch_which_goes_on_later(
     assert files.run("--give-up-after", "0.05", "--concurrency", "1") == 1
     err = capsys.readouterr().err
     assert "every request was refused for 0.05 s, the last one by: HTTP 429: queue full" in err
-    assert "1 requests are left. The same command goes on with them." in err
+    assert "Requests left: 1. The same command goes on with them." in err
     assert files.rows().keys() == {"a"}
     server.script = answer
     assert files.run() == 0
     assert files.rows().keys() == {"a", "b"}
+
+
+def test_a_wrong_key_ends_the_batch(files: Files, server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.script = lambda body: Reply(status=401, body={"error": {"message": "no key."}})
+    files.write(request("a"), request("b"))
+    assert files.run("--concurrency", "1") == 1
+    err = capsys.readouterr().err
+    assert "HTTP 401: no key. Name the environment variable that holds the key with --api-key-env." in err
+    assert (len(server.requests), files.target.read_bytes()) == (1, b"")
 
 
 def test_no_server_ends_the_batch(files: Files, dead_url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +177,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(
     assert files.run("--concurrency", "1") == 130
     out, err = capsys.readouterr()
     assert "3 of 6 requests done, 0 failed" in out
-    assert "3 requests are left. The same command goes on with them." in err
+    assert "Requests left: 3. The same command goes on with them." in err
     server.script = answer
     assert files.run() == 0
     assert files.rows().keys() == set(map(str, range(6)))

@@ -57,7 +57,7 @@ class _Server:
 
 @asynccontextmanager
 async def _server(settings: BatchSettings) -> AsyncIterator[Backend]:
-    endpoint = Endpoint.resolve(settings.server_url, settings.api_key_env)
+    endpoint = Endpoint.resolve(settings.base_url, settings.api_key_env)
     async with open_session(endpoint, settings.timeout_s) as session:
         yield _Server(session, endpoint)
 

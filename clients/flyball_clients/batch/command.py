@@ -18,5 +18,5 @@ def run_command(settings: BatchSettings) -> Counts:
         if counts.started or counts.num_before:
             print(counts.summary())
         if counts.started and counts.num_left:
-            print(f"{counts.num_left} requests are left. The same command goes on with them.", file=sys.stderr)
+            print(f"Requests left: {counts.num_left}. The same command goes on with them.", file=sys.stderr)
     return counts

@@ -24,6 +24,9 @@ BUSY = frozenset({429, 503})
 GATEWAY = frozenset({502, 504})
 """Statuses of a proxy whose server broke off: perhaps by this request, so it comes again a few times only."""
 
+UNAUTHORIZED = 401
+"""It would be the answer to every request."""
+
 Outcome = Answer | EndpointError
 
 FIRST_PAUSE_S = 1.0
@@ -124,7 +127,7 @@ class _Batch:
 
         Raises:
             EndpointError: it got no answer.
-            Stopped: all requests have been refused for ``give_up_after_s``.
+            Stopped: the key is wrong, or all requests have been refused for ``give_up_after_s``.
         """
         num_broken, pause_s = 0, FIRST_PAUSE_S
         while not _is_final(outcome := await self._attempt(request)):
@@ -138,6 +141,8 @@ class _Batch:
         self._served_s = self._now()
         if isinstance(outcome, EndpointError):
             raise outcome
+        if outcome.status == UNAUTHORIZED:
+            raise Stopped(str(HttpError(outcome.status, error_message(outcome.body))))
         return outcome
 
     async def _attempt(self, request: BatchRequest) -> Outcome:

@@ -18,7 +18,7 @@ class BatchSettings(Struct, frozen=True, kw_only=True):
 
     Attributes:
         source, target: the input file and the output file.
-        base_url: address of a server; None asks an engine of its own.
+        base_url: address of the server.
         api_key_env: environment variable that holds the server's key.
         model: checkpoint of an engine of its own; None asks the server.
         engine_flags: further flags of that engine, as ``flyball serve`` has them.
@@ -31,7 +31,7 @@ class BatchSettings(Struct, frozen=True, kw_only=True):
 
     source: Path
     target: Path
-    base_url: str | None = None
+    base_url: str = endpoints.DEFAULT_BASE_URL
     api_key_env: str | None = None
     model: str | None = None
     engine_flags: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class BatchSettings(Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        if self.model is not None and (self.base_url or self.api_key_env):
+        if self.model is not None and (self.base_url != endpoints.DEFAULT_BASE_URL or self.api_key_env):
             raise ConfigError(
                 "--model starts an engine here, --base-url and --api-key-env name a server; give one kind."
             )
@@ -59,10 +59,6 @@ class BatchSettings(Struct, frozen=True, kw_only=True):
     def in_flight(self) -> int:
         default = SERVER_CONCURRENCY if self.model is None else ENGINE_CONCURRENCY
         return default if self.concurrency is None else self.concurrency
-
-    @property
-    def server_url(self) -> str:
-        return self.base_url or endpoints.DEFAULT_BASE_URL
 
 
 def _check_range(flag: str, value: int, low: int, high: int) -> None:
