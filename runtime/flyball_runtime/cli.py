@@ -67,7 +67,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names that requests may use (default: MODEL as written)"
     )
-    model.add_argument("--revision", help="branch, tag or commit of a Hugging Face id (default: its main branch)")
+    model.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit of a Hugging Face id (default: its main branch)"
+    )
     model.add_argument("--dtype", default="auto", choices=settings.DTYPES, help="auto uses the checkpoint's type")
     model.add_argument(
         "--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output (default: the checkpoint's)"
@@ -79,7 +81,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="sampling defaults: auto (the checkpoint's generation_config.json), none (vllm means the same), or a folder",
     )
     model.add_argument(
-        "--seed", type=int, help="seed for requests that have none (default: a random one at each start)"
+        "--seed", type=int, metavar="N", help="seed for requests that have none (default: a random one at each start)"
     )
 
     engine = parser.add_argument_group("engine (these flags set the envelope inside which live limits move)")
@@ -112,7 +114,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-drain-timeout",
         type=float,
         default=30.0,
-        metavar="SECONDS",
+        metavar="S",
         help="seconds to wait for running sequences when the KV limit is lowered; then some are preempted",
     )
     engine.add_argument("--block-size", type=int, default=16, choices=settings.BLOCK_SIZES, help="tokens per KV block")
@@ -124,7 +126,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--scheduling-policy",
         default="fcfs",
         choices=settings.SCHEDULING_POLICIES,
-        help="the order of requests: by arrival, priority, output or prompt length, deadline, or for batches",
+        help="the order of requests: by arrival, priority, output length, prompt length or deadline; dpr is for batches",
     )
     engine.add_argument(
         "--async-scheduling",
@@ -232,8 +234,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help="list of headers that such pages may send",
     )
     server.add_argument("--allow-credentials", action="store_true", help="such pages may have cookies sent along")
-    server.add_argument("--admin-host", default="127.0.0.1", help="address of the admin port")
-    server.add_argument("--admin-port", type=int, default=endpoints.ADMIN_PORT, help="port of the admin API")
+    server.add_argument("--admin-host", default="127.0.0.1", metavar="HOST", help="address of the admin port")
+    server.add_argument(
+        "--admin-port", type=int, default=endpoints.ADMIN_PORT, metavar="PORT", help="port of the admin API"
+    )
     server.add_argument(
         "--admin-token-file",
         type=Path,
@@ -304,9 +308,9 @@ def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
         unit="BYTES",
         text="bytes of all bodies that are being received; beyond that, the slowest get 503",
     )
-    add("--max-messages", default=2048, unit="N", text="most messages of one chat")
-    add("--max-prompts", default=256, unit="N", text="most prompts of one completion request")
-    add("--max-choices", default=256, unit="N", text="most choices of one request: prompts times n")
+    add("--max-messages", default=2048, unit="N", text="maximum number of messages in a chat")
+    add("--max-prompts", default=256, unit="N", text="maximum number of prompts in a completion request")
+    add("--max-choices", default=256, unit="N", text="maximum number of choices of a request: prompts times n")
     add(
         *("--max-header-bytes", "--h11-max-incomplete-event-size"),
         default=16 * 1024,

@@ -34,19 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     world = parser.add_argument_group("world")
     world.add_argument(
-        "--manifest",
+        *("-f", "--file", "--manifest"),
+        dest="manifest",
         type=Path,
         required=True,
         metavar="FILE",
-        help="a YAML file with one LLMDeployment; its objectives judge",
-    )
-    world.add_argument("--plant", required=True, choices=tuple(PROFILES), help="device that serves the model")
-    world.add_argument("--plant-shape", choices=get_args(Shape), help="form of its step time (default: the device's)")
-    world.add_argument(
-        "--noise", type=float, default=0.05, metavar="SHARE", help="of step times (default: %(default)g)"
+        help="a YAML file with one LLMDeployment, whose objectives are to be met (required)",
     )
     world.add_argument(
-        "--hiccups", type=float, default=0.0, metavar="SHARE", help="of steps, that take 4 times as long"
+        "--plant", required=True, choices=tuple(PROFILES), help="device that serves the model (required)"
+    )
+    world.add_argument("--plant-shape", choices=get_args(Shape), help="form of the step time (default: the device's)")
+    world.add_argument(
+        "--noise", type=float, default=0.05, metavar="SHARE", help="random part of step times (default: %(default)g)"
+    )
+    world.add_argument(
+        "--hiccups",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of steps that take 4 times as long (default: %(default)g)",
     )
     world.add_argument(
         "--slow-down",
@@ -61,17 +68,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--trace", metavar="FILE", help="Azure .csv[.gz] or Mooncake .jsonl[.gz], as flyball bench reads them"
     )
-    load.add_argument("--trace-speed", type=float, default=1.0, metavar="X", help="2 replays in half the time")
+    load.add_argument(
+        "--trace-speed",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="speed of the replay; 2 takes half the time (default: %(default)g)",
+    )
     load.add_argument("--trace-limit", type=int, metavar="N", help="only the first N requests (default: all)")
-    load.add_argument("--workload", choices=tuple(MIXES), help="drawn from recorded lengths, in place of a trace")
-    load.add_argument("--request-rate", type=float, metavar="R", help="of a workload: mean arrivals a second")
+    load.add_argument(
+        "--workload", choices=tuple(MIXES), help="requests with lengths drawn from recorded ones, instead of a trace"
+    )
+    load.add_argument("--request-rate", type=float, metavar="R", help="mean arrivals per second of a --workload")
     load.add_argument(
         "--minutes",
         type=float,
         metavar="M",
-        help=f"for which requests come (default: the whole trace, {DEFAULT_MINUTES:g} for a workload)",
+        help=f"minutes in which requests arrive (default: the whole trace, {DEFAULT_MINUTES:g} for a workload)",
     )
-    load.add_argument("--seed", type=int, default=0, help="the same seed gives the same run (default: %(default)s)")
+    load.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="the same seed gives the same run (default: %(default)s)"
+    )
     control = parser.add_argument_group("control")
     control.add_argument(
         "--controller", choices=CONTROLLERS, default="auto", help="what sets the limits (default: %(default)s)"
@@ -79,11 +96,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     control.add_argument(
         "--limits",
         metavar="LIMITS",
-        help="of --controller static: max_num_seqs=N,max_num_batched_tokens=T (default: the manifest's)",
+        help="limits of --controller static: max_num_seqs=N,max_num_batched_tokens=T (default: the manifest's)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, required=True, metavar="FILE", help="write the result as JSON")
-    output.add_argument("--chart", metavar="FILE", help=".png or .svg: the run over time, or what is feasible (oracle)")
+    output.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="write the result as JSON (required)"
+    )
+    output.add_argument(
+        "--chart", metavar="FILE", help="draw to a .png or .svg file: the run over time, or what is feasible (oracle)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

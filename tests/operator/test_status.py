@@ -36,7 +36,7 @@ def test_status_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFix
             arguments = ["status", now.folder.path.name, "--state-dir", str(now.folder.path.parent)]
             assert await asyncio.to_thread(cli.main, arguments) == 0
             assert "1/1 ready" in capsys.readouterr().out
-            assert await asyncio.to_thread(cli.main, [*arguments, "--json"]) == 0
+            assert await asyncio.to_thread(cli.main, [*arguments, "-o", "json"]) == 0
             assert json.loads(capsys.readouterr().out)["url"] == now.runner.url
 
     asyncio.run(scenario())

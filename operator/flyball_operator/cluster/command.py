@@ -31,11 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the lease and the operator's key are (default: the pod's, here %(default)s)",
     )
     parser.add_argument(
-        "--runtime-image", default=names.runtime_image(), help="image for whoever names none (default: %(default)s)"
+        "--runtime-image",
+        default=names.runtime_image(),
+        help="image of deployments that name none (default: %(default)s)",
     )
-    parser.add_argument("--host", default="0.0.0.0", help="address of the port below (default: %(default)s)")
+    parser.add_argument("--host", default="0.0.0.0", help="address of --metrics-port (default: %(default)s)")
     parser.add_argument(
-        "--metrics-port", type=_port, default=8080, help="port of /metrics, /livez and /readyz (default: %(default)s)"
+        "--metrics-port",
+        type=_port,
+        default=8080,
+        metavar="PORT",
+        help="port of /metrics, /livez and /readyz (default: %(default)s)",
     )
     parser.add_argument(
         "--no-leader-election", action="store_true", help="act without the lease; for one process only, never for two"
@@ -49,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lease-seconds",
         type=_seconds,
+        metavar="S",
         default=15.0,
-        help="another replica takes over this long after the acting one was last heard of (default: %(default)s)",
+        help="seconds after which another replica takes over from one that is not heard of any more (default: %(default)s)",
     )
     parser.add_argument(
         "--identity",
@@ -60,8 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resync-seconds",
         type=_seconds,
+        metavar="S",
         default=300.0,
-        help="how often to list everything again (default: %(default)s)",
+        help="seconds between two listings of everything (default: %(default)s)",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
 

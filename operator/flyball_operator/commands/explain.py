@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flyball_operator.commands import where
 from flyball_operator.commands.explanation import Explanation, of_records, of_status, render
-from flyball_operator.commands.output import write
+from flyball_operator.commands.output import add_format_argument, write
 from flyball_operator.errors import LocalError
 from flyball_operator.local.command import instance_folder
 from flyball_operator.tuning.record import DecisionRecord, from_line
@@ -25,16 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``flyball explain``."""
     parser.description = "Tell what tuning did to a deployment: what was changed, why, and what came of it."
     where.add_arguments(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=("text", "json"),
-        default="text",
-        help="text, or JSON for programs (default: %(default)s)",
-    )
+    add_format_argument(parser)
     parser.add_argument(
         "--log-dir",
         type=Path,
+        metavar="DIR",
         help="where the instance on this machine writes decisions.jsonl (default: its state folder)",
     )
 

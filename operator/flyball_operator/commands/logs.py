@@ -18,11 +18,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Print the logs of a deployment's replicas; each line begins with the replica's or pod's name."
     where.add_arguments(parser)
     parser.add_argument(
-        "--tail", type=_count, default=100, metavar="N", help="last lines of each replica (default: %(default)s)"
+        "--tail",
+        type=_count,
+        default=100,
+        metavar="N",
+        help="number of last lines of each replica (default: %(default)s)",
     )
     parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines, until Ctrl-C")
     parser.add_argument(
-        "-p", "--previous", action="store_true", help="of containers before their last restart; on a cluster only"
+        "-p",
+        "--previous",
+        action="store_true",
+        help="print the logs of containers before their last restart; on a cluster only",
     )
 
 

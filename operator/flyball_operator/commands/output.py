@@ -1,5 +1,6 @@
-"""Standard output that may be closed, or a file on a full disk."""
+"""What commands print: text or JSON, to a standard output that may be closed, or a file on a full disk."""
 
+import argparse
 import os
 import sys
 
@@ -8,6 +9,16 @@ from flyball_operator.errors import OperatorError
 
 class ReaderGone(Exception):
     """Whatever reads standard output has closed it, as ``head`` does when it has enough. No error."""
+
+
+def add_format_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``-o``, which is ``text`` or ``json``."""
+    parser.add_argument(
+        *("-o", "--output"),
+        choices=("text", "json"),
+        default="text",
+        help="text, or JSON for programs (default: %(default)s)",
+    )
 
 
 def write(text: str) -> None:

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from flyball_operator.commands import where
-from flyball_operator.commands.output import write
+from flyball_operator.commands.output import add_format_argument, write
 from flyball_operator.local.command import default_state_dir, instance_folder
 from flyball_operator.local.control import ask_all, ask_status
 from flyball_operator.local.snapshot import render, render_list
@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``flyball status``."""
     parser.description = "Print the state of a deployment and of its replicas, or list all deployments."
     where.add_arguments(parser, may_list=True)
-    parser.add_argument("--json", action="store_true", help="print everything that is known as JSON")
+    add_format_argument(parser)
+    parser.add_argument("--json", dest="output", action="store_const", const="json", help="the same as -o json")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         found, shown = _on_cluster(arguments) if arguments.name is not None else _all_on_cluster(arguments)
     else:
         found, shown = _here(arguments) if arguments.name is not None else _all_here(arguments)
-    if arguments.json:
+    if arguments.output == "json":
         write(msgspec.json.encode(found).decode() + "\n")
     elif shown is None:
         print("no deployments found; -n NAMESPACE lists those of a cluster's namespace, -A of all", file=sys.stderr)
@@ -62,6 +63,6 @@ def _all_on_cluster(arguments: argparse.Namespace) -> tuple[object, RenderableTy
 
     everywhere = arguments.all_namespaces
     place = {"namespace": arguments.namespace, "context": arguments.context, "everywhere": everywhere}
-    if arguments.json:
+    if arguments.output == "json":
         return asyncio.run(on_cluster.find_all(**place)), None
     return None, on_cluster.render_list(asyncio.run(on_cluster.find_tables(**place)), with_namespace=everywhere)

@@ -31,16 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Run an LLMDeployment as processes on this machine. Run it again, or edit the file, to change what runs."
     )
     manifest.add_file_argument(parser)
-    parser.add_argument("--name", help="which deployment of a file that holds several")
+    parser.add_argument("--name", help="metadata.name of the deployment to run, if the file has several")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
         "--port",
         type=int,
         default=endpoints.API_PORT,
-        help="port of the balanced address; 0: a free one (default: %(default)s)",
+        help="port of the API, which balances over the replicas; 0 takes a free one (default: %(default)s)",
     )
     parser.add_argument(
-        "--log-dir", type=Path, help="where the replicas' logs and decisions.jsonl go (default: in the state folder)"
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the replicas' logs and decisions.jsonl go (default: in the state folder)",
     )
     add_state_argument(parser)
     parser.add_argument(
@@ -60,7 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
 def add_state_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--state-dir``, for ``instance_folder``."""
     parser.add_argument(
-        "--state-dir", type=Path, help="state folder (default: $XDG_STATE_HOME/flyball or ~/.local/state/flyball)"
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="state folder (default: $XDG_STATE_HOME/flyball or ~/.local/state/flyball)",
     )
 
 
