@@ -205,7 +205,12 @@ async def test_a_change_is_tried_judged_and_taken_everywhere() -> None:
         assert [one.updates[-1].ttl_s for one in now.replicas] == [None] * 3
         await now.until(lambda: now.tuning["state"] == "Converged")
         assert now.tuning["effective"] == now.tuning["target"]
-        limits = {"maxNumSeqs": 64, "maxNumBatchedTokens": 512, "kvCachePercent": 80, "stepTimeTargetMilliseconds": 27}
+        limits = {
+            "maxNumSeqs": 64,
+            "maxNumBatchedTokens": 512,
+            "kvCachePercent": 80,
+            "stepTimeTargetMilliseconds": 27.2,
+        }
         assert now.tuning["target"] == limits
         assert (now.condition("SLOMet"), now.condition("TuningHealthy")) == (("True", "Met"), ("True", "Converged"))
         assert [(type, reason) for type, reason, _ in now.events] == [

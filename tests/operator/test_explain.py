@@ -65,12 +65,12 @@ def test_a_record_file_is_told_in_words(tmp_path: Path) -> None:
     assert shown[0] == "chat tuning Auto, Converged, revision 2"
     (itl,) = [line for line in shown if line.startswith("inter-token latency")]
     assert itl.endswith("0 % over 40 ms") and "█" in itl and "▁" in itl
-    assert any(line.startswith("step time target") and line.endswith("27 ms (27 to 34 ms)") for line in shown)
+    assert any(line.startswith("step time target") and line.endswith("27.2 ms (27.2 ms to 34 ms)") for line in shown)
     told = [line.split(" ", 2)[2] for line in shown if line[:2] == "20" and "step time target" in line]
     assert told == [
         "Changed step time target none -> 34 ms at every replica",
-        "Tried step time target 34 ms -> 27 ms at one replica",
-        "Kept step time target 34 ms -> 27 ms and given to every replica",
+        "Tried step time target 34 ms -> 27.2 ms at one replica",
+        "Kept step time target 34 ms -> 27.2 ms and given to every replica",
     ]
     assert any("20.0% of 1000 requests by their p95 gap took longer" in line for line in shown)
     assert "Converged: the objectives are met and no limit needs to move." in shown

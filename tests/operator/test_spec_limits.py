@@ -114,7 +114,7 @@ def test_without_limits_mode_disabled_posts_nothing() -> None:
 def test_a_step_target_of_0_is_lifted_once() -> None:
     scene = Scene(fresh(target=structs.replace(LIMITS, step_time_target_ms=25.0)))
     tuning = structs.replace(DISABLED, limits=LiveLimits(step_time_target_milliseconds=0))
-    assert scene.round(tuning).decision.why == "step_time_target_ms 25 -> none: spec.tuning.limits says so"
+    assert scene.round(tuning).decision.why == "step_time_target_ms 25 ms -> none: spec.tuning.limits says so"
     scene.round(tuning)
     assert len(scene.replicas.updates) == 1
 

@@ -25,6 +25,7 @@ from flyball_operator.status.tuning import (
 from flyball_operator.tuning.loop import Round
 from flyball_operator.tuning.record import DecisionRecord
 from flyball_operator.tuning.signals import BUDGET
+from flyball_operator.tuning.words import duration, short
 from flyball_protocol.quoting import one_line
 
 MAX_SHOWN = 10
@@ -76,7 +77,7 @@ BECAUSE = {
 }
 """Reasons that limits are changed for, in words; the others are told by their sentence alone."""
 
-_MOVES = re.compile(r"(\w+ \S+( ms)? -> \S+( ms)?, )*\w+ \S+( ms)? -> \S+( ms)?: ")
+_MOVES = re.compile(r"(\w+ \S+( m?s)? -> \S+( m?s)?, )*\w+ \S+( m?s)? -> \S+( m?s)?: ")
 
 
 class Explanation(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -183,9 +184,14 @@ def _forecast(forecast: ShownForecast) -> str:
 
 
 def _move(move: ShownMove) -> str:
-    what, unit = LIMITS.get(move.limit, (move.limit, ""))
-    before, after = ("none" if value is None else f"{value}{unit}" for value in (move.before, move.after))
+    what, _ = LIMITS.get(move.limit, (move.limit, ""))
+    before, after = ("none" if value is None else _value(move.limit, value) for value in (move.before, move.after))
     return f"{what} {before} -> {after}"
+
+
+def _value(limit: str, value: float) -> str:
+    _, unit = LIMITS.get(limit, (limit, ""))
+    return duration(value / 1000) if unit == " ms" else f"{short(value)}{unit}"
 
 
 def _now(found: Explanation) -> Iterator[RenderableType]:
@@ -255,16 +261,16 @@ def _objective_rows(
 
 
 def _limit_rows(found: Explanation, shown: Sequence[MadeDecision], blocks: str) -> Iterator[tuple[RenderableType, ...]]:
-    for name, (what, unit) in LIMITS.items():
+    for name, (what, _) in LIMITS.items():
         values = [None if one.limits is None else one.limits.in_spec[name] for one in shown]
         known = [value for value in values if value is not None]
         if known:
             low, high = min(known), max(known)
-            span = "" if low == high else f" ({low} to {high}{unit})"
-            yield f"  {what}", Text(_sparkline(values, 0, high, blocks), style="cyan"), f"{known[-1]}{unit}{span}"
+            span = "" if low == high else f" ({_value(name, low)} to {_value(name, high)})"
+            yield f"  {what}", Text(_sparkline(values, 0, high, blocks), style="cyan"), _value(name, known[-1]) + span
 
 
-def _sparkline(values: Sequence[int | None], low: float, high: float, blocks: str) -> str:
+def _sparkline(values: Sequence[float | None], low: float, high: float, blocks: str) -> str:
     """Return a character for each value; a space for None."""
     top = len(blocks) - 1
     return "".join(" " if value is None else blocks[round(top * (value - low) / (high - low))] for value in values)

@@ -21,6 +21,7 @@ from flyball_operator.observed import Object, Pod
 from flyball_operator.spec import schema
 from flyball_operator.status import diagnosis
 from flyball_operator.status.tuning import DISABLED, ShownLimits, ShownReplica, TuningStatus
+from flyball_operator.tuning.words import duration
 from flyball_protocol.quoting import one_line
 
 DEFAULT_NAMESPACE = "default"
@@ -196,7 +197,8 @@ def _limits(limits: ShownLimits) -> str:
     target_ms = limits.step_time_target_milliseconds
     return (
         f"{limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens a step, "
-        f"{limits.kv_cache_percent}% of the KV cache" + (f", steps of {target_ms} ms" if target_ms is not None else "")
+        f"{limits.kv_cache_percent}% of the KV cache"
+        + (f", steps of {duration(target_ms / 1000)}" if target_ms is not None else "")
     )
 
 

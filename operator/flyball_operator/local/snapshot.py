@@ -11,6 +11,7 @@ from rich.text import Text
 from flyball_operator.local.replica import State
 from flyball_operator.local.reports import Event
 from flyball_operator.tuning import Decision, PodEvidence
+from flyball_operator.tuning.words import duration
 from flyball_protocol import Evidence
 
 NUM_EVENTS = 8
@@ -107,7 +108,7 @@ def _cells(evidence: Evidence) -> list[str]:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1000:.0f} ms"
+    return "-" if seconds is None else duration(seconds)
 
 
 def _limit(target: object, effective: object) -> str:

@@ -17,6 +17,7 @@ from flyball_operator.tuning.evidence import PodEvidence, fault, find_faults, po
 from flyball_operator.tuning.loop import Round
 from flyball_operator.tuning.moved import Moved, is_made, moved_by, verdict_of
 from flyball_operator.tuning.signals import NOTHING, Signal, Standing, objectives_of, signals
+from flyball_operator.tuning.words import three_digits
 from flyball_protocol import Evidence, Limits
 
 State = Literal["Disabled", "Observing", "Adjusting", "Converged", "AtLimit", "Frozen"]
@@ -61,12 +62,12 @@ MEANINGS: dict[State, str] = {
 
 
 class ShownLimits(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Limits as status shows them; the API has no fractions."""
+    """Limits as status shows them, in the units of spec.tuning.limits; a step-time target has three digits."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_percent: int
-    step_time_target_milliseconds: int | None = None
+    step_time_target_milliseconds: int | float | None = None
 
     @classmethod
     def of(cls, limits: Limits) -> "ShownLimits":
@@ -75,11 +76,11 @@ class ShownLimits(Struct, frozen=True, kw_only=True, rename="camel", omit_defaul
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             kv_cache_percent=round(100 * limits.kv_cache_fraction),
-            step_time_target_milliseconds=None if target_ms is None else round(target_ms),
+            step_time_target_milliseconds=None if target_ms is None else three_digits(target_ms),
         )
 
     @property
-    def in_spec(self) -> dict[str, int | None]:
+    def in_spec(self) -> dict[str, int | float | None]:
         """The limits by their names in spec.tuning.limits."""
         return {
             name: getattr(self, ours)
@@ -118,13 +119,15 @@ class ShownMove(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A limit that moved, under its name in spec.tuning.limits and in the spec's unit; None is no step-time target."""
 
     limit: str
-    before: int | None = field(name="from", default=None)
-    after: int | None = field(name="to", default=None)
+    before: int | float | None = field(name="from", default=None)
+    after: int | float | None = field(name="to", default=None)
 
     @classmethod
     def of(cls, moved: Moved) -> "ShownMove":
         limit, factor = _IN_SPEC[moved.knob]
-        before, after = (None if value is None else round(factor * value) for value in (moved.before, moved.after))
+        before, after = (
+            None if value is None else three_digits(factor * value) for value in (moved.before, moved.after)
+        )
         return cls(limit=limit, before=before, after=after)
 
 

@@ -15,13 +15,14 @@ from flyball_operator.spec import Tuning
 from flyball_operator.tuning import kv_share
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
-from flyball_operator.tuning.knobs import CUT_FACTOR, DEAD_BAND, Knob, rounded, same, short, towards
+from flyball_operator.tuning.knobs import CUT_FACTOR, DEAD_BAND, Knob, rounded, same, towards
 from flyball_operator.tuning.modes import restore
 from flyball_operator.tuning.plan import decode_step_s, least_target_s, most_decodes_alone
 from flyball_operator.tuning.signals import Signal, Standing
 from flyball_operator.tuning.situation import Situation, look
 from flyball_operator.tuning.state import Direction, Forecast, TunerState
 from flyball_operator.tuning.trial import forecast_of, judge, try_first
+from flyball_operator.tuning.words import duration, short
 
 START_SHARE = 0.85
 """Of the inter-token objective: the step-time target before there is a plan."""
@@ -153,7 +154,7 @@ def _step_target_too_short(now: Situation) -> Decision | None:
     plan, target_ms = now.plan, Knob.STEP_TIME.of(now.limits)
     if plan is None or target_ms >= (1 - STEP_DEAD_BAND) * 1000 * plan.least_step_s:
         return None
-    why = now.infeasible or f"a few sequences take {short(1000 * plan.least_step_s)} ms a step"
+    why = now.infeasible or f"a few sequences take {duration(plan.least_step_s)} a step"
     aim_ms = rounded(Knob.STEP_TIME, now.spans[Knob.STEP_TIME].clamp(1000 * plan.step_s))
     return now.change(Reason.STEP_TARGET_TOO_SHORT, why, {Knob.STEP_TIME: aim_ms}, Direction.CLAMP)
 
@@ -239,11 +240,11 @@ def _itl_ideas(now: Situation) -> Iterator[_Idea]:
         alone_s = decode_step_s(model, now.lengths, running)
         if alone_s > plan.step_s:
             aim = most_decodes_alone(model, now.lengths, plan.step_s)
-            why = f"{running} sequences take {short(1000 * alone_s)} ms a step to decode, without any prefill"
+            why = f"{running} sequences take {duration(alone_s)} a step to decode, without any prefill"
             yield _Idea(Knob.MAX_NUM_SEQS, min(aim, now.limits.max_num_seqs), why)
         aim_ms = 1000 * plan.step_s
         if target_ms > aim_ms:
-            why = f"the step model allows {short(aim_ms)} ms a step"
+            why = f"the step model allows {duration(plan.step_s)} a step"
             yield _Idea(Knob.STEP_TIME, aim_ms, why, STEP_DEAD_BAND)
     if math.isfinite(target_ms):
         for factor in (_shortfall(now), CUT_FACTOR):

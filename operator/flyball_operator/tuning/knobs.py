@@ -9,6 +9,7 @@ from msgspec import structs
 
 from flyball_operator.spec import Bounds, Range
 from flyball_operator.tuning.plan import LEAST_SHARE, Plan
+from flyball_operator.tuning.words import duration
 from flyball_protocol import Envelope, Limits, LimitsChange, Objectives
 
 CUT_FACTOR = 0.7
@@ -144,15 +145,18 @@ def same(one: Limits, other: Limits) -> bool:
     return all(knob.of(one) == knob.of(other) for knob in Knob)
 
 
-def short(value: float) -> str:
-    """Return three digits, or all before the decimal point; never an exponent for a large number."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+def in_words(knob: str, value: float | None) -> str:
+    """Return a limit's value with its unit; None and inf are no step-time target."""
+    if value is None or math.isinf(value):
+        return "none"
+    if knob == Knob.STEP_TIME:
+        return duration(value / 1000)
+    return f"{value:.0%}" if knob == Knob.KV_CACHE_FRACTION else f"{value:.0f}"
 
 
-def in_words(knob: Knob, value: float) -> str:
-    if knob is Knob.STEP_TIME:
-        return "none" if math.isinf(value) else f"{short(value)} ms"
-    return f"{value:.0%}" if knob is Knob.KV_CACHE_FRACTION else f"{value:.0f}"
+def moved_in_words(knob: str, before: float | None, after: float | None) -> str:
+    """Return ``max_num_seqs 64 -> 8``."""
+    return f"{knob} {in_words(knob, before)} -> {in_words(knob, after)}"
 
 
 def rounded(knob: Knob, value: float) -> float:

@@ -7,6 +7,7 @@ from msgspec import Struct
 from flyball_operator.spec import Tuning
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
+from flyball_operator.tuning.knobs import moved_in_words
 from flyball_protocol import Limits
 
 VERDICTS = {
@@ -29,7 +30,7 @@ class Moved(Struct, frozen=True, kw_only=True):
     after: float | None
 
     def __str__(self) -> str:
-        return f"{self.knob} {_number(self.before)} -> {_number(self.after)}"
+        return moved_in_words(self.knob, self.before, self.after)
 
 
 def is_made(tuning: Tuning, decision: Decision) -> bool:
@@ -65,7 +66,3 @@ def _differences(limits: Limits, evidence: Sequence[PodEvidence]) -> tuple[Moved
             if before != after:
                 found.setdefault(name, Moved(knob=name, before=before, after=after))
     return tuple(found.values())
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"

@@ -13,6 +13,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from flyball_operator.spec import Tuning
+from flyball_operator.tuning.words import duration
 from flyball_protocol import ObjectiveCounts, Objectives, Share
 
 BUDGET = 0.05
@@ -124,7 +125,7 @@ class Signal:
         if self.objective_s is None:
             return f"{self.what}: no objective"
         return (
-            f"{self.share:.1%} of {self.counted.num} {self.what} took longer than {self.objective_s * 1000:.0f} ms "
+            f"{self.share:.1%} of {self.counted.num} {self.what} took longer than {duration(self.objective_s)} "
             f"({self.lower:.1%} to {self.upper:.1%}; budget {BUDGET:.0%})"
         )
 

@@ -22,10 +22,11 @@ from flyball_operator.tuning.evidence import (
     largest_family,
     pool,
 )
-from flyball_operator.tuning.knobs import Knob, Span, changed, contradictions, in_words, spans
+from flyball_operator.tuning.knobs import Knob, Span, changed, contradictions, moved_in_words, spans
 from flyball_operator.tuning.plan import Plan, least_itl_s, least_ttft_s, make_plan
 from flyball_operator.tuning.signals import BUDGET, Counts, Signal, Standing, objectives_of, signals, total
 from flyball_operator.tuning.state import WIDEST_WINDOW_S, Direction, Forecast, Move, Report, TunerState, finite
+from flyball_operator.tuning.words import duration
 from flyball_protocol import Evidence, Lengths, Limits, Objectives, StepModel
 
 BINDING_SHARE = 0.10
@@ -174,7 +175,7 @@ class Situation:
             ("inter-token latency", self.objectives.itl_s),
         ):
             if asked_s is not None and not asked_s > 0:
-                return f"{name} of {1000 * asked_s:.4g} ms: an objective has to be above 0"
+                return f"{name} of {duration(asked_s)}: an objective has to be above 0"
         if not self.models or self.lengths is None:
             return ""
         model = min(self.models.values(), key=lambda one: one.predict(256, 1, 1024, 65536))
@@ -267,10 +268,7 @@ class Situation:
             )
             for knob, value in values.items()
         ]
-        moved = ", ".join(
-            f"{knob} {in_words(knob, knob.of(self.limits))} -> {in_words(knob, value)}"
-            for knob, value in values.items()
-        )
+        moved = ", ".join(moved_in_words(knob, knob.of(self.limits), value) for knob, value in values.items())
         limits, revision = changed(self.limits, values), self.next_revision
         return Decision(
             action=Action.CHANGE,
@@ -377,16 +375,16 @@ def _infeasible(model: StepModel, lengths: Lengths, objectives: Objectives, most
     itl_s, ttft_s = objectives.itl_s, objectives.ttft_s
     least_s = least_itl_s(model, lengths)
     if itl_s is not None and itl_s < least_s:
-        return f"inter-token latency of {1000 * itl_s:.4g} ms: one sequence alone needs {1000 * least_s:.4g} ms"
+        return f"inter-token latency of {duration(itl_s)}: one sequence alone needs {duration(least_s)}"
     if ttft_s is None:
         return ""
     least_s = least_ttft_s(model, lengths, None, most_tokens)
     if ttft_s < least_s:
-        return f"time to first token of {1000 * ttft_s:.4g} ms: a mean prompt alone needs {1000 * least_s:.4g} ms"
+        return f"time to first token of {duration(ttft_s)}: a mean prompt alone needs {duration(least_s)}"
     least_s = least_ttft_s(model, lengths, itl_s, most_tokens)
     if itl_s is not None and ttft_s < least_s:
         return (
-            f"the objectives contradict each other: a mean prompt whose steps stay within {1000 * itl_s:.4g} ms needs "
-            f"{1000 * least_s:.4g} ms to its first token, and {1000 * ttft_s:.4g} ms are asked for"
+            f"the objectives contradict each other: a mean prompt whose steps stay within {duration(itl_s)} needs "
+            f"{duration(least_s)} to its first token, and the objective is {duration(ttft_s)}"
         )
     return ""

@@ -9,6 +9,7 @@ from flyball_operator.spec import Tuning
 from flyball_operator.tuning.admin import Posted
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
+from flyball_operator.tuning.knobs import moved_in_words
 from flyball_operator.tuning.modes import as_change
 from flyball_operator.tuning.state import TunerState
 from flyball_protocol import Evidence, LimitsChange, LimitsStatus, LimitsUpdate
@@ -88,12 +89,8 @@ def _moved(change: LimitsChange, behind: dict[str, Evidence]) -> str:
         before, after = structs.asdict(target), structs.asdict(change.applied_to(target))
         for name in before:
             if before[name] != after[name]:
-                words.setdefault(name, f"{name} {_number(before[name])} -> {_number(after[name])}")
+                words.setdefault(name, moved_in_words(name, before[name], after[name]))
     return ", ".join(words.values())
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
 
 
 def _problem(posted: Posted) -> str:

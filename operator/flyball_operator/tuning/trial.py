@@ -15,7 +15,7 @@ from msgspec import structs
 
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import counts_against, pool
-from flyball_operator.tuning.knobs import Knob, in_words, same
+from flyball_operator.tuning.knobs import Knob, moved_in_words, same
 from flyball_operator.tuning.signals import BUDGET, NOTHING, Counts, Signal, Standing, counts_of, signals, total, wilson
 from flyball_operator.tuning.situation import MIN_EVIDENCE, Situation, earlier
 from flyball_operator.tuning.state import Direction, Forecast, Move, Report, Trial
@@ -201,8 +201,7 @@ class _Trying:
 
 
 def words_of(move: Move) -> str:
-    before, after = (math.inf if one is None else one for one in (move.before, move.after))
-    return f"{move.knob} {in_words(move.knob, before)} -> {in_words(move.knob, after)}"
+    return moved_in_words(move.knob, move.before, move.after)
 
 
 def _changed_by_others(trying: _Trying) -> Decision | None:
