@@ -15,6 +15,8 @@ LIVEZ_PATH = "/livez"
 READYZ_PATH = "/readyz"
 HEALTH_PATH = "/health"
 METRICS_PATH = "/metrics"
+OPENAPI_PATH = "/openapi.json"
+DOCS_PATH = "/docs"
 
 ADMIN_LIMITS_PATH = "/admin/limits"
 ADMIN_EVIDENCE_PATH = "/admin/evidence"

@@ -212,6 +212,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="refused, because other users can list arguments (default: not given)",
     )
+    server.add_argument("--disable-fastapi-docs", action="store_true", help="leave out /docs and /openapi.json")
     any_one = ["*"]
     server.add_argument(
         "--allowed-origins",
@@ -388,6 +389,7 @@ def run_serve(args: argparse.Namespace) -> int:
             forwarded_allow_ips=args.forwarded_allow_ips,
             cors=cors_from(args),
             **chats_from(args),
+            disable_docs=args.disable_fastapi_docs,
         ),
         drain_timeout_s=args.drain_timeout,
         drain_quiet_s=args.drain_quiet,

@@ -2,20 +2,24 @@
 
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
 from starlette.middleware import Middleware
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
 from flyball_runtime.api.completions import CompletionRoutes
+from flyball_runtime.api.docs_page import page
 from flyball_runtime.api.errors import HttpRefusal, install_error_handlers, json_response
 from flyball_runtime.api.identity import RequestIdMiddleware
 from flyball_runtime.api.keys import ApiKeyAuth, ApiKeys
 from flyball_runtime.api.lane import Lanes
 from flyball_runtime.api.message_formats import MessageFormats
 from flyball_runtime.api.metrics import MetricsCollector
+from flyball_runtime.api.openapi import document
 from flyball_runtime.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from flyball_runtime.api.server import Json, Server, convert, convert_chat
 from flyball_runtime.api.settings import ApiSettings
@@ -187,6 +191,24 @@ class TokenizeRoutes:
         return max(self._server.engine_info().max_model_len, MAX_TOKENIZED)
 
 
+class DocsRoutes:
+    """/openapi.json, and /docs, which shows it to a reader."""
+
+    def __init__(self, settings: ApiSettings, *, needs_key: bool) -> None:
+        self._settings = settings
+        self._needs_key = needs_key
+
+    async def openapi(self) -> Response:
+        return json_response(self._document)
+
+    async def page(self) -> Response:
+        return HTMLResponse(page(self._document))
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return document(self._settings, needs_key=self._needs_key)
+
+
 PROBE_METHODS = ["GET", "HEAD"]
 
 
@@ -230,11 +252,15 @@ def create_app(
     app.add_api_route(endpoints.READYZ_PATH, health.readyz, methods=PROBE_METHODS)
     app.add_api_route(endpoints.HEALTH_PATH, health.readyz, methods=PROBE_METHODS)
     app.add_api_route(endpoints.METRICS_PATH, health.metrics)
+    if not settings.disable_docs:
+        docs = DocsRoutes(settings, needs_key=api_keys is not None)
+        app.add_api_route(endpoints.OPENAPI_PATH, docs.openapi)
+        app.add_api_route(endpoints.DOCS_PATH, docs.page)
     return app
 
 
 def bare_app(title: str, *, inner: Sequence[Middleware] = (), outer: Sequence[Middleware] = ()) -> FastAPI:
-    """An app without routes whose every error has OpenAI's shape. No schema pages: bodies are msgspec's, not FastAPI's.
+    """An app without routes whose every error has OpenAI's shape. FastAPI's own pages are off: bodies are msgspec's.
 
     Args:
         inner: sees requests that have their id, and may raise RequestError.

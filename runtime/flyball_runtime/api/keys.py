@@ -19,9 +19,16 @@ from flyball_runtime.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset(
-    {endpoints.LIVEZ_PATH, endpoints.READYZ_PATH, endpoints.HEALTH_PATH, endpoints.METRICS_PATH},
+    {
+        endpoints.LIVEZ_PATH,
+        endpoints.READYZ_PATH,
+        endpoints.HEALTH_PATH,
+        endpoints.METRICS_PATH,
+        endpoints.OPENAPI_PATH,
+        endpoints.DOCS_PATH,
+    },
 )
-"""Need no key: probes and Prometheus have none."""
+"""Need no key: probes, Prometheus and browsers have none."""
 
 MAX_FILE_BYTES = 64 * 1024
 REREAD_AFTER_S = 1.0

@@ -38,6 +38,7 @@ class ApiSettings:
         max_heartbeat_age_s: /livez turns red when the engine has made no progress for longer, unless the largest step
             may pause for longer (see ``pause_limit``).
         forwarded_allow_ips: addresses and networks, comma-separated, whose X-Forwarded-For is believed; ``*`` for all.
+        disable_docs: leave out /docs and /openapi.json.
         cors: which web pages of other origins may read answers.
         tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning; see ``MessageFormats``.
         enable_auto_tool_choice: whether the model may call tools when the client leaves that to it.
@@ -60,6 +61,7 @@ class ApiSettings:
     max_heartbeat_age_s: float = 30.0
     max_inline_bytes: int = 4096
     forwarded_allow_ips: str = LOOPBACK_PROXIES
+    disable_docs: bool = False
     cors: Cors = NO_CORS
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -43,6 +44,11 @@ def sse_events(text: str) -> list[Any]:
     """The data of each event: parsed JSON, or "[DONE]"."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def is_a(kind: type, answer: dict[str, Any]) -> None:
+    """Check that an answer is of this kind of ``api/answers.py``, and has no field that the kind does not have."""
+    assert msgspec.to_builtins(msgspec.convert(answer, kind)) == answer
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

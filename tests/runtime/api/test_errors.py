@@ -197,7 +197,7 @@ async def test_defaults_of_unsupported_fields_and_hints_pass(client: httpx.Async
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("POST", CHAT + "/", 404, "not_found"),
-        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/redoc", 404, "not_found"),
     ],
 )
 async def test_routing_errors(client: httpx.AsyncClient, method: str, path: str, status: int, code: str) -> None:

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flyball_runtime.api import ApiSettings, MetricsCollector, create_app
-from runtime.api.support import MODEL, asgi_client, encode, error_of, served, sse_events, until
+from flyball_runtime.api.answers import ChatAnswer, ChatChunk
+from runtime.api.support import MODEL, asgi_client, encode, error_of, is_a, served, sse_events, until
 from runtime.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -109,8 +110,12 @@ class Chats:
         """The first choice, with the message also as a stream has it."""
         response = await self.post(**fields)
         assert response.status_code == 200, response.text
+        is_a(ChatAnswer, response.json())
         choice: dict[str, Any] = response.json()["choices"][0]
-        streamed, reason = joined(sse_events((await self.post(**fields, stream=True)).text))
+        *events, _ = sse_events((await self.post(**fields, stream=True)).text)
+        for event in events:
+            is_a(ChatChunk, event)
+        streamed, reason = joined(events)
         assert without_ids(streamed) == without_ids(choice["message"])
         assert reason == choice["finish_reason"]
         return choice

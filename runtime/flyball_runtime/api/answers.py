@@ -1,0 +1,225 @@
+"""The shapes of answers, for /openapi.json. Answers are written elsewhere; tests read them back strictly as these."""
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class TokenDetails(Struct, kw_only=True):
+    """Attributes:
+    cached_tokens: tokens of the prompt that the prefix cache had.
+    """
+
+    cached_tokens: int
+
+
+class Usage(Struct, kw_only=True):
+    """How many tokens a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+
+
+class TokenLogprob(Struct, kw_only=True):
+    """A token, its log probability and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprob, kw_only=True):
+    """A token of the answer, with the likeliest in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Struct, kw_only=True):
+    """Log probabilities in the shape of chats."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(Struct, kw_only=True):
+    """Log probabilities in the shape of completions: a list per property, with an entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AnswerFunction(Struct, kw_only=True):
+    """``arguments`` is a JSON object, as a text."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(Struct, kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+
+
+class AnswerMessage(Struct, kw_only=True):
+    """What the assistant says. ``reasoning_content`` and ``reasoning`` are two names of one thing."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, kw_only=True):
+    """One answer to a chat. ``token_ids`` comes with ``return_token_ids``."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatAnswer(Struct, kw_only=True):
+    """An answer to a chat. ``prompt_token_ids`` comes with ``return_token_ids``."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class FunctionDelta(Struct, kw_only=True):
+    """The name comes once; the arguments come in parts."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CallDelta(Struct, kw_only=True):
+    """What is new of a call."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class Delta(Struct, kw_only=True):
+    """What is new since the last chunk."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    """One answer's part of a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct, kw_only=True):
+    """The data of one server-sent event; the last event is ``[DONE]``."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(Struct, kw_only=True):
+    """One completion of one prompt, or its part of a chunk. The token ids come with ``return_token_ids``."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionAnswer(Struct, kw_only=True):
+    """Completions of the prompts, or the data of one server-sent event, where ``usage`` may be absent."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType = UNSET
+
+
+class ModelCard(Struct, kw_only=True):
+    """A served model. ``root`` is the checkpoint."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(Struct, kw_only=True):
+    """The served models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(Struct, kw_only=True):
+    """Token ids; ``token_strs`` comes with ``return_token_strs``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class DetokenizedText(Struct, kw_only=True):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class Status(Struct, kw_only=True):
+    """The answer of a probe."""
+
+    status: str
+
+
+class ErrorFields(Struct, kw_only=True):
+    """What was wrong: the value, the limit and the way out; ``param`` names the field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(Struct, kw_only=True):
+    """Every answer that is no success."""
+
+    error: ErrorFields
