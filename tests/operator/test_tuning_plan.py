@@ -9,6 +9,7 @@ from msgspec import structs
 
 from flyball_operator.tuning.plan import (
     balanced_step_s,
+    decode_step_s,
     least_itl_s,
     least_ttft_s,
     make_plan,
@@ -80,6 +81,14 @@ def test_with_little_memory_shorter_steps_are_planned() -> None:
     assert plan.kv_step_s < 0.5 * plan.step_s
     assert plan.num_decoding == 20
     assert plan.max_num_seqs == 23
+
+
+def test_steps_are_not_planned_shorter_than_their_decodes_where_prefill_costs_nothing() -> None:
+    """Below the knee prompts ride along free: on a device that is slow to read its weights, short steps only keep them out."""
+    slow = structs.replace(MODEL, base_s=0.054, knee_tokens=330.0, context_token_s=4.4e-7)
+    plan = make_plan(slow, LENGTHS, Objectives(ttft_s=4.0, itl_s=0.12), WIDE, kv_tokens=44_000)
+    assert plan.kv_step_s == pytest.approx(1.06 * decode_step_s(slow, LENGTHS, 40))
+    assert most_prefill(slow, plan.kv_step_s - decode_step_s(slow, LENGTHS, 40) + slow.base_s, 8192) > 200
 
 
 def test_without_an_inter_token_objective_only_memory_bounds_the_step() -> None:

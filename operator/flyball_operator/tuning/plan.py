@@ -18,6 +18,9 @@ MISSES = 0.05
 GAMMA = 0.9
 """With KV as the bottleneck, steps aim at this share of the balanced step of as many sequences as fit."""
 
+CROWD_MARGIN = 1.06
+"""And at this many times the step of their decodes alone, at least."""
+
 SEQS_MARGIN = 1.15
 TOKENS_MARGIN = 1.25
 MOST_DECODES = 1 << 16
@@ -68,7 +71,7 @@ def make_plan(
     num_fitting = max(1.0, kv_tokens / max(1.0, lengths.context_tokens))
     num_decoding = max(1.0, min(most_decodes(model, lengths, step_s), num_fitting, envelope.max_num_seqs))
     balanced_s = balanced_step_s(model, lengths, num_decoding)
-    kv_step_s = GAMMA * trim * balanced_step_s(model, lengths, min(num_fitting, envelope.max_num_seqs))
+    kv_step_s = trim * crowded_step_s(model, lengths, min(num_fitting, envelope.max_num_seqs))
     max_num_seqs = min(envelope.max_num_seqs, math.ceil(SEQS_MARGIN * num_decoding))
     prefill = most_prefill(model, step_s, envelope.max_num_batched_tokens)
     tokens = min(envelope.max_num_batched_tokens, _ladder(max_num_seqs + TOKENS_MARGIN * prefill))
@@ -101,6 +104,15 @@ def balanced_step_s(model: StepModel, lengths: Lengths, decodes: float) -> float
         round(decodes * lengths.context_tokens),
         round(decodes * pairs / output),
     )
+
+
+def crowded_step_s(model: StepModel, lengths: Lengths, decodes: float) -> float:
+    """Return the seconds that steps aim at while the KV pool is full with ``decodes`` sequences.
+
+    Shorter steps end them sooner as long as it is prefill that makes way. Below the knee prefill takes no time, and a
+    target that decodes alone fill would only keep the next prompts out.
+    """
+    return max(GAMMA * balanced_step_s(model, lengths, decodes), CROWD_MARGIN * decode_step_s(model, lengths, decodes))
 
 
 def decode_step_s(model: StepModel, lengths: Lengths, decodes: float) -> float:
