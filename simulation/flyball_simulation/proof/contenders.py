@@ -162,7 +162,7 @@ def code_version(fixed: bool = False) -> str:
     The cells are part of each run's key; how a proof is put together from runs changes none of them.
 
     Args:
-        fixed: of a run under fixed limits, which no tuner has a part in.
+        fixed: of a run in which the operator's tuner has no part.
     """
     digest = hashlib.sha256()
     for folder in (*SERVING, *(() if fixed else TUNING)):
@@ -174,6 +174,6 @@ def code_version(fixed: bool = False) -> str:
 
 def key(cell: Cell, contender: str, seed: int, limits: oracle.Limits | None) -> str:
     """Return the name under which a run is cached."""
-    version = code_version(contender not in TUNERS)
+    version = code_version(contender != "auto")
     content = msgspec.json.encode((version, cell, contender, seed, limits))
     return hashlib.sha256(content).hexdigest()[:24]
