@@ -79,6 +79,11 @@ def test_sliding_window(run, sliding_window):
     check(run, [1, 7, 1, 90, 2], [900, 7, 65, 200, 700], sliding_window=sliding_window, **ONE_KV_HEAD)
 
 
+@pytest.mark.parametrize("sliding_window", [90, 100])
+def test_a_window_that_begins_shortly_before_a_split(run, sliding_window):
+    check(run, [1, 2], [600, 602], sliding_window=sliding_window, **ONE_KV_HEAD)
+
+
 def test_no_sequences(run):
     check(run, [], [])
 

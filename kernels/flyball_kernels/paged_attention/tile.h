@@ -176,12 +176,12 @@ inline void weigh(const Workspace& work, int64_t rows, int64_t num_keys, F value
 }
 
 // Turns the row's scores into weights relative to its new maximum, and scales what was summed before to it.
-// Keys outside [first, last) are hidden from the row.
+// Keys outside [first, last) are hidden from the row, and so is what fills the last vector.
 inline void soften_row(const Workspace& work, int64_t row, int64_t first, int64_t last, int64_t num_keys) {
   float* scores = work.scores + row * kTileKeys;
   const int64_t width = round_up(num_keys, kLanes);
   std::fill(scores, scores + std::clamp<int64_t>(first, 0, width), kNegInf);
-  std::fill(scores + std::clamp<int64_t>(last, 0, width), scores + width, kNegInf);
+  std::fill(scores + std::clamp<int64_t>(last, 0, num_keys), scores + width, kNegInf);
   Vec top = splat(work.max[row]), total{};
   for (int64_t j = 0; j < width; j += kLanes) top = flyball::max(top, load(scores + j));
   const float new_max = flyball::max(top);
