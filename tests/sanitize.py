@@ -17,9 +17,10 @@ NOT_OURS = "not triton"  # the interpreter runs Triton kernels in Python
 NO_LIBRARY = ("test_aot_compile.py", "test_backend.py", "test_variants.py")  # they compile, or choose
 LOAD = "import torch; from flyball_kernels.cpu import library; library.load(); "
 CONTROLS = {
-    "AddressSanitizer": "torch.ops.flyball.rms_norm(torch.ones(4, 64), torch.ones(8), 1e-6)",
+    "AddressSanitizer": "torch.ops.flyball.rms_norm(torch.ones(4, 64), torch.ones(8), 1e-6, 0.0)",
     "runtime error: division by zero": "cache, ids = torch.zeros(1, 4, 0, 16), torch.tensor([0, 1], dtype=torch.int32); "
-    "torch.ops.flyball.paged_attention(torch.zeros(1, 2, 16), cache, cache, ids[:1, None], ids, ids[1:], 1.0, None, cache)",
+    "query = torch.zeros(1, 2, 16); "
+    "torch.ops.flyball.paged_attention(query, cache, cache, ids[:1, None], ids, ids[1:], 1.0, None, None, cache)",
 }
 """What a sanitizer must say of each call."""
 

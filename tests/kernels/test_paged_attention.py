@@ -28,13 +28,14 @@ def run(request):
     return request.param
 
 
-def check(run, query_lens, context_lens, sliding_window=None, **shape):
+def check(run, query_lens, context_lens, sliding_window=None, softcap=None, scale=None, **shape):
     inputs = attention_inputs(query_lens, context_lens, **shape)
-    scale = inputs["query"].shape[-1] ** -0.5
+    scale = scale or inputs["query"].shape[-1] ** -0.5
+    bounds = {"sliding_window": sliding_window, "softcap": softcap}
     out, buffer = guarded(*inputs["query"].shape, dtype=inputs["query"].dtype)
-    run(**inputs, scale=scale, max_query_len=max(query_lens, default=0), sliding_window=sliding_window, out=out)
+    run(**inputs, scale=scale, max_query_len=max(query_lens, default=0), **bounds, out=out)
     expected = reference.paged_attention(
-        **inputs, scale=scale, sliding_window=sliding_window, out=torch.full_like(inputs["query"], float("nan"))
+        **inputs, scale=scale, **bounds, out=torch.full_like(inputs["query"], float("nan"))
     )
     # Triton rounds the softmax weights to the dtype of the values, as every flash attention does: with 16 bits that is
     # an error of the size of the output's own rounding, relative to the largest value and not to the result
@@ -82,6 +83,16 @@ def test_sliding_window(run, sliding_window):
 @pytest.mark.parametrize("sliding_window", [90, 100])
 def test_a_window_that_begins_shortly_before_a_split(run, sliding_window):
     check(run, [1, 2], [600, 602], sliding_window=sliding_window, **ONE_KV_HEAD)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+@pytest.mark.parametrize("scale", [0.125, 4.0])
+def test_softcap(run, softcap, scale):
+    check(run, [1, 7, 1, 90], [600, 7, 65, 200], softcap=softcap, scale=scale, sliding_window=100, **ONE_KV_HEAD)
+
+
+def test_softcap_of_16_bits(run):
+    check(run, [1, 9, 40], [70, 9, 41], softcap=5.0, scale=1.0, dtype=torch.bfloat16)
 
 
 def test_no_sequences(run):
@@ -186,6 +197,11 @@ def test_a_sequence_of_nan_leaves_the_others_alone(run, dtype):
 def test_window_of_no_tokens():
     with pytest.raises(ValueError, match="sliding_window is 0; it must be at least 1"):
         paged_attention(**attention_inputs([1], [1]), scale=1.0, max_query_len=1, sliding_window=0)
+
+
+def test_softcap_of_nothing():
+    with pytest.raises(ValueError, match=r"softcap is 0\.0; it must be above 0, or None"):
+        paged_attention(**attention_inputs([1], [1]), scale=1.0, max_query_len=1, softcap=0.0)
 
 
 @pytest.mark.gpu

@@ -26,6 +26,14 @@ def test_addition_comes_first_and_is_returned(shape, dtype):
     assert_close(normed, reference.rms_norm(x + residual, weight, 1e-6))
 
 
+def test_offset_is_added_before_rounding(dtype):
+    x, residual, weight = (torch.randn(shape, dtype=dtype) for shape in ((3, 80), (3, 80), (80,)))
+    exact = torch.nn.functional.rms_norm(x.double(), (80,), 1.0 + weight.double(), 1e-6)
+    assert_close(rms_norm(x, weight, 1e-6, offset=1.0), exact.to(dtype))
+    normed, _ = add_rms_norm(x, residual, weight, 1e-6, offset=1.0)
+    assert_close(normed, reference.rms_norm(x + residual, weight, 1e-6, 1.0))
+
+
 def test_agrees_with_torch():
     x, weight = torch.randn(7, 96), torch.randn(96)
     assert_close(rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (96,), weight, 1e-6))

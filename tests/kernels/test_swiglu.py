@@ -16,10 +16,18 @@ def test_equals_the_reference(shape, dtype):
     assert_close(swiglu(gate_up), reference.swiglu(gate_up))
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (5, 160), (3, 66)])
+def test_gelu_equals_the_reference(shape, dtype):
+    gate_up = torch.randn(shape, dtype=dtype) * 4
+    assert_close(swiglu(gate_up, activation="gelu_tanh"), reference.swiglu(gate_up, "gelu_tanh"))
+
+
 def test_extreme_gates():
     gate = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, float("nan")])
     gate_up = torch.cat([gate, torch.ones(8)])[None]
-    torch.testing.assert_close(swiglu(gate_up), reference.swiglu(gate_up), equal_nan=True)
+    for activation in ("silu", "gelu_tanh"):
+        expected = reference.swiglu(gate_up, activation)
+        torch.testing.assert_close(swiglu(gate_up, activation=activation), expected, equal_nan=True)
 
 
 def test_rows_must_be_even():

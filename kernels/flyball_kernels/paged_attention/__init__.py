@@ -20,6 +20,7 @@ def paged_attention(
     max_query_len: int,
     backend: Backend,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend each query token to its sequence's keys up to itself (Kwon et al. 2023, flash-style online softmax).
@@ -37,6 +38,7 @@ def paged_attention(
         scale: factor on the scores, commonly ``head_dim ** -0.5``.
         max_query_len: the longest query of this call; sizes the GPU grid.
         sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None sees all.
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2); None leaves them as they are.
         out: written in place when given, like ``query`` in shape, dtype and layout.
     Returns:
         ``out``, or a new ``[num_tokens, num_q_heads, head_dim]``.
@@ -44,7 +46,7 @@ def paged_attention(
         ValueError: a shape, dtype or layout is not as above.
         IndexError: a length or a block id is out of range, on CPU. A GPU does not check them: what it reads is undefined.
     """
-    _check(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, sliding_window)
+    _check(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, sliding_window, softcap)
     if out is None:
         out = torch.empty_like(query)
     else:
@@ -53,15 +55,15 @@ def paged_attention(
         check_contiguous("out", out)
     tensors = (query, k_cache, v_cache, block_tables, cu_query_lens, context_lens)
     if backend.name == "cpp":
-        torch.ops.flyball.paged_attention(*tensors, scale, sliding_window, out)
+        torch.ops.flyball.paged_attention(*tensors, scale, sliding_window, softcap, out)
         return out
     if backend.name == "triton":
         from flyball_kernels.paged_attention import kernel  # triton is there on Linux only
 
         return kernel.paged_attention(
-            *tensors, scale=scale, max_query_len=max_query_len, sliding_window=sliding_window, out=out
+            *tensors, scale=scale, max_query_len=max_query_len, sliding_window=sliding_window, softcap=softcap, out=out
         )
-    return reference.paged_attention(*tensors, scale=scale, sliding_window=sliding_window, out=out)
+    return reference.paged_attention(*tensors, scale=scale, sliding_window=sliding_window, softcap=softcap, out=out)
 
 
 def _check(
@@ -72,6 +74,7 @@ def _check(
     cu_query_lens: Tensor,
     context_lens: Tensor,
     sliding_window: int | None,
+    softcap: float | None,
 ) -> None:
     check_shape("query", query, None, None, None)
     num_q_heads, head_dim = query.shape[1:]
@@ -97,3 +100,5 @@ def _check(
         check_contiguous(name, tensor)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None for no window.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; it must be above 0, or None for no bound.")

@@ -32,6 +32,7 @@ struct Attention {
   int64_t num_sequences, max_blocks, block_size, num_q_heads, num_kv_heads, head_dim;
   int64_t window;  // how many keys a token sees
   float scale;
+  float softcap;  // 0: scores have no bound
 
   int64_t group() const { return num_q_heads / num_kv_heads; }
   int64_t dim() const { return round_up(head_dim, kLanes); }
@@ -100,14 +101,18 @@ struct Attention {
     return tile;
   }
 
+  // Scores are in base 2, or, before the bound, in units of it.
+  float query_scale() const { return softcap > 0.0f ? scale / softcap : scale * kLog2e; }
+
   void load_query(const Task& t, const Workspace& work, int64_t rows) const {
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t d = 0; d < head_dim; d += kLanes)
-        store(work.query + row * work.dim + d, load_up_to(query + row_offset(t, row) + d, head_dim - d) * (scale * kLog2e));
+        store(work.query + row * work.dim + d, load_up_to(query + row_offset(t, row) + d, head_dim - d) * query_scale());
   }
 
   void soften(const Task& t, const KeyTile<T>& tile, const Workspace& work, int64_t rows) const {
     for (int64_t row = 0; row < rows; ++row) {
+      if (softcap > 0.0f) bound_row(work, row, tile.size(), softcap * kLog2e);
       const int64_t last = position(t) + row / group() + 1 - tile.start;
       soften_row(work, row, last - window, last, tile.size());
     }
@@ -207,13 +212,14 @@ struct Attention {
 
 void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
                      const Tensor& cu_query_lens, const Tensor& context_lens, double scale,
-                     std::optional<int64_t> sliding_window, const Tensor& out) {
+                     std::optional<int64_t> sliding_window, std::optional<double> softcap, const Tensor& out) {
   dispatch(query, "paged_attention", [&]<class T>(T*) {
     const Attention<T> attention{
         data<const T>(query), data<const T>(k_cache), data<const T>(v_cache), data<T>(out),
         data<const int32_t>(block_tables), data<const int32_t>(cu_query_lens), data<const int32_t>(context_lens),
         context_lens.size(0), block_tables.size(1), k_cache.size(1), query.size(1), k_cache.size(2), query.size(2),
-        sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale)};
+        sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale),
+        static_cast<float>(softcap.value_or(0.0))};
     attention.check(query.size(0), k_cache.size(0));
     attention();
   });
@@ -222,7 +228,7 @@ void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def(
       "paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor cu_query_lens, "
-      "Tensor context_lens, float scale, int? sliding_window, Tensor(a!) out) -> ()");
+      "Tensor context_lens, float scale, int? sliding_window, float? softcap, Tensor(a!) out) -> ()");
   m.impl("paged_attention", c10::DispatchKey::CPU, TORCH_FN(paged_attention));
 }
 

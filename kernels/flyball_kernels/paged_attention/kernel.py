@@ -24,13 +24,14 @@ def paged_attention_kernel(
     cu_query_lens_ptr,  # [num_seqs + 1] int32
     context_lens_ptr,  # [num_seqs] int32
     out_ptr,  # as query
-    scale,  # includes log2(e)
+    scale,  # includes log2(e), or 1 / SOFTCAP
     max_blocks,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # keys a token sees, or None
+    SOFTCAP: tl.constexpr,  # bound of the scores, times log2(e), or None
     BLOCK_M: tl.constexpr,  # rows of a tile
     BLOCK_N: tl.constexpr,  # keys per turn
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
@@ -72,6 +73,9 @@ def paged_attention_kernel(
         kv_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(k_cache_ptr + key_offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(DOT_DTYPE)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SOFTCAP is not None:
+            doubled = tl.minimum(scores * 2.8853900817779268, 126.0)  # 2 * log2(e); beyond, tanh is 1
+            scores = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp2(doubled))
         visible = (keys[None, :] <= positions[:, None]) & is_key[None, :]
         if WINDOW is not None:
             visible &= keys[None, :] > positions[:, None] - WINDOW
@@ -120,6 +124,7 @@ def paged_attention(
     scale: float,
     max_query_len: int,
     sliding_window: int | None,
+    softcap: float | None = None,
     out: Tensor,
 ) -> Tensor:
     """Launch the kernel; arguments as the public op, already checked."""
@@ -139,13 +144,14 @@ def paged_attention(
         cu_query_lens,
         context_lens,
         out,
-        scale * LOG2E,
+        scale * LOG2E if softcap is None else scale / softcap,
         block_tables.shape[1],
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window,
+        SOFTCAP=None if softcap is None else softcap * LOG2E,
         DOT_DTYPE=dot_dtype(query.dtype),
         **shape,
         **OPTIONS,

@@ -14,6 +14,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
     out: Tensor,
 ) -> Tensor:
     """Gather each sequence's context and attend to it in fp32. Exact and slow."""
@@ -21,7 +22,7 @@ def paged_attention(
     for i, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
         keys, values = (_gather(cache, block_tables[i], context_len) for cache in (k_cache, v_cache))
-        out[rows] = _attend(query[rows], keys, values, scale, sliding_window)
+        out[rows] = _attend(query[rows], keys, values, scale, sliding_window, softcap)
     return out
 
 
@@ -31,12 +32,16 @@ def _gather(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
     return cache[block_table[:num_blocks].long()].flatten(0, 1)[:context_len]  # [context_len, num_kv_heads, head_dim]
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None, softcap: float | None
+) -> Tensor:
     query_len, num_q_heads, _ = query.shape
     context_len, num_kv_heads, _ = keys.shape
     group = num_q_heads // num_kv_heads
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     q_pos = torch.arange(context_len - query_len, context_len, device=query.device)[:, None]
     k_pos = torch.arange(context_len, device=query.device)[None, :]
     hidden = k_pos > q_pos

@@ -175,6 +175,12 @@ inline void weigh(const Workspace& work, int64_t rows, int64_t num_keys, F value
   }
 }
 
+// scores = bound * tanh(scores)
+inline void bound_row(const Workspace& work, int64_t row, int64_t num_keys, float bound) {
+  float* scores = work.scores + row * kTileKeys;
+  for (int64_t j = 0; j < round_up(num_keys, kLanes); j += kLanes) store(scores + j, bound * tanh(load(scores + j)));
+}
+
 // Turns the row's scores into weights relative to its new maximum, and scales what was summed before to it.
 // Keys outside [first, last) are hidden from the row, and so is what fills the last vector.
 inline void soften_row(const Workspace& work, int64_t row, int64_t first, int64_t last, int64_t num_keys) {

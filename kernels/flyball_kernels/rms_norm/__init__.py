@@ -8,13 +8,14 @@ from flyball_kernels.checks import check_dtype, check_shape
 from flyball_kernels.rms_norm import reference
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend) -> Tensor:
-    """Scale the last dimension of ``x`` to unit root mean square, times ``weight``.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend, offset: float = 0.0) -> Tensor:
+    """Scale the last dimension of ``x`` to unit root mean square, times ``offset + weight``.
 
     Args:
         x: ``[..., hidden]`` bf16, fp16 or fp32.
         weight: ``[hidden]``, dtype of ``x``.
         eps: added to the mean square.
+        offset: 1 for weights that are relative to one (Gemma), which 16 bits would round.
     Returns:
         A new contiguous tensor like ``x``; computed in fp32 and rounded once.
     Raises:
@@ -22,16 +23,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend) -> Tens
     """
     _check(x, weight)
     if backend.name == "cpp":
-        return torch.ops.flyball.rms_norm(x, weight, eps)
-    return reference.rms_norm(x, weight, eps)
+        return torch.ops.flyball.rms_norm(x, weight, eps, offset)
+    return reference.rms_norm(x, weight, eps, offset)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: Backend) -> tuple[Tensor, Tensor]:
-    """Return ``(rms_norm(x + residual, weight, eps), x + residual)``, both new tensors, in one pass over memory.
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: Backend, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return ``(rms_norm(x + residual), x + residual)``, both new tensors, in one pass over memory.
 
     Args:
         x, residual: ``[..., hidden]``, same shape and dtype.
-        weight, eps: as ``rms_norm``.
+        weight, eps, offset: as ``rms_norm``.
     Raises:
         ValueError: the tensors do not fit each other.
     """
@@ -39,8 +42,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, bac
     check_shape("residual", residual, *x.shape)
     check_dtype("residual", residual, x.dtype)
     if backend.name == "cpp":
-        return torch.ops.flyball.add_rms_norm(x, residual, weight, eps)
-    return reference.add_rms_norm(x, residual, weight, eps)
+        return torch.ops.flyball.add_rms_norm(x, residual, weight, eps, offset)
+    return reference.add_rms_norm(x, residual, weight, eps, offset)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

@@ -16,7 +16,7 @@ const T* add_row(const T* a, const T* b, T* total, int64_t n) {
 }
 
 template <class T>
-void normalise_row(const T* x, const T* weight, T* out, int64_t n, float eps) {
+void normalise_row(const T* x, const T* weight, T* out, int64_t n, float eps, float offset) {
   Vec squares{};
   for (int64_t i = 0; i < n; i += kLanes) {
     const Vec v = load_up_to(x + i, n - i);
@@ -25,7 +25,7 @@ void normalise_row(const T* x, const T* weight, T* out, int64_t n, float eps) {
   const float scale = 1.0f / std::sqrt(sum(squares) / n + eps);
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t rest = n - i;
-    store_up_to(out + i, load_up_to(x + i, rest) * scale * load_up_to(weight + i, rest), rest);
+    store_up_to(out + i, load_up_to(x + i, rest) * scale * (load_up_to(weight + i, rest) + offset), rest);
   }
 }
 

@@ -20,6 +20,7 @@ def rope_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> Tensor:
     """Norm and rotate a fused QKV projection, store its keys and values in the cache, return the query.
 
@@ -34,7 +35,7 @@ def rope_kv_write(
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous, dtype of ``qkv``; written.
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; no slot twice.
         q_norm, k_norm: ``[head_dim]`` RMSNorm weights (Qwen3), or None.
-        eps: of both norms.
+        eps, norm_offset: of both norms, see ``rms_norm``.
     Returns:
         The query, a new contiguous ``[num_tokens, num_q_heads, head_dim]``.
     Raises:
@@ -61,16 +62,16 @@ def rope_kv_write(
             check_dtype(name, weight, qkv.dtype)
     tensors = (qkv, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, q_norm, k_norm)
     if backend.name == "cpp":
-        return torch.ops.flyball.rope_kv_write(*tensors, eps)
+        return torch.ops.flyball.rope_kv_write(*tensors, eps, norm_offset)
     if backend.name == "triton":
         query, key, value = reference.split_norm_rope(
-            qkv, positions, cos_sin_cache, num_kv_heads, head_dim, q_norm, k_norm, eps
+            qkv, positions, cos_sin_cache, num_kv_heads, head_dim, q_norm, k_norm, eps, norm_offset
         )
         from flyball_kernels.rope_kv_write import kernel  # triton is there on Linux only
 
         kernel.kv_write(key, value, k_cache, v_cache, slot_mapping)
         return query
-    return reference.rope_kv_write(*tensors, eps)
+    return reference.rope_kv_write(*tensors, eps, norm_offset)
 
 
 def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:

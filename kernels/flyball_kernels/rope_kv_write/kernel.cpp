@@ -10,11 +10,11 @@ template <class T, class C>
 struct Heads {
   int64_t num_q, num_kv, head_dim, half;  // half: of the rotated part
   const T *q_norm, *k_norm;               // or null
-  float eps;
+  float eps, norm_offset;
 
   void prepare(const T* x, const T* norm, const C* cos_sin, T* out) const {
     if (norm) {
-      normalise_row(x, norm, out, head_dim, eps);
+      normalise_row(x, norm, out, head_dim, eps, norm_offset);
       x = out;
     }
     rotate_head(x, cos_sin, out, half, head_dim);
@@ -31,7 +31,7 @@ struct Heads {
 
 Tensor rope_kv_write(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin_cache, const Tensor& k_cache,
                      const Tensor& v_cache, const Tensor& slot_mapping, const std::optional<Tensor>& q_norm,
-                     const std::optional<Tensor>& k_norm, double eps) {
+                     const std::optional<Tensor>& k_norm, double eps, double norm_offset) {
   const Tensor rows = qkv.contiguous(), table = cos_sin_cache.contiguous();
   const Tensor at = positions.contiguous(), slots = slot_mapping.contiguous();
   const int64_t num_tokens = rows.size(0), width = rows.size(1), num_kv = k_cache.size(2), head_dim = k_cache.size(3);
@@ -42,7 +42,7 @@ Tensor rope_kv_write(const Tensor& qkv, const Tensor& positions, const Tensor& c
   dispatch(rows, "rope_kv_write", [&]<class T>(T*) {
     dispatch(table, "rope_kv_write", [&]<class C>(C*) {
       const Heads<T, C> heads{num_q, num_kv, head_dim, rotary_dim / 2, data_or_null<T>(q_norm), data_or_null<T>(k_norm),
-                              static_cast<float>(eps)};
+                              static_cast<float>(eps), static_cast<float>(norm_offset)};
       const int64_t *position = data<const int64_t>(at), *slot = data<const int64_t>(slots);
 #pragma omp parallel for if (rows.numel() > kParallelGrain)
       for (int64_t i = 0; i < num_tokens; ++i)
@@ -57,7 +57,7 @@ Tensor rope_kv_write(const Tensor& qkv, const Tensor& positions, const Tensor& c
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def(
       "rope_kv_write(Tensor qkv, Tensor positions, Tensor cos_sin_cache, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-      "Tensor slot_mapping, Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor");
+      "Tensor slot_mapping, Tensor? q_norm, Tensor? k_norm, float eps, float norm_offset) -> Tensor");
   m.impl("rope_kv_write", c10::DispatchKey::CPU, TORCH_FN(rope_kv_write));
 }
 

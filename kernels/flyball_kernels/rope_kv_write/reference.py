@@ -15,9 +15,10 @@ def rope_kv_write(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    norm_offset: float = 0.0,
 ) -> Tensor:
     query, key, value = split_norm_rope(
-        qkv, positions, cos_sin_cache, k_cache.shape[2], k_cache.shape[3], q_norm, k_norm, eps
+        qkv, positions, cos_sin_cache, k_cache.shape[2], k_cache.shape[3], q_norm, k_norm, eps, norm_offset
     )
     k_cache.flatten(0, 1)[slot_mapping] = key
     v_cache.flatten(0, 1)[slot_mapping] = value
@@ -33,14 +34,15 @@ def split_norm_rope(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what attention needs, each ``[num_tokens, heads, head_dim]``; the value is a view of ``qkv``."""
     heads = qkv.unflatten(1, (-1, head_dim))
     query, key, value = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None:
-        query = rms_norm(query, q_norm, eps)
+        query = rms_norm(query, q_norm, eps, norm_offset)
     if k_norm is not None:
-        key = rms_norm(key, k_norm, eps)
+        key = rms_norm(key, k_norm, eps, norm_offset)
     return rope(positions, query, cos_sin_cache), rope(positions, key, cos_sin_cache), value
 
 

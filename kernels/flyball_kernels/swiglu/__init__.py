@@ -1,4 +1,6 @@
-"""SwiGLU's elementwise part. CUDA runs the torch reference."""
+"""The elementwise part of gated linear units, SwiGLU and GeGLU. CUDA runs the torch reference."""
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -7,12 +9,15 @@ from flyball_kernels.backend import Backend
 from flyball_kernels.checks import check_shape
 from flyball_kernels.swiglu import reference
 
+Activation = Literal["silu", "gelu_tanh"]
 
-def swiglu(gate_up: Tensor, *, backend: Backend) -> Tensor:
-    """Return ``silu(gate) * up`` of a fused gate-up projection.
+
+def swiglu(gate_up: Tensor, *, backend: Backend, activation: Activation = "silu") -> Tensor:
+    """Return ``activation(gate) * up`` of a fused gate-up projection.
 
     Args:
         gate_up: ``[num_tokens, 2 * intermediate]``, the gate in the first half of each row.
+        activation: ``silu`` (SwiGLU), or GELU in its approximation with tanh (GeGLU).
     Returns:
         A new ``[num_tokens, intermediate]``; computed in fp32 and rounded once.
     Raises:
@@ -22,5 +27,5 @@ def swiglu(gate_up: Tensor, *, backend: Backend) -> Tensor:
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up has rows of {gate_up.shape[1]}; the length must be even: gate and up side by side.")
     if backend.name == "cpp":
-        return torch.ops.flyball.swiglu(gate_up)
-    return reference.swiglu(gate_up)
+        return torch.ops.flyball.swiglu(gate_up, activation == "gelu_tanh")
+    return reference.swiglu(gate_up, activation)

@@ -1,4 +1,4 @@
-// silu(gate) * up, fp32 inside.
+// activation(gate) * up, fp32 inside.
 #include "../cpu/tensors.h"
 
 namespace flyball {
@@ -6,15 +6,21 @@ namespace {
 
 Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
 
-template <class T>
-void swiglu_row(const T* gate, const T* up, T* out, int64_t n) {
+// 0.5 * x * (1 + tanh(u)) is x * sigmoid(2 * u)
+Vec gelu_tanh(Vec x) {
+  const Vec u = 0.797884560802865f * (x + 0.044715f * x * x * x);  // sqrt(2 / pi)
+  return x / (1.0f + exp(-2.0f * u));
+}
+
+template <class F, class T>
+void gated_row(F activation, const T* gate, const T* up, T* out, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t rest = n - i;
-    store_up_to(out + i, silu(load_up_to(gate + i, rest)) * load_up_to(up + i, rest), rest);
+    store_up_to(out + i, activation(load_up_to(gate + i, rest)) * load_up_to(up + i, rest), rest);
   }
 }
 
-Tensor swiglu(const Tensor& gate_up) {
+Tensor swiglu(const Tensor& gate_up, bool is_gelu) {
   const Tensor from = gate_up.contiguous();
   const int64_t rows = from.size(0), n = from.size(1) / 2;
   Tensor out = at::empty({rows, n}, from.options());
@@ -22,13 +28,17 @@ Tensor swiglu(const Tensor& gate_up) {
     const T* in = data<T>(from);
     T* to = data<T>(out);
 #pragma omp parallel for if (rows * n > kParallelGrain)
-    for (int64_t row = 0; row < rows; ++row) swiglu_row(in + 2 * row * n, in + (2 * row + 1) * n, to + row * n, n);
+    for (int64_t row = 0; row < rows; ++row) {
+      const T *gate = in + 2 * row * n, *up = gate + n;
+      if (is_gelu) gated_row(gelu_tanh, gate, up, to + row * n, n);
+      else gated_row(silu, gate, up, to + row * n, n);
+    }
   });
   return out;
 }
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
-  m.def("swiglu(Tensor gate_up) -> Tensor");
+  m.def("swiglu(Tensor gate_up, bool is_gelu) -> Tensor");
   m.impl("swiglu", c10::DispatchKey::CPU, TORCH_FN(swiglu));
 }
 
