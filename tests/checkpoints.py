@@ -13,13 +13,22 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     GenerationConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 384
@@ -82,6 +91,83 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
 }
 
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+# What differs from ARCHITECTURES in the description of the model only; one fast test each, the deep ones are slow.
+MORE_ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama dynamic": (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "qwen3 yarn": (
+        Qwen3Config,
+        {
+            "head_dim": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "sliding_window": 20,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": (Phi3Config, {"pad_token_id": 0, "sliding_window": 40}),
+    "phi3 longrope": (
+        Phi3Config,
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.1, 1.5, 2.0],
+                "long_factor": [1.5, 2.0, 4.0, 8.0],
+            },
+        },
+    ),
+    "granite": (
+        GraniteConfig,
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 5.0,
+            "attention_bias": True,
+        },
+    ),
+    "olmo2": (Olmo2Config, {}),
+    "smollm3": (SmolLM3Config, {"pad_token_id": 0, "no_rope_layer_interval": 2, "num_hidden_layers": 3}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 5, "sliding_window": 40}),
+    "qwen2 moe": (
+        Qwen2MoeConfig,
+        {**_EXPERTS, "shared_expert_intermediate_size": 56, "mlp_only_layers": [0], "num_hidden_layers": 3},
+    ),
+    "qwen3 moe": (Qwen3MoeConfig, {**_EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
+}
+
 
 def make_checkpoint(
     directory: Path,
@@ -92,12 +178,12 @@ def make_checkpoint(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint of ``arch`` (a key of ARCHITECTURES) into ``directory``, made if needed; returns it.
+    """Write a checkpoint of ``arch``, a key of ARCHITECTURES or MORE_ARCHITECTURES, into ``directory``; returns it.
 
     ``overrides`` replace fields of the transformers config. A small ``max_shard_size`` ("100KB") gives several
     safetensors files with an index. The same arguments give the same weights.
     """
-    config_class, own_sizes = ARCHITECTURES[arch]
+    config_class, own_sizes = (ARCHITECTURES | MORE_ARCHITECTURES)[arch]
     config = config_class(**{**_SIZES, **own_sizes, **overrides})
     model = _random_model(config, seed).to(dtype)
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=[EOS_ID, TURN_END_ID])

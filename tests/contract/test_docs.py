@@ -38,6 +38,7 @@ from flyball_runtime.api.metrics import VLLM_NAMES
 from flyball_runtime.api.schemas import CHAT_NOOPS, COMPLETION_NOOPS, ChatRequest, CompletionRequest
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.errors import RequestError
+from flyball_runtime.core.model_config import SUPPORTED_ARCHITECTURES
 from runtime.fake_engine import STEP_MODEL, FakeEngine, step_stats
 
 ROOT = Path(__file__).parents[2]
@@ -398,3 +399,8 @@ def test_every_picture_can_be_shown_by_itself(picture: Path) -> None:
         assert element.tag.rpartition("}")[2] not in ("script", "image", "foreignObject", "a")
         assert not any(name.endswith("href") for name in element.attrib)
         assert "@import" not in (element.text or "") and "url(http" not in (element.text or "")
+
+
+def test_the_table_of_models_has_every_architecture() -> None:
+    named = re.findall(r"^\| `(\w+ForCausalLM)` \|", (ROOT / "docs/serving.md").read_text(), re.MULTILINE)
+    assert tuple(named) == SUPPORTED_ARCHITECTURES

@@ -50,9 +50,16 @@ class JsonFields:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if not _is_positive(value):
             raise self.error(key, "a number above 0")
         return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of numbers above 0, as long as a dimension may be."""
+        value = self._present(key, None)
+        if not isinstance(value, list) or not 0 < len(value) <= LARGEST_SIZE or not all(map(_is_positive, value)):
+            raise self.error(key, "a list of numbers above 0")
+        return tuple(map(float, value))
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self._present(key, default)
@@ -76,3 +83,7 @@ class JsonFields:
         if value is None and default is None:
             raise ConfigError(f"{self.source} has no {self._prefix}{key}, which this architecture needs.")
         return default if value is None else value
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

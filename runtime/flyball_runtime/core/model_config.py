@@ -1,133 +1,68 @@
 """What a Hugging Face checkpoint directory says about its model, read once and checked; no torch."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, TypedDict, cast, get_args
 
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.families import FAMILIES, Activation, Family, MoEFields, NormNames
 from flyball_runtime.core.json_fields import JsonFields, read_json_object
-
-MAX_POSITIONS = 2**24
-"""Tokens: the longest context that a config.json may name."""
-
-RopeType = Literal["default", "linear", "llama3"]
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021) and how it was stretched to longer contexts.
-
-    Attributes:
-        theta: base of the wavelengths.
-        factor: how many times longer the context became; 1 for ``default``.
-        low_freq_factor, high_freq_factor, original_max_position_embeddings: ``llama3`` only: wavelengths above
-            original / low are stretched, those below original / high are left alone, the others are interpolated.
-    """
-
-    rope_type: RopeType = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-
-    @classmethod
-    def from_fields(cls, config: JsonFields) -> "RopeConfig":
-        """Read ``rope_parameters`` (transformers 5) or ``rope_scaling`` beside ``rope_theta`` (transformers 4)."""
-        rope = config.child("rope_scaling" if config.raw("rope_scaling") else "rope_parameters")
-        theta = rope.number("rope_theta", config.number("rope_theta", cls.theta))
-        _refuse_partial_rotation(config, rope)
-        match _rope_type(rope):
-            case "default":
-                return cls(theta=theta)
-            case "linear":
-                return cls("linear", theta, rope.number("factor"))
-            case "llama3":
-                return _llama3(rope, theta)
-
-
-def _llama3(rope: JsonFields, theta: float) -> RopeConfig:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
-        raise rope.error("high_freq_factor", f"above low_freq_factor, {low:g}")
-    original = rope.integer("original_max_position_embeddings", high=MAX_POSITIONS)
-    return RopeConfig("llama3", theta, rope.number("factor"), low, high, original)
-
-
-def _rope_type(rope: JsonFields) -> RopeType:
-    key = "rope_type" if rope.raw("rope_type") is not None else "type"
-    value = rope.raw(key)
-    if value is None:
-        return "default"
-    if value not in get_args(RopeType):
-        raise ConfigError(
-            f"{rope.source}: RoPE type {value!r} is not supported; supported are {', '.join(get_args(RopeType))}. "
-            "Use a checkpoint with one of these."
-        )
-    return cast(RopeType, value)
-
-
-def _refuse_partial_rotation(config: JsonFields, rope: JsonFields) -> None:
-    factor = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if factor != 1.0:
-        raise ConfigError(f"{rope.source}: partial_rotary_factor is {factor:g}; only 1 is supported.")
-
+from flyball_runtime.core.rope import MAX_POSITIONS, RopeConfig, read_ropes
 
 DType = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 MAX_LAYERS = 2**12
-DEFAULT_SLIDING_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
+SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
+
+
 @dataclass(frozen=True)
-class _Family:
-    """What an architecture fixes, and which optional fields of config.json it honours. Defaults are transformers'.
+class MoEConfig:
+    """A mixture of experts in place of the MLP.
 
     Attributes:
-        bias_fields: ``attention_bias`` gives q, k, v and o a bias; ``mlp_bias`` gives gate, up and down one.
-        default_head_dim: head_dim when config.json has none; None is hidden_size / num_attention_heads.
-        default_num_kv_heads: num_key_value_heads when config.json has no word of it; None is num_attention_heads.
-        window: which layers slide: none, all (Mistral), or the upper ones if config.json says so (Qwen).
+        layers: by layer, whether it has one; the others have an MLP.
+        intermediate_size: inner size of one expert.
+        normalizes_weights: whether the weights of a token's experts are scaled to add up to 1.
+        shared_intermediate_size: inner size of the expert that all tokens use; None if there is none.
+        block_name, expert_names: see ``MoEFields``.
     """
 
-    bias_fields: frozenset[str] = frozenset()
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    default_head_dim: int | None = None
-    default_num_kv_heads: int | None = None
-    window: Literal["none", "all", "upper"] = "none"
-
-
-_FAMILIES = {
-    "LlamaForCausalLM": _Family(bias_fields=frozenset({"attention_bias", "mlp_bias"})),
-    "MistralForCausalLM": _Family(default_num_kv_heads=8, window="all"),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, default_num_kv_heads=32, window="upper"),
-    "Qwen3ForCausalLM": _Family(
-        bias_fields=frozenset({"attention_bias"}),
-        qk_norm=True,
-        default_head_dim=128,
-        default_num_kv_heads=32,
-        window="upper",
-    ),
-}
-SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+    layers: tuple[bool, ...]
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalizes_weights: bool
+    shared_intermediate_size: int | None
+    block_name: str
+    expert_names: tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer: RMSNorm, rotary attention with grouped KV heads, SwiGLU.
+    """Shape of a decoder-only transformer: RMSNorm, rotary attention with grouped KV heads, gated MLPs.
 
     Attributes:
         head_dim: elements of one head; even, and not always hidden_size / num_attention_heads.
         max_position_embeddings: as config.json says; see ``max_context_len`` for what the model can take.
+        ropes: per layer, how queries and keys are rotated; None is not at all.
         qkv_bias, output_bias, mlp_bias: whether those projections add a bias.
-        qk_norm: RMSNorm over head_dim on queries and keys before RoPE (Qwen3).
+        qk_norm: RMSNorm on queries and keys before RoPE, of each ``head`` (Qwen3) or of the whole ``width`` (OLMo 2).
         sliding_windows: per layer, how many of the latest tokens are attended to (the query's own included);
             None is all of them.
+        norm_names: which norms a layer has, before and after attention and MLP.
+        norm_offset: added to the weights of norms (Gemma's are relative to 1).
+        fused_projections: whether the checkpoint has q, k and v in one tensor, and gate and up.
+        embedding_scale, residual_scale: factors on embeddings, and on what attention and MLP add to the residual.
+        attention_scale, attention_softcap: factor on attention scores, then their bound: cap * tanh(score / cap).
+        logits_divisor, logits_softcap: the same of the logits.
+        moe: None if all layers have an MLP.
         dtype: what the weights were saved in; float32 when config.json is silent.
         eos_token_ids: ids that end a sequence, from config.json and generation_config.json together.
     """
@@ -142,13 +77,24 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["head", "width"] | None
     sliding_windows: tuple[int | None, ...]
+    norm_names: NormNames
+    norm_offset: float
+    fused_projections: bool
+    activation: Activation
+    embedding_scale: float
+    residual_scale: float
+    attention_scale: float
+    attention_softcap: float | None
+    logits_divisor: float
+    logits_softcap: float | None
+    moe: MoEConfig | None
     dtype: DType
     eos_token_ids: frozenset[int]
 
@@ -163,10 +109,12 @@ class ModelConfig:
         path = Path(path)
         fields = JsonFields(*_config_json(path))
         architecture, family = _family(fields)
-        _refuse_unsupported(fields)
+        _refuse_unsupported(fields, family)
         num_heads = fields.integer("num_attention_heads")
         num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
         attention_bias = "attention_bias" in family.bias_fields and fields.boolean("attention_bias", False)
+        windows = _sliding_windows(fields, family, num_layers)
+        head_dim = _head_dim(fields, family, num_heads)
         config = cls(
             architecture=architecture,
             vocab_size=fields.integer("vocab_size"),
@@ -175,46 +123,45 @@ class ModelConfig:
             num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=_num_kv_heads(fields, family, num_heads),
-            head_dim=_head_dim(fields, family, num_heads),
+            head_dim=head_dim,
             max_position_embeddings=fields.integer("max_position_embeddings", high=MAX_POSITIONS),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=RopeConfig.from_fields(fields),
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-            qkv_bias=family.qkv_bias or attention_bias,
+            rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
+            ropes=_ropes(fields, family, windows),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", family.tie_word_embeddings),
+            qkv_bias=_qkv_bias(fields, family) or attention_bias,
             output_bias=attention_bias,
             mlp_bias="mlp_bias" in family.bias_fields and fields.boolean("mlp_bias", False),
             qk_norm=family.qk_norm,
-            sliding_windows=_sliding_windows(fields, family, num_layers),
+            sliding_windows=windows,
+            norm_names=family.norm_names,
+            norm_offset=family.norm_offset,
+            fused_projections=family.fused_projections,
+            activation=family.activation,
+            moe=_moe(fields, family.moe, num_layers),
             dtype=_dtype(fields),
             eos_token_ids=_eos_token_ids(fields) | _generation_eos_token_ids(path),
+            **_scales(fields, family, head_dim),
         )
         config._check_heads(fields)
         return config
 
     @property
     def max_context_len(self) -> int:
-        """Tokens of prompt and output together that the model was made for."""
-        # linear scaling leaves max_position_embeddings at the length before stretching; llama3 updates it
-        stretch = self.rope.factor if self.rope.rope_type == "linear" else 1.0
-        return int(self.max_position_embeddings * stretch)
+        """Tokens of prompt and output together that the model can take."""
+        return max(rope.context_len(self.max_position_embeddings) for rope in self._rotations())
 
     @property
-    def num_parameters(self) -> int:
-        """Weights and biases; tied embeddings count once."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_hidden_layers * self._parameters_per_layer() + self.hidden_size
+    def default_context_len(self) -> int:
+        """Tokens to prepare for unless told. Dynamic RoPE rotates otherwise only where a longer context is asked for."""
+        is_dynamic = any(rope.rope_type == "dynamic" for rope in self._rotations())
+        return self.max_position_embeddings if is_dynamic else self.max_context_len
+
+    def _rotations(self) -> list[RopeConfig]:
+        return [rope for rope in self.ropes if rope is not None] or [RopeConfig()]
 
     def kv_bytes_per_layer(self, dtype: DType) -> int:
         """Bytes of keys and values of one token in one layer."""
         return 2 * self.num_key_value_heads * self.head_dim * DTYPE_BYTES[dtype]
-
-    def _parameters_per_layer(self) -> int:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_size, kv_size = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        weights = hidden * (2 * q_size + 2 * kv_size) + 3 * hidden * inner
-        norms = 2 * hidden + (2 * self.head_dim if self.qk_norm else 0)
-        biases = self.qkv_bias * (q_size + 2 * kv_size) + self.output_bias * hidden
-        return weights + norms + biases + self.mlp_bias * (2 * inner + hidden)
 
     def _check_heads(self, fields: JsonFields) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -224,6 +171,23 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"{fields.source}: head_dim is {self.head_dim}; RoPE rotates pairs, so it must be even.")
+        for rope in self._rotations():
+            self._check_rotation(rope, fields)
+
+    def _check_rotation(self, rope: RopeConfig, fields: JsonFields) -> None:
+        dim = rope.rotary_dim(self.head_dim)
+        least = 4 if rope.rope_type == "dynamic" else 2
+        if dim % 2 or dim < least:
+            raise ConfigError(
+                f"{fields.source}: RoPE of type {rope.rope_type} would rotate {dim} of the {self.head_dim} elements of a "
+                f"head; it must be an even number from {least}. Check head_dim and partial_rotary_factor."
+            )
+        for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+            if rope.rope_type == "longrope" and len(factors) != dim // 2:
+                raise ConfigError(
+                    f"{fields.source}: {name} has {len(factors)} numbers; it must have {dim // 2}, one for each pair that is "
+                    "rotated."
+                )
 
 
 def check_tokenizer_files(path: str | Path) -> None:
@@ -244,70 +208,182 @@ def _config_json(path: Path) -> tuple[Path, dict[str, object]]:
     return source, read_json_object(source)
 
 
-def _family(fields: JsonFields) -> tuple[str, _Family]:
+def _family(fields: JsonFields) -> tuple[str, Family]:
     architectures = fields.raw("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise fields.error("architectures", f"a list with one of {', '.join(SUPPORTED_ARCHITECTURES)}")
     for name in architectures:
-        if isinstance(name, str) and name in _FAMILIES:
-            return name, _FAMILIES[name]
+        if isinstance(name, str) and name in FAMILIES:
+            return name, FAMILIES[name]
     raise ConfigError(
         f"{fields.source}: architecture {', '.join(map(str, architectures))} is not supported; "
         f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}."
     )
 
 
-def _refuse_unsupported(fields: JsonFields) -> None:
+_ACTIVATION_NAMES: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
     for key in ("quantization_config", "compression_config"):
         if fields.raw(key) is not None:
             raise ConfigError(
                 f"{fields.source} has {key}: quantized checkpoints are not supported. "
                 "Use the unquantized model in bfloat16, float16 or float32."
             )
-    if fields.raw("hidden_act") not in (None, "silu"):
-        raise fields.error("hidden_act", "'silu'")
+    activation = _ACTIVATION_NAMES[family.activation]
+    if fields.raw(family.activation_field) not in (None, activation):
+        raise fields.error(family.activation_field, repr(activation))
+    if fields.raw("use_bidirectional_attention"):
+        raise fields.error("use_bidirectional_attention", "false: tokens attend to those before them only")
 
 
-def _head_dim(fields: JsonFields, family: _Family, num_heads: int) -> int:
+def _qkv_bias(fields: JsonFields, family: Family) -> bool:
+    return fields.boolean("qkv_bias", True) if "qkv_bias" in family.bias_fields else family.qkv_bias
+
+
+class _Scales(TypedDict):
+    embedding_scale: float
+    residual_scale: float
+    attention_scale: float
+    attention_softcap: float | None
+    logits_divisor: float
+    logits_softcap: float | None
+
+
+def _scales(fields: JsonFields, family: Family, head_dim: int) -> _Scales:
+    def multiplier(name: str, default: float = 1.0) -> float:
+        return fields.number(name, 1.0) if family.has_multipliers else default
+
+    def softcap(name: str, is_honoured: bool, default: float | None) -> float | None:
+        if not is_honoured:
+            return None
+        if fields.raw(name) is None:
+            return None if name in fields else default
+        return fields.number(name)
+
+    attended = head_dim if family.attention_scale_field is None else fields.number(family.attention_scale_field, 256.0)
+    embedding_scale = math.sqrt(fields.integer("hidden_size")) if family.scales_embeddings else 1.0
+    return {
+        "embedding_scale": multiplier("embedding_multiplier", embedding_scale),
+        "residual_scale": multiplier("residual_multiplier"),
+        "attention_scale": multiplier("attention_multiplier", attended**-0.5),
+        "attention_softcap": softcap(
+            "attn_logit_softcapping", family.has_attention_softcap, family.default_attention_softcap
+        ),
+        "logits_divisor": multiplier("logits_scaling"),
+        "logits_softcap": softcap("final_logit_softcapping", family.has_logits_softcap, family.default_logits_softcap),
+    }
+
+
+def _moe(fields: JsonFields, moe: MoEFields | None, num_layers: int) -> MoEConfig | None:
+    if moe is None:
+        return None
+    # transformers 5 writes num_local_experts
+    num_experts = fields.integer("num_local_experts" if "num_local_experts" in fields else "num_experts")
+    return MoEConfig(
+        layers=_layers_with_experts(fields, num_layers),
+        num_experts=num_experts,
+        experts_per_token=fields.integer("num_experts_per_tok", moe.experts_per_token, high=num_experts),
+        intermediate_size=fields.integer(moe.intermediate_size),
+        normalizes_weights=moe.normalizes_weights or fields.boolean("norm_topk_prob", False),
+        shared_intermediate_size=fields.integer("shared_expert_intermediate_size") if moe.has_shared_expert else None,
+        block_name=moe.block_name,
+        expert_names=moe.expert_names,
+    )
+
+
+def _layers_with_experts(fields: JsonFields, num_layers: int) -> tuple[bool, ...]:
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.raw("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise fields.error("mlp_only_layers", "a list of layers, counted from 0")
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))
+
+
+def _head_dim(fields: JsonFields, family: Family, num_heads: int) -> int:
     hidden_size = fields.integer("hidden_size")
     if fields.raw("head_dim") is None and family.default_head_dim is None and hidden_size % num_heads:
         raise fields.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}, when there is no head_dim")
     return fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
 
 
-def _num_kv_heads(fields: JsonFields, family: _Family, num_heads: int) -> int:
+def _num_kv_heads(fields: JsonFields, family: Family, num_heads: int) -> int:
     unsaid = "num_key_value_heads" not in fields
     return fields.integer("num_key_value_heads", (unsaid and family.default_num_kv_heads) or num_heads)
 
 
-def _sliding_windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+def _ropes(fields: JsonFields, family: Family, windows: tuple[int | None, ...]) -> tuple[RopeConfig | None, ...]:
+    full, sliding = read_ropes(
+        fields, theta=family.theta, sliding_theta=family.sliding_theta, is_partial=family.partial_rotation
+    )
+    # of a model whose layers differ in RoPE, those that would slide are told apart even where the window is null
+    slides = _slides(fields, family, len(windows)) if full != sliding else (False,) * len(windows)
+    rotated = _rotated_layers(fields, family, len(windows))
+    return tuple(
+        (sliding if slide else full) if is_rotated else None for slide, is_rotated in zip(slides, rotated, strict=True)
+    )
+
+
+def _rotated_layers(fields: JsonFields, family: Family, num_layers: int) -> list[bool]:
+    if family.unrotated_interval is None:
+        return [True] * num_layers
+    said = fields.raw("no_rope_layers")  # 1 where there are positions
+    if not said:
+        interval = fields.integer("no_rope_layer_interval", family.unrotated_interval)
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if not isinstance(said, list) or len(said) != num_layers or any(item not in (0, 1) for item in said):
+        raise fields.error("no_rope_layers", f"{num_layers} entries (num_hidden_layers), each 0 or 1")
+    return [bool(item) for item in said]
+
+
+def _sliding_windows(fields: JsonFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    slides = _slides(fields, family, num_layers)
+    window = _window(fields, family) if any(slides) else None
+    return tuple(window if slide else None for slide in slides)
+
+
+def _slides(fields: JsonFields, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Return, by layer, whether it has the model's window, if there is one."""
+    layers = range(num_layers)
     match family.window:
         case "none":
-            return (None,) * num_layers
+            return (False,) * num_layers
         case "all":
-            return (_window(fields),) * num_layers
+            return (True,) * num_layers
+        case "layer_types":
+            pattern = fields.integer("sliding_window_pattern", family.sliding_pattern)
+            return _layer_kinds(fields, [(layer + 1) % pattern != 0 for layer in layers])
+    if not fields.boolean("use_sliding_window", False):
+        return (False,) * num_layers
+    border = fields.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, low=0)
+    match family.window:
         case "upper":
-            window = _window(fields) if fields.boolean("use_sliding_window", False) else None
-            slides = _sliding_layers(fields, num_layers)
-            return tuple(window if slide else None for slide in slides)
+            return _layer_kinds(fields, [layer >= border for layer in layers])
+        case "lower alternate":
+            return _layer_kinds(fields, [layer % 2 == 0 and layer < border for layer in layers])
+        case "unrotated":
+            return _layer_kinds(fields, [not rotated for rotated in _rotated_layers(fields, family, num_layers)])
+        case "all if used":
+            return (True,) * num_layers
 
 
-def _window(fields: JsonFields) -> int | None:
+def _window(fields: JsonFields, family: Family) -> int | None:
     """Tokens; None where config.json says null, and the default only where it says nothing."""
-    if "sliding_window" in fields and fields.raw("sliding_window") is None:
-        return None
-    return fields.integer("sliding_window", DEFAULT_SLIDING_WINDOW, high=2**31 - 1)
+    if fields.raw("sliding_window") is None:
+        return None if "sliding_window" in fields else family.default_window
+    return fields.integer("sliding_window", high=2**31 - 1)
 
 
-def _sliding_layers(fields: JsonFields, num_layers: int) -> list[bool]:
+def _layer_kinds(fields: JsonFields, otherwise: list[bool]) -> tuple[bool, ...]:
+    """Return, by layer, whether ``layer_types`` says that it slides; ``otherwise`` when config.json has none."""
     kinds = fields.raw("layer_types")
     if kinds is None:
-        first = fields.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, low=0)
-        return [layer >= first for layer in range(num_layers)]
-    known = ("full_attention", "sliding_attention")
+        return tuple(otherwise)
+    known, num_layers = ("full_attention", "sliding_attention"), len(otherwise)
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise fields.error("layer_types", f"{num_layers} entries (num_hidden_layers), each one of {', '.join(known)}")
-    return [kind == "sliding_attention" for kind in kinds]
+    return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def _dtype(fields: JsonFields) -> DType:

@@ -219,7 +219,7 @@ class ModelRunner:
             kv_windows=layout.windows,
             num_kv_blocks=size.max_blocks,
             num_start_kv_blocks=size.num_blocks,
-            num_parameters=self._model_config.num_parameters,
+            num_parameters=self._model.num_parameters,
             device_name=device_name(self._device),
             kv_block_bytes=config.block_size
             * layout.num_tensors

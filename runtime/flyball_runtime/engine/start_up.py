@@ -44,7 +44,7 @@ def resolve_device(requested: str) -> torch.device:
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     """Return the longest sequence in tokens. Raises ConfigError when the flag exceeds what the model was made for."""
     if config.max_model_len is None:
-        return model.max_context_len
+        return model.default_context_len
     if config.max_model_len > model.max_context_len:
         raise ConfigError(
             f"--max-model-len is {config.max_model_len}; this model's positions end at "
@@ -178,7 +178,7 @@ class WarmUp:
         kv = self._kv[model.layout.places[index][1]]
         for cache in kv:
             cache.zero_()
-        layer_s = self._least_s(lambda: layer(x, None, inputs, model.cos_sin, kv), clock)
+        layer_s = self._least_s(lambda: layer(x, None, inputs, kv), clock)
         head_s = self._least_s(lambda: self._sampling.sample(model.lm_head(x[:num_rows]).float(), rows, rows), clock)
         layer_s *= self._max_tokens / num_tokens
         head_s *= self._config.max_num_seqs / num_rows

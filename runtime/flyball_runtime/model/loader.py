@@ -18,7 +18,8 @@ from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import read_json_object
 from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import DType, ModelConfig
-from flyball_runtime.model.transformer import CausalLM, Place
+from flyball_runtime.model.linear import Place
+from flyball_runtime.model.transformer import CausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -187,13 +188,16 @@ def load_model(
     """
     start = time.monotonic()
     files = weight_files(Path(path))
-    _check_headers(files, config)
-    model = _allocate(config, max_model_len or config.max_context_len, Place(dtype, torch.device(device), backend))
+    nowhere = Place(torch.bfloat16, torch.device("meta"), Backend("torch"))
+    empty = CausalLM(config, max_len=1, place=nowhere)  # shapes without memory
+    _check_headers(files, empty)
+    place = Place(dtype, torch.device(device), backend)
+    model = _allocate(config, max_model_len or config.default_context_len, place, empty.num_parameters)
     _fill(dict(model.destinations()), files)
     model.pack()
     logger.info(
         "loaded %d parameters as %s from %d file(s) in %.1f s",
-        config.num_parameters,
+        model.num_parameters,
         dtype,
         len(files),
         time.monotonic() - start,
@@ -201,10 +205,9 @@ def load_model(
     return model
 
 
-def _check_headers(files: list[Path], config: ModelConfig) -> None:
+def _check_headers(files: list[Path], empty: CausalLM) -> None:
     """Every tensor that the model needs is there, once, in its shape; what is over on either side is an error."""
-    nowhere = Place(torch.bfloat16, torch.device("meta"), Backend("torch"))
-    empty = CausalLM(config, max_len=1, place=nowhere)  # shapes without memory
+    config = empty.config
     waiting = {name: tuple(tensor.shape) for name, tensor in empty.destinations()}
     expected = set(waiting)
     for header in iter_headers(files):
@@ -223,26 +226,25 @@ def _check_headers(files: list[Path], config: ModelConfig) -> None:
         )
 
 
-def _allocate(config: ModelConfig, max_len: int, place: Place) -> CausalLM:
-    dtype, device = place.dtype, place.device
-    free_bytes = _free_bytes(device)
-    if config.num_parameters * dtype.itemsize > free_bytes:
-        raise _too_large(config, dtype, device, f"{free_bytes / 2**30:.1f} GiB are free")
+def _allocate(config: ModelConfig, max_len: int, place: Place, num_parameters: int) -> CausalLM:
+    free_bytes = _free_bytes(place.device)
+    if num_parameters * place.dtype.itemsize > free_bytes:
+        raise _too_large(config, num_parameters, place, f"{free_bytes / 2**30:.1f} GiB are free")
     try:
         return CausalLM(config, max_len=max_len, place=place)
     except RuntimeError as error:  # how torch says "out of memory", on every device
-        raise _too_large(config, dtype, device, str(error)) from error
+        raise _too_large(config, num_parameters, place, str(error)) from error
 
 
 def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
 
 
-def _too_large(config: ModelConfig, dtype: torch.dtype, device: torch.device, why: str) -> ConfigError:
-    gib = config.num_parameters * dtype.itemsize / 2**30
+def _too_large(config: ModelConfig, num_parameters: int, place: Place, why: str) -> ConfigError:
+    gib = num_parameters * place.dtype.itemsize / 2**30
     return ConfigError(
-        f"{config.architecture} with {config.num_parameters} parameters needs {gib:.1f} GiB as {dtype}, which {device} "
-        f"cannot give ({why}). Use a smaller model or dtype, or a larger machine."
+        f"{config.architecture} with {num_parameters} parameters needs {gib:.1f} GiB as {place.dtype}, which "
+        f"{place.device} cannot give ({why}). Use a smaller model or dtype, or a larger machine."
     )
 
 

@@ -1,24 +1,23 @@
-"""Decoder-only transformers of the Llama and Qwen families over a paged KV cache.
+"""Decoder-only transformers over a paged KV cache; ``ModelConfig`` says in what a family differs from the others.
 
 Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and a call costs no more than a call.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flyball_kernels.backend import Backend
 from flyball_kernels.linear import PackedLinear
 from flyball_kernels.paged_attention import paged_attention
-from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_kernels.rope_kv_write import rope_kv_write
-from flyball_kernels.swiglu import swiglu
 from flyball_runtime.core.kv_layout import KVLayout
-from flyball_runtime.core.model_config import ModelConfig, RopeConfig
+from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.model.linear import Destinations, FusedLinear, Norm, Place
+from flyball_runtime.model.mlp import MLP, MixtureOfExperts
+from flyball_runtime.model.rope import cos_sin_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,101 +47,35 @@ class StepInputs:
     logits_indices: Tensor
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the tensors of a model are, and what computes with them."""
-
-    dtype: torch.dtype
-    device: torch.device
-    backend: Backend
-
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-
-class FusedLinear:
-    """Several projections of the same input (q, k and v; gate and up) computed by one matmul.
-
-    The checkpoint's tensors are rows of one buffer, so loading fills it in place. ``pack`` must be called once the
-    weights are in; from then on the layer can be called.
-
-    Args:
-        parts: out_features of each projection by its name in the checkpoint, in the order of the output.
-    """
-
-    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, place: Place) -> None:
-        out_features = sum(parts.values())
-        self._parts = parts
-        self._backend = place.backend
-        self._weight: Tensor | None = place.empty(out_features, in_features)
-        self._bias = place.empty(out_features) if bias else None
-        self._packed: PackedLinear | None = None
-
-    def destinations(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Names in the checkpoint, and the rows that each tensor is to be copied into."""
-        for kind, buffer in (("weight", self._weight), ("bias", self._bias)):
-            if buffer is not None:
-                for name, rows in zip(self._parts, buffer.split(list(self._parts.values())), strict=True):
-                    yield f"{prefix}{name}.{kind}", rows
-
-    def pack(self) -> None:
-        """Give the weights the layout that is fastest on their device; the buffer that was filled is let go."""
-        assert self._weight is not None, "packed twice"
-        self._packed = PackedLinear(self._weight, self._bias, backend=self._backend)
-        self._weight = self._bias = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        assert self._packed is not None, "called before pack"
-        return self._packed(x)
-
-
-def cos_sin_cache(rope: RopeConfig, head_dim: int, max_len: int, device: torch.device) -> Tensor:
-    """``[max_len, head_dim]`` fp32: a position's cosines in the first half of its row, its sines in the second."""
-    # on the CPU whatever the device: the angles then have the same bits everywhere
-    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(rope, head_dim))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
-
-
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """``[head_dim / 2]`` fp32, radians per position."""
-    inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    match rope.rope_type:
-        case "default":
-            return inv_freq
-        case "linear":
-            return inv_freq / rope.factor
-        case "llama3":
-            return _stretch_long_wavelengths(inv_freq, rope)
-
-
-def _stretch_long_wavelengths(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1's scaling: ``kept`` is 1 for waves that repeat often in the original context, 0 for the longest."""
-    repeats = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
-    kept = (repeats - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return kept * inv_freq + (1.0 - kept) * inv_freq / rope.factor
-
-
 KVTensors = list[tuple[Tensor, Tensor]]
 """Pairs of K and V cache, each ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous. ``KVLayout`` says whose."""
 
-Destinations = Iterator[tuple[str, Tensor]]
-"""Tensor names of a checkpoint, and where their values go."""
+
+def _norm(config: ModelConfig, size: int, place: Place) -> Norm:
+    return Norm(size, eps=config.rms_norm_eps, offset=config.norm_offset, place=place)
 
 
 class Attention:
-    """Causal self-attention with grouped KV heads; queries and keys optionally normed per head (Qwen3)."""
+    """Causal self-attention with grouped KV heads; queries and keys optionally normed, per head or over all heads.
 
-    def __init__(self, config: ModelConfig, layout: KVLayout, layer: int, place: Place) -> None:
+    Args:
+        cos_sin: angles of this layer, see ``cos_sin_cache``.
+    """
+
+    def __init__(self, config: ModelConfig, layout: KVLayout, layer: int, cos_sin: Tensor, place: Place) -> None:
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.sizes = [q_size, kv_size, kv_size]
+        names = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        qkv = {"qkv_proj": sum(self.sizes)} if config.fused_projections else names
         self.qkv_proj = FusedLinear(config.hidden_size, qkv, bias=config.qkv_bias, place=place)
         self.o_proj = FusedLinear(q_size, {"o_proj": config.hidden_size}, bias=config.output_bias, place=place)
-        self.q_norm = place.empty(config.head_dim) if config.qk_norm else None
-        self.k_norm = place.empty(config.head_dim) if config.qk_norm else None
-        self.eps = config.rms_norm_eps
-        self.scale = config.head_dim**-0.5
+        self.norms: tuple[Norm, Norm] | None = None
+        if config.qk_norm is not None:
+            q_width, k_width = (config.head_dim,) * 2 if config.qk_norm == "head" else (q_size, kv_size)
+            self.norms = _norm(config, q_width, place), _norm(config, k_width, place)
+        self.config = config
+        self.cos_sin = cos_sin
         self.backend = place.backend
         self.sliding_window = config.sliding_windows[layer]
         self.group, _ = layout.places[layer]
@@ -150,26 +83,32 @@ class Attention:
     def destinations(self, prefix: str) -> Destinations:
         yield from self.qkv_proj.destinations(prefix)
         yield from self.o_proj.destinations(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            yield f"{prefix}q_norm.weight", self.q_norm
-            yield f"{prefix}k_norm.weight", self.k_norm
+        if self.norms is not None:
+            for name, norm in zip(("q_norm", "k_norm"), self.norms, strict=True):
+                yield f"{prefix}{name}.weight", norm.weight
 
     def pack(self) -> None:
         self.qkv_proj.pack()
         self.o_proj.pack()
 
-    def __call__(self, x: Tensor, inputs: StepInputs, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, inputs: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        qkv, per_head = self.qkv_proj(x), (None, None)
+        if self.norms is not None and self.config.qk_norm == "width":
+            qkv = self._norm_all_heads(qkv, *self.norms)
+        elif self.norms is not None:
+            per_head = self.norms[0].weight, self.norms[1].weight
         query = rope_kv_write(
-            self.qkv_proj(x),
+            qkv,
             inputs.positions,
-            cos_sin,
+            self.cos_sin,
             k_cache,
             v_cache,
             inputs.slot_mappings[self.group],
             backend=self.backend,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            eps=self.eps,
+            q_norm=per_head[0],
+            k_norm=per_head[1],
+            eps=self.config.rms_norm_eps,
+            norm_offset=self.config.norm_offset,
         )
         attended = paged_attention(
             query,
@@ -178,72 +117,81 @@ class Attention:
             inputs.block_tables[self.group],
             inputs.cu_query_lens,
             inputs.context_lens,
-            scale=self.scale,
+            scale=self.config.attention_scale,
             max_query_len=inputs.max_query_len,
             backend=self.backend,
             sliding_window=self.sliding_window,
+            softcap=self.config.attention_softcap,
         )
         return self.o_proj(attended.flatten(1))
 
+    def _norm_all_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> Tensor:
+        query, key, value = qkv.split(self.sizes, dim=1)
+        return torch.cat((q_norm(query), k_norm(key), value), dim=1)
 
-class MLP:
-    """SwiGLU feed-forward (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, place: Place) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        gate_up = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = FusedLinear(hidden, gate_up, bias=config.mlp_bias, place=place)
-        self.down_proj = FusedLinear(inner, {"down_proj": hidden}, bias=config.mlp_bias, place=place)
-        self.backend = place.backend
+class Sublayer:
+    """What is around attention and around the MLP: a norm before, a norm after, or both, and the residual addition.
+
+    Args:
+        before, after: names of the norms in the checkpoint; None where there is none.
+    """
+
+    def __init__(self, config: ModelConfig, before: str | None, after: str | None, place: Place) -> None:
+        self._names = before, after
+        self._before = None if before is None else _norm(config, config.hidden_size, place)
+        self._after = None if after is None else _norm(config, config.hidden_size, place)
+        self._scale = config.residual_scale
 
     def destinations(self, prefix: str) -> Destinations:
-        yield from self.gate_up_proj.destinations(prefix)
-        yield from self.down_proj.destinations(prefix)
+        for name, norm in zip(self._names, (self._before, self._after), strict=True):
+            if norm is not None:
+                yield f"{prefix}{name}.weight", norm.weight
 
-    def pack(self) -> None:
-        self.gate_up_proj.pack()
-        self.down_proj.pack()
+    def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what attention or the MLP gets, and the new residual."""
+        if self._before is not None:
+            return self._before.add(x, residual)
+        total = x if residual is None else x + residual
+        return total, total
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj(x), backend=self.backend))
+    def leave(self, x: Tensor) -> Tensor:
+        """Return what is to be added to the residual."""
+        if self._after is not None:
+            x = self._after(x)
+        return x if self._scale == 1.0 else x * self._scale
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm. ``residual`` is the running sum; ``x`` is what is still to be added."""
+    """Attention and MLP, each within its norms. ``residual`` is the running sum; ``x`` is what is still to be added."""
 
-    def __init__(self, config: ModelConfig, layout: KVLayout, layer: int, place: Place) -> None:
-        self.attention = Attention(config, layout, layer, place)
-        self.mlp = MLP(config, place)
-        self.input_norm = place.empty(config.hidden_size)
-        self.post_attention_norm = place.empty(config.hidden_size)
-        self.eps = config.rms_norm_eps
-        self.backend = place.backend
+    def __init__(self, config: ModelConfig, layout: KVLayout, layer: int, cos_sin: Tensor, place: Place) -> None:
+        self.attention = Attention(config, layout, layer, cos_sin, place)
+        self.mlp: MLP | MixtureOfExperts = MLP.dense(config, place)
+        self.mlp_name = "mlp"
+        if config.moe is not None and config.moe.layers[layer]:
+            self.mlp, self.mlp_name = MixtureOfExperts(config, config.moe, place), config.moe.block_name
+        around_attention, around_mlp = config.norm_names
+        self.around_attention = Sublayer(config, *around_attention, place)
+        self.around_mlp = Sublayer(config, *around_mlp, place)
 
     def destinations(self, prefix: str) -> Destinations:
         yield from self.attention.destinations(f"{prefix}self_attn.")
-        yield from self.mlp.destinations(f"{prefix}mlp.")
-        yield f"{prefix}input_layernorm.weight", self.input_norm
-        yield f"{prefix}post_attention_layernorm.weight", self.post_attention_norm
+        yield from self.mlp.destinations(f"{prefix}{self.mlp_name}.")
+        yield from self.around_attention.destinations(prefix)
+        yield from self.around_mlp.destinations(prefix)
 
     def pack(self) -> None:
         self.attention.pack()
         self.mlp.pack()
 
     def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        inputs: StepInputs,
-        cos_sin: Tensor,
-        kv: tuple[Tensor, Tensor],
+        self, x: Tensor, residual: Tensor | None, inputs: StepInputs, kv: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            x, residual = rms_norm(x, self.input_norm, self.eps, backend=self.backend), x
-        else:
-            x, residual = add_rms_norm(x, residual, self.input_norm, self.eps, backend=self.backend)
-        x = self.attention(x, inputs, cos_sin, *kv)
-        x, residual = add_rms_norm(x, residual, self.post_attention_norm, self.eps, backend=self.backend)
-        return self.mlp(x), residual
+        x, residual = self.around_attention.enter(x, residual)
+        x = self.around_attention.leave(self.attention(x, inputs, *kv))
+        x, residual = self.around_mlp.enter(x, residual)
+        return self.around_mlp.leave(self.mlp(x)), residual
 
 
 class CausalLM:
@@ -251,6 +199,8 @@ class CausalLM:
 
     Args:
         max_len: positions go from 0 to max_len - 1.
+    Attributes:
+        num_parameters: weights and biases; tied embeddings count once.
     """
 
     def __init__(self, config: ModelConfig, *, max_len: int, place: Place) -> None:
@@ -258,17 +208,22 @@ class CausalLM:
         self.backend = place.backend
         self.embedding = place.empty(config.vocab_size, config.hidden_size)
         self.layout = KVLayout.of(config.sliding_windows, max_len)
-        self.layers = [DecoderLayer(config, self.layout, layer, place) for layer in range(config.num_hidden_layers)]
-        self.norm = place.empty(config.hidden_size)
+        angles = {rope: cos_sin_cache(rope, config.head_dim, max_len, place.device) for rope in set(config.ropes)}
+        self.layers = [
+            DecoderLayer(config, self.layout, layer, angles[rope], place) for layer, rope in enumerate(config.ropes)
+        ]
+        self.norm = _norm(config, config.hidden_size, place)
         self.head_weight = self.embedding if config.tie_word_embeddings else place.empty(*self.embedding.shape)
-        self.cos_sin = cos_sin_cache(config.rope, config.head_dim, max_len, place.device)
+        # Gemma rounds the factor to the dtype of the weights
+        self.embedding_scale = float(torch.tensor(config.embedding_scale).to(place.dtype))
+        self.num_parameters = sum(tensor.numel() for _, tensor in self.destinations())
 
     def destinations(self) -> Destinations:
         """Every tensor that a checkpoint must hold; tied embeddings appear once."""
         yield "model.embed_tokens.weight", self.embedding
         for index, layer in enumerate(self.layers):
             yield from layer.destinations(f"model.layers.{index}.")
-        yield "model.norm.weight", self.norm
+        yield "model.norm.weight", self.norm.weight
         if not self.config.tie_word_embeddings:
             yield "lm_head.weight", self.head_weight
 
@@ -292,15 +247,26 @@ class CausalLM:
         Returns:
             Logits ``[num_sampled, vocab_size]`` fp32 of the tokens at ``inputs.logits_indices``.
         """
-        x, residual = F.embedding(inputs.token_ids, self.embedding), None
+        x, residual = self._embed(inputs.token_ids), None
         for layer, (_, tensor) in zip(self.layers, self.layout.places, strict=True):
-            x, residual = layer(x, residual, inputs, self.cos_sin, kv[tensor])
+            x, residual = layer(x, residual, inputs, kv[tensor])
             after_layer()
         # most tokens of a prefill are not sampled from: drop them before the largest matmul of all
         wanted = inputs.logits_indices
         if not wanted.shape[0]:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        hidden, _ = add_rms_norm(x[wanted], residual[wanted], self.norm, self.config.rms_norm_eps, backend=self.backend)
-        return self.lm_head(hidden).float()
+        hidden, _ = self.norm.add(x[wanted], residual[wanted])
+        return self._scaled(self.lm_head(hidden).float())
 
     __call__ = forward
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        x = F.embedding(token_ids, self.embedding)
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        if self.config.logits_divisor != 1.0:
+            logits = logits / self.config.logits_divisor
+        if self.config.logits_softcap is not None:
+            logits = torch.tanh(logits / self.config.logits_softcap) * self.config.logits_softcap
+        return logits

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from checkpoints import ARCHITECTURES, make_checkpoint
+from checkpoints import ARCHITECTURES, MORE_ARCHITECTURES, make_checkpoint
 from engines import GREEDY, Reference, generate, kv_block_bytes, make_engine, random_prompts
 from flyball_runtime.core.kv_layout import KVGroup, KVLayout
 from flyball_runtime.core.model_config import ModelConfig
@@ -14,6 +15,8 @@ from flyball_runtime.core.request import Request
 from flyball_runtime.engine.engine import Engine
 
 LENGTHS = [1, 5, 16, 17, 40, 100]
+ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+ALL = [*ARCHITECTURES, *(pytest.param(arch, marks=pytest.mark.slow) for arch in MORE_ARCHITECTURES)]
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,14 @@ class Case:
         return make_engine(self.path, device=self.device, **settings)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=ALL)
 def cpu_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     prompts = random_prompts(LENGTHS)
     return Case(path, prompts, Reference(path).generate(prompts))
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 def case(request: pytest.FixtureRequest, cpu_case: Case) -> Case:
     return replace(cpu_case, device=request.param)
 

@@ -99,7 +99,6 @@ class SlowModel:
             layout=model.layout,
             config=replace(model.config, **config),
             embedding=model.embedding,
-            cos_sin=model.cos_sin,
             layers=[self._slow(self._noted(index, layer), layer_s) for index, layer in enumerate(model.layers)],
             lm_head=self._slow(model.lm_head, head_s),
         )

@@ -18,7 +18,9 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 from flyball_kernels import choose_backend
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.core.rope import RopeConfig
 from flyball_runtime.model import loader
+from flyball_runtime.model.linear import Place
 from flyball_runtime.model.loader import (
     TORCH_DTYPES,
     iter_headers,
@@ -27,7 +29,7 @@ from flyball_runtime.model.loader import (
     resolve_dtype,
     weight_files,
 )
-from flyball_runtime.model.transformer import CausalLM, Place
+from flyball_runtime.model.transformer import CausalLM
 
 NOBODY = 65534
 CPU = choose_backend("cpu")
@@ -236,7 +238,10 @@ def test_no_weights(checkpoint: Callable, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("absurd", "message"),
     [
-        ({"num_hidden_layers": 4096, "sliding_windows": (None,) * 4096}, r"lacks 45034 tensor\(s\)"),
+        (
+            {"num_hidden_layers": 4096, "sliding_windows": (None,) * 4096, "ropes": (RopeConfig(),) * 4096},
+            r"lacks 45034 tensor\(s\)",
+        ),
         (
             {"vocab_size": 2**20},
             r"weight has shape \[384, 64\]; config\.json asks for \[1048576, 64\]",
@@ -255,10 +260,18 @@ def test_a_config_that_does_not_fit_the_files_costs_no_memory(
         load_model(path, config, dtype=torch.float32, device="cpu", backend=CPU)
 
 
+@pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True}])
+def test_number_of_parameters(checkpoint: Callable, overrides: dict[str, Any]) -> None:
+    path = checkpoint("llama3", **overrides)
+    tensors = load_file(path / "model.safetensors")
+    assert _load(path).num_parameters == sum(tensor.numel() for tensor in tensors.values())
+
+
 def test_larger_than_the_machine(checkpoint: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint("qwen3")
     config = ModelConfig.from_dir(path)
-    monkeypatch.setattr(loader, "available_memory_bytes", lambda: 4 * config.num_parameters - 1)
+    num_parameters = _load(path).num_parameters
+    monkeypatch.setattr(loader, "available_memory_bytes", lambda: 4 * num_parameters - 1)
     message = r"Qwen3ForCausalLM with \d+ parameters needs .* GiB as torch\.float32, which cpu cannot give \(.* GiB are free\)"
     with pytest.raises(ConfigError, match=message):
         load_model(path, config, dtype=torch.float32, device="cpu", backend=CPU)
@@ -269,7 +282,7 @@ def test_what_the_allocator_refuses(checkpoint: Callable, monkeypatch: pytest.Mo
     monkeypatch.setattr(loader, "available_memory_bytes", lambda: 2**60)
     config = dataclasses.replace(ModelConfig.from_dir(checkpoint("qwen3")), intermediate_size=2**45)
     with pytest.raises(ConfigError, match=r"which cpu cannot give \(.*you tried to allocate"):
-        loader._allocate(config, 64, Place(torch.float32, torch.device("cpu"), CPU))
+        loader._allocate(config, 64, Place(torch.float32, torch.device("cpu"), CPU), num_parameters=2**50)
 
 
 def test_dtype_names(checkpoint: Callable) -> None:

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from checkpoints import ARCHITECTURES, VOCAB_SIZE
+from checkpoints import ARCHITECTURES, MORE_ARCHITECTURES, VOCAB_SIZE
 from flyball_kernels import choose_backend
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.transformer import CausalLM, StepInputs
 
+MORE = [pytest.param(arch, marks=pytest.mark.slow) for arch in MORE_ARCHITECTURES]
+WITH_EXPERTS = {"mixtral", "qwen2 moe", "qwen3 moe"}
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 # Logits here have a standard deviation near 1.7. Sums taken in another order move fp32 results by some 1e-6 of that; a
@@ -115,7 +117,8 @@ def _to(inputs: StepInputs, device: torch.device) -> StepInputs:
 
 
 def _load(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> CausalLM:
-    return load_model(path, ModelConfig.from_dir(path), dtype=dtype, device=device, backend=choose_backend(device))
+    config, backend = ModelConfig.from_dir(path), choose_backend(device)
+    return load_model(path, config, dtype=dtype, device=device, backend=backend, max_model_len=256)
 
 
 def _tokens(num_tokens: int, seed: int) -> list[int]:
@@ -127,7 +130,7 @@ def _reference_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     return model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=[*ARCHITECTURES, *MORE])
 def models(request: pytest.FixtureRequest, checkpoint: Callable, reference: Callable) -> tuple[CausalLM, Any]:
     """Ours and transformers', in fp32, of each architecture."""
     path = checkpoint(request.param)
@@ -234,7 +237,7 @@ def test_progress_is_told_after_each_layer(models, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *(arch for arch in MORE if not WITH_EXPERTS & {*arch.values})])
 def test_low_precision_is_as_close_to_fp32_as_transformers_is(
     arch: str, dtype: torch.dtype, checkpoint: Callable, reference: Callable
 ) -> None:
@@ -246,7 +249,8 @@ def test_low_precision_is_as_close_to_fp32_as_transformers_is(
     ours, theirs = (logits - exact).square().mean().sqrt(), (rounded - exact).square().mean().sqrt()
     # Both round every activation to dtype. We round less often (norm, RoPE and SwiGLU are computed in fp32 and rounded
     # once), so we may not be further from fp32 than transformers, with a margin for luck; and in bf16 no further than
-    # 5 % of the logits' own spread, which is what 8 bits of mantissa leave after two such layers.
+    # 5 % of the logits' own spread, which is what 8 bits of mantissa leave after two such layers. Models with experts are
+    # left out: rounding moves a router's choice between two that are nearly equal.
     assert ours < 1.1 * theirs
     assert ours < 0.05 * exact.std()
 
