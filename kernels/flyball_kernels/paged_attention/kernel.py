@@ -103,9 +103,9 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 def tile_shape(dtype: torch.dtype, group: int, head_dim: int, max_query_len: int) -> dict[str, int]:
     """Return the kernel's block sizes, chosen so that no register spills (``python -m flyball_kernels.aot``)."""
-    most_rows = 16 if dtype == torch.float32 else 64
-    rows = triton.next_power_of_2(group * min(max_query_len, 64))  # a decode has no more rows than its group of heads
     block_d = max(16, triton.next_power_of_2(head_dim))
+    most_rows = 16 if dtype == torch.float32 else 64 if block_d < 256 else 32
+    rows = triton.next_power_of_2(group * min(max_query_len, 64))  # a decode has no more rows than its group of heads
     return {
         "BLOCK_M": max(16, triton.next_power_of_2(group), min(rows, most_rows)),
         "BLOCK_N": 16 if dtype == torch.float32 else 64 if block_d < 128 else 32,
