@@ -32,12 +32,16 @@ class Counts:
         self.succeeded = self.prompt_tokens = self.completion_tokens = 0
         self.failures: Counter[str] = Counter()
         self._start_s: float | None = None
+        self._end_s: float | None = None
 
     def resume(self, total: int, num_before: int, num_failed_before: int) -> None:
         self.total, self.num_before, self.num_failed_before = total, num_before, num_failed_before
 
     def start_clock(self) -> None:
         self._start_s = time.monotonic()
+
+    def stop_clock(self) -> None:
+        self._end_s = time.monotonic()
 
     def note(self, row: Row, usage: Usage | None) -> None:
         if row.error is not None:
@@ -67,7 +71,9 @@ class Counts:
 
     @property
     def elapsed_s(self) -> float:
-        return 0.0 if self._start_s is None else time.monotonic() - self._start_s
+        """Time since the first request was sent, until the last one ended."""
+        end_s = time.monotonic() if self._end_s is None else self._end_s
+        return 0.0 if self._start_s is None else end_s - self._start_s
 
     @property
     def rates(self) -> str:

@@ -97,6 +97,8 @@ class _Batch:
                 await self._work_all(remaining)
         except* (ConfigError, Stopped) as errors:
             raise errors.exceptions[0] from None
+        finally:
+            self._counts.stop_clock()
 
     async def _work_all(self, remaining: Iterator[tuple[str, int]]) -> None:
         async with asyncio.TaskGroup() as group:
