@@ -361,6 +361,16 @@ def chats_from(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def requests_from(args: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """The fields of ``ApiSettings`` that are about requests, however they come."""
+    return {
+        "served_model_names": tuple(args.served_model_name or [args.model]),
+        "default_sampling": generation_config.default_sampling(args.generation_config, path),
+        **bounds_from(args),
+        **chats_from(args),
+    }
+
+
 def run_serve(args: argparse.Namespace) -> int:
     # Here, because the other commands need none of it.
     from flyball_runtime.api.settings import ApiSettings
@@ -382,14 +392,11 @@ def run_serve(args: argparse.Namespace) -> int:
         admin_token=admin_token_from(args),
         api_keys=api_keys,
         api=ApiSettings(
-            served_model_names=tuple(args.served_model_name or [args.model]),
             max_heartbeat_age_s=args.max_heartbeat_age,
-            **bounds_from(args),
-            default_sampling=generation_config.default_sampling(args.generation_config, path),
             forwarded_allow_ips=args.forwarded_allow_ips,
             cors=cors_from(args),
-            **chats_from(args),
             disable_docs=args.disable_fastapi_docs,
+            **requests_from(args, path),
         ),
         drain_timeout_s=args.drain_timeout,
         drain_quiet_s=args.drain_quiet,
@@ -424,17 +431,12 @@ def open_offline_api(
     if args.log_level == "info":  # of which the API writes a line per request
         logging.getLogger("flyball_runtime.api").setLevel(logging.WARNING)
     path = find_checkpoint(args.model, args.revision)
-    bounds = bounds_from(args) | {
+    room = {
         "max_body_bytes": max_body_bytes,
         "max_inline_bytes": max_body_bytes,  # nobody waits for the event loop, and lanes would refuse some
         "max_total_body_bytes": num_in_flight * max_body_bytes,
     }
-    settings = ApiSettings(
-        served_model_names=tuple(args.served_model_name or [args.model]),
-        **bounds,
-        **chats_from(args),
-        default_sampling=generation_config.default_sampling(args.generation_config, path),
-    )
+    settings = ApiSettings(**(requests_from(args, path) | room))
     return open_api(engine_config_from(args, path), settings, load_tokenizer(path))
 
 
