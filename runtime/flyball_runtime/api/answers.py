@@ -1,6 +1,6 @@
 """The shapes of answers, for /openapi.json. Answers are written elsewhere; tests read them back strictly as these."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -168,6 +168,80 @@ class CompletionAnswer(Struct, kw_only=True):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage | UnsetType = UNSET
+
+
+class InputTokenDetails(Struct, kw_only=True):
+    """Attributes:
+    cached_tokens: tokens of the input that the prefix cache had.
+    """
+
+    cached_tokens: int
+
+
+class OutputTokenDetails(Struct, kw_only=True):
+    """Attributes:
+    reasoning_tokens: always 0; those of reasoning are counted as output tokens.
+    """
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct, kw_only=True):
+    """How many tokens a response took."""
+
+    input_tokens: int
+    input_tokens_details: InputTokenDetails
+    output_tokens: int
+    output_tokens_details: OutputTokenDetails
+    total_tokens: int
+
+
+class ResponseFailure(Struct, kw_only=True):
+    """Why a response failed after its stream had begun."""
+
+    code: Literal["server_error"]
+    message: str
+
+
+class IncompleteDetails(Struct, kw_only=True):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseAnswer(Struct, kw_only=True):
+    """A response. ``output`` has OpenAI's items: reasoning, message, function_call. Many fields repeat the request's."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "in_progress", "incomplete", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: ResponseUsage | None
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    text: dict[str, Any]
+    metadata: dict[str, str]
+    truncation: Literal["disabled"]
+    background: Literal[False]
+    store: Literal[False]
+    previous_response_id: None
+
+
+class ResponseEvent(Struct, kw_only=True):
+    """The data of one server-sent event, with more fields by its type, as OpenAI has them. The last has the response."""
+
+    type: str
+    sequence_number: int
 
 
 class ModelCard(Struct, kw_only=True):

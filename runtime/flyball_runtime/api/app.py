@@ -276,6 +276,7 @@ def _add_openai_routes(app: FastAPI, server: Server) -> None:
     completions, models, tokenize = CompletionRoutes(server), ModelRoutes(server), TokenizeRoutes(server)
     app.add_api_route("/v1/chat/completions", completions.chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", completions.completions, methods=["POST"])
+    app.add_api_route("/v1/responses", completions.responses, methods=["POST"])
     app.add_api_route("/v1/models", models.list_models)
     app.add_api_route("/v1/models/{model:path}", models.retrieve_model)
     app.add_api_route("/tokenize", tokenize.tokenize, methods=["POST"])

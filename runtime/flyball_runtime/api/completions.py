@@ -10,16 +10,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request, Response
-from starlette.types import Receive, Scope, Send
 
 from flyball_protocol.quoting import quoted
 from flyball_runtime.api.chat_format import ChatFormat
-from flyball_runtime.api.errors import error_json, internal_error, json_response
+from flyball_runtime.api.errors import error_json, json_response
+from flyball_runtime.api.event_stream import EventStream
 from flyball_runtime.api.generation import CheckedRequest, Choice, Generation, TokenUsage
 from flyball_runtime.api.identity import client_of
 from flyball_runtime.api.json_line import json_line
 from flyball_runtime.api.logprobs import completion_logprobs
 from flyball_runtime.api.message_formats import Parsing
+from flyball_runtime.api.response_format import ResponseFrame, ResponseStream, whole_response
+from flyball_runtime.api.responses import ResponseRequest, chat_fields, echoed, in_terms_of_responses, known_fields
 from flyball_runtime.api.schemas import (
     CHAT_NOOPS,
     COMPLETION_NOOPS,
@@ -143,52 +145,24 @@ class AnswerFrame:
         return self._chunk_head + choice + tail
 
 
-class EventStream(Response):
-    """Runs a Generation and writes it as server-sent events, in one write per wake-up, however many tokens it brought.
-
-    Nothing is sent before the first token or failure, so a request that fails before it has output gets a real HTTP status.
-    A failure after that becomes an ``error`` event, and the stream ends without ``[DONE]``. A slow reader holds up its own
-    writes only: uvicorn bounds the transport's buffer, and what comes meanwhile gathers in the choices and leaves in one
-    chunk each. The connection drops a reader that takes nothing (``http_protocol.py``), which is a disconnect here, and a
-    disconnect aborts the generation.
-    """
-
-    media_type = "text/event-stream"
+class ChunkStream(EventStream):
+    """Chunks in OpenAI's form, ended by ``[DONE]``. A failure becomes an ``error`` event without it."""
 
     def __init__(self, generation: Generation, format: Format, frame: AnswerFrame, options: StreamOptions) -> None:
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._generation = generation
+        super().__init__(generation)
         self._format = format
         self._frame = frame
         self._options = options
         self._opened: set[int] = set()
-        self._started = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._generation.running(receive) as generation:
-            ended = False
-            while not ended and not generation.disconnected:
-                ready = await generation.wait_changed()
-                ended = generation.ended or generation.failure is not None
-                body = self._body(generation, ready, ended)
-                if body:
-                    await self._write(send, body)
-            if not generation.disconnected:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+    def events_of(self, choice: Choice) -> bytes:
+        return b"".join(self._chunks(choice))
 
-    def _body(self, generation: Generation, ready: list[Choice], ended: bool) -> bytes:
-        """The events to write now. Raises a failure that comes before any output."""
-        failure = generation.failure
-        if failure is not None and not self._opened:
-            raise failure
-        chunks = [chunk for choice in ready for chunk in self._chunks(choice)]
-        if failure is not None:
-            chunks.append(self._error_event(failure))
-        elif ended:
-            chunks.append(self._closing(generation.usage))
-        return b"".join(chunks)
+    def closing(self, usage: TokenUsage) -> bytes:
+        return self._frame.chunk(b"", usage) + DONE if self._options.include_usage else DONE
+
+    def failed(self, failure: RequestError) -> bytes:
+        return b"event: error\ndata: " + error_json(failure) + b"\n\n"
 
     def _chunks(self, choice: Choice) -> list[bytes]:
         """The events of one choice since the last wake-up: opening, text, finish, as far as there are any."""
@@ -227,23 +201,6 @@ class EventStream(Response):
             num_cached=choice.num_cached_tokens,
         )
 
-    def _closing(self, usage: TokenUsage) -> bytes:
-        return self._frame.chunk(b"", usage) + DONE if self._options.include_usage else DONE
-
-    def _error_event(self, failure: Exception) -> bytes:
-        request_id = self._generation.call.request_id
-        if isinstance(failure, RequestError):
-            logger.warning("request %s failed while streaming: %s: %s", request_id, failure.code, failure)
-        else:
-            failure = internal_error(failure, request_id)
-        return b"event: error\ndata: " + error_json(failure) + b"\n\n"
-
-    async def _write(self, send: Send, body: bytes) -> None:
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-
 
 class Understood(NamedTuple):
     """A body, and what it asks for."""
@@ -268,6 +225,19 @@ class CompletionRoutes:
     async def completions(self, request: Request) -> Response:
         arrival_s, understood = await self._read(request, self._completion)
         return await self._answer(request, CompletionFormat(self._server.codec.token_text), understood, arrival_s)
+
+    async def responses(self, request: Request) -> Response:
+        arrival_s, (body, understood) = await self._read(request, self._response)
+        call = self._call(request, understood, arrival_s)
+        generation = Generation(call, self._server.front, self._server.measured, self._server.codec)
+        model = body.model or self._server.settings.model_name
+        frame = ResponseFrame(unique=call.unique, created=int(time.time()), model=model, echoed=echoed(body))
+        parsing = understood.parsing or self._server.formats.no_parsing()
+        if body.stream:
+            return ResponseStream(generation, frame, parsing)
+        async with generation.running(request.receive):
+            await generation.wait_all()
+            return json_response(whole_response(generation, frame, parsing))
 
     async def _read(self, request: Request, understand: Callable[[Json], T]) -> tuple[float, T]:
         """Like Server.read, but nothing is done for a body that cannot wait now. What the engine refuses is counted."""
@@ -297,6 +267,16 @@ class CompletionRoutes:
         )
         prompts = self._server.front.prepare(ids, body.num_choices, body.cache_salt)
         return Understood(body, sampling, prompts, self._server.formats.parsing(body, text))
+
+    def _response(self, fields: Json) -> tuple[ResponseRequest, Understood]:
+        known = known_fields(fields)
+        if isinstance(items := fields.get("input"), list):
+            self._server.check_count("input", len(items), self._server.settings.max_messages)
+        body = convert(known, ResponseRequest)
+        try:
+            return body, self._chat(chat_fields(body))
+        except InvalidRequest as error:
+            raise in_terms_of_responses(error) from None
 
     def _completion(self, fields: Json) -> Understood:
         self._server.check_prompt(fields.get("prompt"))
@@ -336,7 +316,7 @@ class CompletionRoutes:
         model = body.model or self._server.settings.model_name
         frame = AnswerFrame(format, unique=call.unique, created=int(time.time()), model=model)
         if body.stream:
-            return EventStream(generation, format, frame, body.stream_options or StreamOptions())
+            return ChunkStream(generation, format, frame, body.stream_options or StreamOptions())
         async with generation.running(request.receive):
             await generation.wait_all()
             choices = [format.choice(choice) | _all_token_ids(choice, format) for choice in generation.choices]

@@ -86,6 +86,10 @@ class MessageFormats:
                 f"tools are offered, but {why}. Leave tools out, or send the tool_choice 'none'.", param="tools"
             )
 
+    def no_parsing(self) -> Parsing:
+        """The whole text is content."""
+        return Parsing(new_parser=lambda: MessageParser(None, None), markers=(), new_call_id=_call_id)
+
     def parsing(self, chat: ChatRequest, prompt: str) -> Parsing | None:
         """How to parse the answers to ``prompt``; None if they are content as they come."""
         reasoning, calls = self._reasoning, self._calls if offered_tools(chat) else None

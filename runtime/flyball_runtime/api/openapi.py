@@ -9,7 +9,7 @@ import msgspec
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
-from flyball_runtime.api import answers, messages, schemas
+from flyball_runtime.api import answers, messages, responses, schemas
 from flyball_runtime.api.keys import OPEN_PATHS
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.core import sampling_params as sampling
@@ -37,6 +37,7 @@ class Operation(NamedTuple):
         bodies: kinds of the request body, one of which it must be.
         answer: kind of the answer, or its media type if it is no JSON.
         chunk: kind of the events of a stream.
+        has_done: whether ``[DONE]`` ends it.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Operation(NamedTuple):
     bodies: tuple[type, ...] = ()
     errors: tuple[int, ...] = (400, 500, 503)
     chunk: type | None = None
+    has_done: bool = True
 
 
 OPERATIONS = (
@@ -66,6 +68,16 @@ OPERATIONS = (
         (schemas.CompletionRequest,),
         _BODY_ERRORS,
         answers.CompletionAnswer,
+    ),
+    Operation(
+        "/v1/responses",
+        "post",
+        "Answer a conversation, without storing it.",
+        answers.ResponseAnswer,
+        (responses.ResponseRequest,),
+        _BODY_ERRORS,
+        answers.ResponseEvent,
+        has_done=False,
     ),
     Operation("/v1/models", "get", "List the served models.", answers.ModelList),
     Operation("/v1/models/{model}", "get", "Describe a served model.", answers.ModelCard, errors=(400, 404, 500, 503)),
@@ -94,6 +106,7 @@ OPERATIONS = (
 _NOOPS = {
     schemas.ChatRequest: schemas.CHAT_NOOPS,
     schemas.CompletionRequest: schemas.COMPLETION_NOOPS,
+    responses.ResponseRequest: responses.RESPONSE_NOOPS | responses.STATELESS,
 }
 """Fields that are let through with these values only, by the kind of request that they may be sent with."""
 
@@ -103,7 +116,7 @@ def document(settings: ApiSettings, *, needs_key: bool) -> Schema:
     kinds = {kind for one in OPERATIONS for kind in (*one.bodies, one.answer, one.chunk) if isinstance(kind, type)}
     ordered = sorted({*kinds, answers.Error}, key=lambda kind: kind.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
-    for kind in (*_all_structs(schemas), *_all_structs(messages), *_all_structs(answers)):
+    for kind in (*_all_structs(schemas), *_all_structs(messages), *_all_structs(responses), *_all_structs(answers)):
         if kind.__name__ in components:
             _complete(components[kind.__name__], kind, settings)
     paths: Schema = {}
@@ -170,6 +183,7 @@ def _bounds(settings: ApiSettings) -> dict[str, Schema]:
         "model": {"examples": list(settings.served_model_names)},
         "max_tokens": {"minimum": 1},
         "max_completion_tokens": {"minimum": 1},
+        "max_output_tokens": {"minimum": 1},
         "temperature": {"minimum": 0, "maximum": 2},
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"minimum": -1},
@@ -240,18 +254,21 @@ def _success(operation: Operation) -> Schema:
     content: Schema = {"application/json": {"schema": _reference(operation.answer)}}
     description = inspect.cleandoc(operation.answer.__doc__ or "")
     if operation.chunk is not None:
-        description += f" With stream, events with a {operation.chunk.__name__} each, then [DONE]."
-        content["text/event-stream"] = {"schema": _event(operation.chunk)}
+        done = ", then [DONE]" if operation.has_done else ""
+        description += f" With stream, events with a {operation.chunk.__name__} each{done}."
+        content["text/event-stream"] = {"schema": _event(operation.chunk, operation.has_done)}
     return {"description": description, "content": content}
 
 
-def _event(chunk: type) -> Schema:
+def _event(chunk: type, has_done: bool) -> Schema:
     """Return the schema of one server-sent event."""
     kinds = [
         {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(kind)}
         for kind in (chunk, answers.Error)
     ]
-    properties = {"event": {"enum": ["message", "error"]}, "data": {"anyOf": [{"const": "[DONE]"}, *kinds]}}
+    done: list[Schema] = [{"const": "[DONE]"}] if has_done else []
+    event = {"enum": ["message", "error"]} if has_done else {"type": "string"}
+    properties = {"event": event, "data": {"anyOf": [*done, *kinds]}}
     return {"type": "object", "properties": properties, "required": ["data"]}
 
 

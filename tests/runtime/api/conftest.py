@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flyball_runtime.api import ApiSettings, MetricsCollector, create_admin_app, create_app
 from flyball_runtime.core.clock import FakeClock
+from runtime.api.chats import Chats
 from runtime.api.support import ADMIN_TOKEN, MODEL, asgi_client, encode
 from runtime.fake_engine import FakeEngine
 
@@ -87,3 +88,10 @@ async def admin(engine: FakeEngine, metrics: MetricsCollector) -> AsyncIterator[
     async with asgi_client(create_admin_app(engine, metrics, ADMIN_TOKEN)) as client:
         client.headers["Authorization"] = f"Bearer {ADMIN_TOKEN}"
         yield client
+
+
+@pytest.fixture
+async def qwen(metrics: MetricsCollector) -> AsyncIterator[Chats]:
+    chats = Chats("qwen", metrics)
+    async with chats.client:
+        yield chats

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from flyball_protocol import endpoints
-from flyball_runtime.api import ApiSettings, MetricsCollector, answers, create_app, openapi, schemas
+from flyball_runtime.api import ApiSettings, MetricsCollector, answers, create_app, openapi, responses, schemas
 from flyball_runtime.api.keys import ApiKeys
 from flyball_runtime.core.clock import FakeClock
 from runtime.api.support import MODEL, asgi_client, chat, error_of, is_a, sse_events
@@ -77,14 +77,14 @@ def within(field: dict[str, Any]) -> list[Any]:
     return [*found, "a" * field["maxLength"]] if "maxLength" in field else found
 
 
-@pytest.mark.parametrize("kind", [schemas.ChatRequest, schemas.CompletionRequest])
+@pytest.mark.parametrize("kind", [schemas.ChatRequest, schemas.CompletionRequest, responses.ResponseRequest])
 async def test_bounds_are_those_that_are_checked(client: httpx.AsyncClient, kind: type) -> None:
     fields = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
-    path, body = (
-        ("/v1/chat/completions", chat(logprobs=True))
-        if kind is schemas.ChatRequest
-        else ("/v1/completions", dict(COMPLETION))
-    )
+    path, body = {
+        schemas.ChatRequest: ("/v1/chat/completions", chat(logprobs=True)),
+        schemas.CompletionRequest: ("/v1/completions", dict(COMPLETION)),
+        responses.ResponseRequest: ("/v1/responses", {"input": "Hi"}),
+    }[kind]
     num_checked = 0
     for name, field in fields.items():
         for value in beyond(field):
@@ -93,7 +93,7 @@ async def test_bounds_are_those_that_are_checked(client: httpx.AsyncClient, kind
             assert error_of(response)["param"] in (name, "max_tokens"), "which max_completion_tokens is"
             num_checked += 1
         for value in within(field):
-            if name not in ("max_tokens", "max_completion_tokens"):  # each alone
+            if name not in ("max_tokens", "max_completion_tokens", "max_output_tokens"):  # each alone
                 response = await client.post(path, json=body | {name: value})
                 assert response.status_code == 200, (name, value, response.text)
         for value in field.get("enum", ()):
@@ -103,7 +103,7 @@ async def test_bounds_are_those_that_are_checked(client: httpx.AsyncClient, kind
 
 def test_each_field_says_what_it_is_for() -> None:
     obvious = {"model", "n", "stream", "stream_options", "max_completion_tokens", "messages", "top_logprobs"}
-    for kind in ("ChatRequest", "CompletionRequest"):
+    for kind in ("ChatRequest", "CompletionRequest", "ResponseRequest"):
         fields = DOCUMENT["components"]["schemas"][kind]["properties"]
         assert {name for name, field in fields.items() if "description" not in field} <= obvious
 
