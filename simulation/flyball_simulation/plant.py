@@ -64,6 +64,15 @@ class SlowDown(Struct, frozen=True, kw_only=True):
     replica: int | None = None
 
 
+class CpuLimit(Struct, frozen=True, kw_only=True):
+    """What the kernel's scheduler (CFS) does to a container with a share of a core: it runs until its share of a period is
+    used up, and waits for the next period.
+    """
+
+    share: float
+    period_s: float = 0.1
+
+
 class Disturbances(Struct, frozen=True, kw_only=True):
     """What no model predicts.
 
@@ -76,6 +85,7 @@ class Disturbances(Struct, frozen=True, kw_only=True):
     hiccup_share: float = 0.0
     hiccup_factor: float = 4.0
     slow_downs: tuple[SlowDown, ...] = ()
+    cpu_limit: CpuLimit | None = None
 
 
 class Profile(Struct, frozen=True, kw_only=True):
@@ -167,6 +177,7 @@ class Device:
         self._disturbances = disturbances
         self._slow_downs = [one for one in disturbances.slow_downs if one.replica in (None, replica)]
         self._random = random.Random(f"{seed}/{replica}")
+        self._period, self._used_s = 0, 0.0
 
     def seconds(
         self, now_s: float, prefill_tokens: int, decodes: int, context_tokens: int, attention_pairs: int
@@ -181,7 +192,21 @@ class Device:
         for one in self._slow_downs:
             if one.start_s <= now_s < one.end_s:
                 known_s *= one.factor
-        return known_s
+        return known_s if rest.cpu_limit is None else self._limited(now_s, known_s, rest.cpu_limit)
+
+    def _limited(self, now_s: float, cpu_s: float, limit: CpuLimit) -> float:
+        """Return how long it takes to get so much CPU time."""
+        end_s, period_s = now_s, limit.period_s
+        while cpu_s > 0.0:
+            period = int(end_s / period_s + 1e-6)
+            if period != self._period:
+                self._period, self._used_s = period, 0.0
+            next_s = (period + 1) * period_s
+            runs_s = max(0.0, min(cpu_s, limit.share * period_s - self._used_s, next_s - end_s))
+            self._used_s, end_s, cpu_s = self._used_s + runs_s, end_s + runs_s, cpu_s - runs_s
+            if cpu_s > 0.0:
+                end_s = next_s
+        return end_s - now_s
 
 
 def shaped(plant: Plant, shape: Shape | None) -> Plant:

@@ -196,6 +196,16 @@ def test_a_step_target_is_lifted_once_the_objective_is_known_to_be_out_of_reach(
     assert (held.action, held.reason) == (Action.HOLD, Reason.SLO_INFEASIBLE)
 
 
+def test_interruptions_are_told_and_not_tuned_against() -> None:
+    throttled = structs.replace(MODEL, interrupted_share=0.17, interruption_s=0.061)
+    decision = decided(seen(step_model=throttled, itl_over=3000), seen(step_model=throttled, itl_over=3000))
+    assert (decision.action, decision.reason) == (Action.HOLD, Reason.SLO_INFEASIBLE)
+    assert decision.why.startswith("inter-token latency of 40 ms: 17% of steps are interrupted for about 61 ms")
+    one_of_two = decided(seen(step_model=throttled, itl_over=3000), seen(itl_over=3000))
+    short_ones = decided(seen(step_model=structs.replace(throttled, interruption_s=0.02), itl_over=3000))
+    assert {one_of_two.reason, short_ones.reason} == {Reason.INTER_TOKEN_LATENCY_OVER}
+
+
 def test_no_step_target_is_posted_that_no_step_can_keep() -> None:
     decision = decided(make_evidence(posted=None, step_model=TOO_SLOW, lengths=LENGTHS), state=TunerState())
     assert (decision.reason, decision.limits) == (

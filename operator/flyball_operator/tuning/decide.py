@@ -154,7 +154,8 @@ def _step_target_too_short(now: Situation) -> Decision | None:
     plan, target_ms = now.plan, Knob.STEP_TIME.of(now.limits)
     if plan is None or target_ms >= (1 - STEP_DEAD_BAND) * 1000 * plan.least_step_s:
         return None
-    why = now.infeasible or f"a few sequences take {duration(plan.least_step_s)} a step"
+    is_possible = now.objectives.itl_s is None or plan.step_s <= now.objectives.itl_s
+    why = now.infeasible if not is_possible else f"a few sequences take {duration(plan.least_step_s)} a step"
     aim_ms = rounded(Knob.STEP_TIME, now.spans[Knob.STEP_TIME].clamp(1000 * plan.step_s))
     return now.change(Reason.STEP_TARGET_TOO_SHORT, why, {Knob.STEP_TIME: aim_ms}, Direction.CLAMP)
 

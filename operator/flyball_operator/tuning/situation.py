@@ -176,6 +176,8 @@ class Situation:
         ):
             if asked_s is not None and not asked_s > 0:
                 return f"{name} of {duration(asked_s)}: an objective has to be above 0"
+        if why := _interrupted(list(self.models.values()), self.objectives):
+            return why
         if not self.models or self.lengths is None:
             return ""
         model = min(self.models.values(), key=lambda one: one.predict(256, 1, 1024, 65536))
@@ -369,6 +371,21 @@ def mean_lengths(lengths: Sequence[Lengths]) -> Lengths | None:
     names = [name for name in Lengths.__struct_fields__ if name != "num_requests"]
     means = {name: sum(one.num_requests * getattr(one, name) for one in lengths) / num_requests for name in names}
     return Lengths(num_requests=num_requests, **means)
+
+
+INTERRUPTED_SHARE = 1.5 * BUDGET
+"""If more steps than this are interrupted on every replica, for longer than the objective, no limits can meet a p95."""
+
+
+def _interrupted(models: Sequence[StepModel], objectives: Objectives) -> str:
+    """Return a sentence if steps are interrupted too often for the inter-token objective; "" otherwise."""
+    least = min(models, key=lambda one: one.interrupted_share, default=None)
+    if least is None or objectives.itl_s is None or least.interrupted_share <= INTERRUPTED_SHARE:
+        return ""
+    if least.interruption_s <= objectives.itl_s:
+        return ""
+    often = f"{least.interrupted_share:.0%} of steps are interrupted for about {duration(least.interruption_s)}"
+    return f"inter-token latency of {duration(objectives.itl_s)}: {often} (by a CPU limit? by another process?)"
 
 
 def _infeasible(model: StepModel, lengths: Lengths, objectives: Objectives, most_tokens: int) -> str:

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from flyball_protocol import BootPrior, Limits
 from flyball_simulation.memory import Memory, Taken
-from flyball_simulation.plant import Disturbances, Plant, SlowDown
+from flyball_simulation.plant import CpuLimit, Disturbances, Plant, SlowDown
 from flyball_simulation.proof import contenders
 from flyball_simulation.proof.cells import CAPACITY, CHAT_43, CHAT_390, LONG_MINUTES, Cell, steady, turns_back
 from flyball_simulation.proof.contenders import Run
@@ -60,6 +60,12 @@ def scenarios() -> list[Scenario]:
             "one replica of two is slow for reasons of its own",
             "the other replica's limits end above 70 % of where they began",
             slow_neighbour(),
+            _keeps_its_limits,
+        ),
+        Scenario(
+            "a CPU limit",
+            "it interrupts one step in ten for longer than the objective, so the limits end above 70 % of where they began",
+            cpu_limit(),
             _keeps_its_limits,
         ),
         Scenario(
@@ -168,6 +174,29 @@ def slow_neighbour() -> Cell:
     )
     phase = Phase(mix="chat", rate=0.8 * CAPACITY["chat390"], seconds=1.0)
     return Cell(name="a slow replica", setup=setup, phases=(phase,), minutes=30.0, load=0.4)
+
+
+def cpu_limit() -> Cell:
+    """Two replicas with 0.4 of a core each, whose steps take 2 to 6 ms of it."""
+    plant = Plant(
+        shape="linear",
+        overhead_s=0.0012,
+        weights_s=0.0,
+        token_s=2.5e-5,
+        decode_s=2e-4,
+        context_token_s=1e-8,
+        attention_pair_s=2e-9,
+    )
+    setup = structs.replace(
+        CHAT_43,
+        plant=plant,
+        replicas=2,
+        disturbances=Disturbances(cpu_limit=CpuLimit(share=0.4)),
+        objectives=Bounds(ttft_s=10.0, itl_s=0.02),
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+    )
+    return Cell(name="a CPU limit", setup=setup, phases=(Phase(mix="chat", rate=8.0, seconds=1.0),), minutes=6.0)
 
 
 def at_the_optimum() -> Cell:
