@@ -20,6 +20,7 @@ COMPLETED = {
     "serve --device c": {"cpu", "cuda"},
     "status chat --name": {"--namespace"},
     "bench --burst": {"--burstiness"},
+    "batch pypro": {"pyproject.toml"},
     "render -f pypro": {"pyproject.toml"},
     "serve pypro": {"pyproject.toml"},
     "completion z": {"zsh"},

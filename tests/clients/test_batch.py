@@ -1,10 +1,13 @@
 """flyball batch at a server: what it sends and writes, how it goes on, and what it refuses."""
 
+import errno
 import fcntl
 import json
 import os
 import signal
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ import pytest
 
 from fake_openai import FakeServer, Reply
 from flyball_clients import cli
+from flyball_clients.batch import output
 from flyball_clients.batch import run as batch_run
+from flyball_clients.batch.backend import _retry_after_s
 
 Line = dict[str, Any] | str
 
@@ -252,6 +257,74 @@ def test_a_wrong_line_is_named_and_nothing_is_sent(
     assert not files.target.exists()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":' + b'{"a":' * 50_000 + b"}" * 50_001,
+        b'{"custom_id":"\xff","method":"POST","url":"/v1/completions","body":{}}',
+        b'{"custom_id":"\\ud800","method":"POST","url":"/v1/completions","body":{}}',
+        b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"n":NaN}}',
+        b"\0" * 1000,
+    ],
+    ids=["nested", "nested body", "not UTF-8", "half a character", "NaN", "zeros"],
+)
+def test_a_hostile_line_is_a_wrong_line(
+    line: bytes, files: Files, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.source.write_bytes(line + b"\n")
+    assert files.run() == 2
+    err = capsys.readouterr().err
+    assert "line 1: it is not a request: " in err
+    assert len(err) < 1000
+    assert not server.paths
+
+
+def test_a_file_of_windows(files: Files, server: FakeServer) -> None:
+    lines = [json.dumps(request(name)).encode() for name in "ab"]
+    files.source.write_bytes(b"\xef\xbb\xbf" + lines[0] + b"\r\n\r\n" + lines[1])
+    assert files.run() == 0
+    assert files.rows().keys() == {"a", "b"}
+
+
+def test_a_full_disk_ends_the_batch_which_goes_on_when_there_is_room(
+    files: Files, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.write(*(request(str(number)) for number in range(5)))
+    written = []
+
+    class FullDisk:
+        """os, for a disk that has room for two lines and a half."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def write(self, fd: int, data: memoryview) -> int:
+            if len(written) == 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written.append(os.write(fd, data if len(written) < 2 else data[:40]))
+            return written[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "os", FullDisk())
+        assert files.run("--concurrency", "1") == 2
+    err = capsys.readouterr().err
+    assert f"cannot write {files.target}: No space left on device. The same command goes on from there." in err
+    assert len(files.target.read_bytes().splitlines()) == 3
+    assert files.run() == 0
+    assert files.rows().keys() == set("01234")
+
+
+def test_when_a_server_says_to_come_back() -> None:
+    assert _retry_after_s(None) is None
+    assert _retry_after_s("7") == 7.0
+    assert _retry_after_s("soon") is None
+    assert _retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    in_an_hour = _retry_after_s(format_datetime(datetime.now(UTC) + timedelta(hours=1)))
+    assert in_an_hour is not None
+    assert 0 < in_an_hour <= 3600
+
+
 def test_many_wrong_lines_are_counted(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     files.write(*["[]"] * 30)
     assert files.run() == 2
@@ -295,9 +368,13 @@ def test_files_that_cannot_be_used(files: Files, tmp_path: Path, capsys: pytest.
     files.target = tmp_path / "none" / "out.jsonl"
     assert files.run() == 2
     assert "cannot write the output" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "fifo")
+    files.target = tmp_path / "fifo"
+    assert files.run() == 2
+    assert f"the output {files.target} is not a file" in capsys.readouterr().err
     files.source = tmp_path
     assert files.run() == 2
-    assert "is not a file" in capsys.readouterr().err
+    assert f"the input {tmp_path} is not a file" in capsys.readouterr().err
 
 
 def test_two_batches_do_not_write_to_one_output(files: Files, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """``flyball batch``: runs a batch and says how it went."""
 
-import asyncio
 import sys
 
 from flyball_clients.batch.progress import Counts, Progress
@@ -13,7 +12,7 @@ def run_command(settings: BatchSettings) -> Counts:
     counts = Counts()
     try:
         with Progress(counts) as progress:
-            asyncio.run(run_batch(settings, counts, progress))
+            run_batch(settings, counts, progress)
     finally:
         if counts.started or counts.num_before:
             print(counts.summary())

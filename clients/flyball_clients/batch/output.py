@@ -67,6 +67,8 @@ class OutputFile:
     def __init__(self, path: Path, index: Index) -> None:
         self.path = path
         self.num_failed = 0
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"the output {path} is not a file. It has to be one, because it says what is done.")
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:

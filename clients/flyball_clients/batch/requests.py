@@ -21,6 +21,8 @@ MAX_SHOWN = 10
 """Wrong lines that an error lists."""
 
 _CACHE_KIB = 65536
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""With which some programs begin a file in UTF-8."""
 
 
 class BatchRequest(Struct, frozen=True):
@@ -47,7 +49,7 @@ _body_decoder = msgspec.json.Decoder(_Body)
 def parse_request(line: bytes) -> BatchRequest:
     """Return the request of a line. Raises BadLine."""
     try:
-        request = _decoder.decode(line)
+        request = _decoder.decode(line.removeprefix(_BYTE_ORDER_MARK))
         body = _body_decoder.decode(request.body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadLine(f"it is not a request: {one_line(str(error))}") from None

@@ -38,7 +38,7 @@ class _Usage(Struct):
     usage: Usage | None = None
 
 
-async def run_batch(settings: BatchSettings, counts: Counts, progress: Progress) -> None:
+def run_batch(settings: BatchSettings, counts: Counts, progress: Progress) -> None:
     """Do what the output lacks. Failed requests are counted in ``counts``, not raised.
 
     Raises:
@@ -51,9 +51,15 @@ async def run_batch(settings: BatchSettings, counts: Counts, progress: Progress)
         with OutputFile(settings.target, index) as target:
             counts.resume(index.total, index.num_done(), target.num_failed)
             if counts.num_left:
-                async with open_backend(settings) as backend, _synced(target):
-                    progress.start()
-                    await _Batch(settings, backend, source, target, counts).run(index)
+                asyncio.run(_answer_rest(settings, source, index, target, counts, progress))
+
+
+async def _answer_rest(
+    settings: BatchSettings, source: InputFile, index: Index, target: OutputFile, counts: Counts, progress: Progress
+) -> None:
+    async with open_backend(settings) as backend, _synced(target):
+        progress.start()
+        await _Batch(settings, backend, source, target, counts).run(index)
 
 
 def _check_paths(settings: BatchSettings) -> None:
