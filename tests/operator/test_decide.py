@@ -165,6 +165,62 @@ def test_before_there_is_a_plan_the_step_target_has_room_for_a_few_sequences() -
     assert decision.limits is not None and decision.limits.step_time_target_ms == pytest.approx(1.06 * few_ms, abs=0.01)
 
 
+def test_a_guessed_step_target_is_replaced_by_the_plans_as_soon_as_there_is_one() -> None:
+    guess = decided(make_evidence(posted=None), state=TunerState())
+    low = {"limits": guess.limits, "revision": 4}
+    assert guess.state.guessed and decided(seen(**low, step_model=None), state=guess.state).action is Action.HOLD
+    planned = decided(seen(**low), state=guess.state, now_s=NOW_S + 5)
+    assert (planned.action, planned.reason) == (Action.CHANGE, Reason.STEP_TARGET_PLANNED)
+    assert planned.limits == structs.replace(LIMITS, step_time_target_ms=38.85) and not planned.state.guessed
+    tuned = decided(make_evidence(posted=None, limits=PACED), state=TunerState(revision=3, limits=PACED))
+    assert not tuned.state.guessed, "that one was found by trials"
+
+
+ITL_ALONE = Objectives(inter_token_latency_p95_milliseconds=40)
+CUT = structs.replace(PACED, step_time_target_ms=27.2)
+
+
+def cut_long_ago(**fields: Any) -> tuple[Evidence, TunerState]:
+    posted = PostedObjectives(itl_s=0.04)
+    fields = {"limits": CUT, "posted": posted, "blocked_by": {"step_time": 0.6}, "num_waiting": 9} | fields
+    cut = Move(knob=Knob.STEP_TIME, direction=Direction.CUT, before=38.0, after=27.2, at_s=NOW_S - 200)
+    return seen(**fields), structs.replace(SETTLED, limits=CUT, objectives=posted, moves=(cut,), trim=0.7)
+
+
+def test_a_cut_is_not_for_ever() -> None:
+    """While the queue waits and there is room, steps get longer again, as far as the step model allows."""
+    evidence, state = cut_long_ago()
+    targets, now_s = [], NOW_S
+    for _ in range(10):
+        decision = decided(evidence, state=state, now_s=now_s, objectives=ITL_ALONE)
+        assert decision.limits is not None
+        targets.append(decision.limits.step_time_target_ms)
+        evidence = structs.replace(
+            evidence, target=decision.limits, effective=decision.limits, revision=decision.revision
+        )
+        state, now_s = decision.state, now_s + 121
+        if decision.action is Action.CHANGE:
+            assert decision.reason is Reason.ROOM_TO_SPARE and state.fallback is not None
+    assert targets[-1] == pytest.approx(38.85, abs=0.05) and targets == sorted(targets)
+    assert decided(evidence, state=state, now_s=now_s, objectives=ITL_ALONE).action is not Action.CHANGE
+
+
+def test_a_raise_into_the_room_is_taken_back_if_it_does_harm() -> None:
+    evidence, state = cut_long_ago()
+    raised = decided(evidence, state=state, objectives=ITL_ALONE)
+    worse, _ = cut_long_ago(limits=raised.limits, revision=raised.revision, itl_over=3000)
+    back = decided(worse, state=raised.state, now_s=NOW_S + 31, objectives=ITL_ALONE)
+    assert (back.action, back.reason, back.limits) == (Action.ROLL_BACK, Reason.WORSE_THAN_BEFORE, CUT)
+    again, _ = cut_long_ago(revision=back.revision)
+    assert decided(again, state=back.state, now_s=NOW_S + 400, objectives=ITL_ALONE).action is not Action.CHANGE
+
+
+@pytest.mark.parametrize("fields", [{"blocked_by": {}}, {"itl_over": 900}, {"step_model": None}])
+def test_limits_stay_where_nobody_waits_or_there_is_no_room(fields: dict[str, Any]) -> None:
+    evidence, state = cut_long_ago(**fields)
+    assert decided(evidence, state=state, objectives=ITL_ALONE).action is Action.HOLD
+
+
 def test_a_replica_that_just_started_is_told_the_objectives_and_not_judged() -> None:
     young = make_evidence(posted=None, uptime_s=1.0)
     decision = decided(young, state=TunerState())

@@ -58,6 +58,9 @@ OBJECTIVES = {"ttft": "TTFT", "interTokenLatency": "inter-token latency"}
 BECAUSE = {
     "OutOfBounds": "The spec's bounds or the envelope say so",
     "OutOfStep": "A replica had other limits",
+    "StepTargetPlanned": "The replicas have learned how long steps take",
+    "StepTargetTooShort": "Hardly any step could be that short",
+    "RoomToSpare": "Requests waited, and there was room",
     "SLOInfeasible": "No limits can meet the objectives",
     "MemoryPressure": "Memory is short",
     "InterTokenLatencyOver": "Tokens came too slowly",

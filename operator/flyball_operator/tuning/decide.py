@@ -31,6 +31,9 @@ STEP_DEAD_BAND = 0.04
 """Of the step-time target when the objective is missed; latency follows it closely."""
 
 TRIM_LOW, TRIM_HIGH = 0.7, 1.2
+TRIM_RAISE = 1.1
+"""With room to spare, a trim below 1 is raised by this factor at a time: what was observed then need not be so now."""
+
 MOST_RAISE = 2.0
 """The most that one raise takes with a plan. Without one, ``maxStepPercent``."""
 
@@ -44,13 +47,19 @@ AT_ONCE = frozenset(
         Reason.OUT_OF_BOUNDS,
         Reason.OUT_OF_STEP,
         Reason.OBJECTIVES_SET,
+        Reason.STEP_TARGET_PLANNED,
         Reason.STEP_TARGET_TOO_SHORT,
+        Reason.ROOM_TO_SPARE,
         Reason.MEMORY_PRESSURE,
         Reason.KV_BLOCKED,
         Reason.KV_UNUSED,
     }
 )
-"""Changes that go to every replica at once: what the spec says, limits that were in force before, and KV memory."""
+"""Changes that go to every replica at once: what the spec says, limits that were in force before, and KV memory.
+
+The plan's first step-time target is what the spec's objective comes to. A raise while the objectives are met has nothing to
+gain against them; if it does harm, it is taken back (WORSE_THAN_BEFORE).
+"""
 
 
 def decide(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence], *, now_s: float) -> Decision:
@@ -109,7 +118,10 @@ def _set_objectives(now: Situation) -> Decision | None:
         return None
     values = {Knob.STEP_TIME: _first_target_ms(now)}
     values = {knob: value for knob, value in values.items() if value != knob.of(now.limits)}
-    state = structs.replace(now.remembered, objectives=now.objectives, trim=1.0, bans=(), fallback=None)
+    guessed = now.plan is None and now.objectives.itl_s is not None and not _is_tuned(now)
+    state = structs.replace(
+        now.remembered, objectives=now.objectives, trim=1.0, bans=(), fallback=None, guessed=guessed
+    )
     why = "latency is counted against the objectives from now on, and steps are kept within what they allow"
     return now.change(Reason.OBJECTIVES_SET, why, values, Direction.CLAMP, state=state)
 
@@ -119,10 +131,15 @@ def _first_target_ms(now: Situation) -> float:
     itl_s, span, target_ms = now.objectives.itl_s, now.spans[Knob.STEP_TIME], Knob.STEP_TIME.of(now.limits)
     if itl_s is None:
         return math.inf
-    if now.state.objectives is None and math.isfinite(target_ms):
+    if _is_tuned(now):
         return span.clamp(target_ms)
     aim_s = _start_s(now, itl_s) if now.plan is None else now.plan.step_s / now.state.trim
     return span.clamp(round(1000 * aim_s, 2))
+
+
+def _is_tuned(now: Situation) -> bool:
+    """Return whether the step-time target in force may well come from earlier tuning."""
+    return now.state.objectives is None and _is_paced(now)
 
 
 def _start_s(now: Situation, itl_s: float) -> float:
@@ -130,6 +147,19 @@ def _start_s(now: Situation, itl_s: float) -> float:
     known = [one.step_model for one in now.usable.values() if one.step_model is not None]
     few_s = [] if now.lengths is None else [least_target_s(one, now.lengths, itl_s) for one in known]
     return min(itl_s, max([START_SHARE * itl_s, *few_s]))
+
+
+def _set_planned_target(now: Situation) -> Decision | None:
+    """Replace a first step-time target that was a guess, as soon as there is a plan."""
+    plan = now.plan
+    if not now.state.guessed or plan is None or math.isinf(plan.step_s):
+        return None
+    state = structs.replace(now.remembered, guessed=False)
+    aim_ms = rounded(Knob.STEP_TIME, now.spans[Knob.STEP_TIME].clamp(1000 * plan.step_s))
+    if abs(aim_ms - Knob.STEP_TIME.of(now.limits)) < STEP_DEAD_BAND * aim_ms:
+        return None
+    why = "now the step model has settled, this is what the objective allows"
+    return now.change(Reason.STEP_TARGET_PLANNED, why, {Knob.STEP_TIME: aim_ms}, Direction.CLAMP, state=state)
 
 
 def _into_step(now: Situation) -> Decision | None:
@@ -325,7 +355,7 @@ def _relief(now: Situation, knob: Knob) -> Iterator[_Idea]:
         yield from _kv_ideas(now)
     elif knob is Knob.STEP_TIME:
         if plan is not None and _may_raise(now):
-            yield _Idea(knob, 1000 * plan.step_s, "the inter-token objective allows longer steps")
+            yield from _longer_steps(now, 1000 * plan.step_s)
     elif _may_raise(now) or (_is_paced(now) and now.itl.standing is Standing.NEAR):
         if plan is None:
             yield _Idea(knob, value * (1 + now.tuning.max_step_percent / 100), "")
@@ -333,6 +363,25 @@ def _relief(now: Situation, knob: Knob) -> Iterator[_Idea]:
             aim = plan.max_num_seqs if knob is Knob.MAX_NUM_SEQS else plan.max_num_batched_tokens
             if aim > value:
                 yield _Idea(knob, min(aim, MOST_RAISE * value), f"the step model allows {aim}")
+
+
+def _longer_steps(now: Situation, planned_ms: float) -> Iterator[_Idea]:
+    yield _Idea(Knob.STEP_TIME, planned_ms, "the inter-token objective allows longer steps")
+    if now.state.trim < 1.0 and now.itl.standing is Standing.CLEAR:
+        trim = min(1.0, TRIM_RAISE * now.state.trim)
+        aim_ms = planned_ms * trim / now.state.trim
+        yield _Idea(Knob.STEP_TIME, aim_ms, "steps have room to be longer again", STEP_DEAD_BAND, trim)
+
+
+def _room_to_spare(now: Situation) -> Decision | None:
+    """Raise a limit up to the plan again while the queue waits for it and no objective says that this is fast enough."""
+    if now.ttft.standing is not Standing.UNSET or now.itl.standing is not Standing.CLEAR or now.plan is None:
+        return None
+    ideas = (idea for idea in _ttft_ideas(now) if idea.aim > idea.knob.of(now.limits))
+    made = _first_possible(now, ideas, Reason.ROOM_TO_SPARE, now.itl, None)
+    if made is None or made.action is Action.HOLD:
+        return None  # nothing is missed, so there is nothing to wait for
+    return structs.replace(made, state=structs.replace(made.state, fallback=now.limits))
 
 
 def _may_raise(now: Situation) -> bool:
@@ -366,7 +415,7 @@ def _why_not(now: Situation) -> tuple[Reason, str]:
 
 
 def _first_possible(
-    now: Situation, ideas: Iterator[_Idea], reason: Reason, symptom: Signal | str, forecast: Forecast
+    now: Situation, ideas: Iterator[_Idea], reason: Reason, symptom: Signal | str, forecast: Forecast | None
 ) -> Decision | None:
     """Return the first idea as a move, or why it has to wait; None when there is none."""
     banned = ""
@@ -393,9 +442,11 @@ def _first_possible(
 
 
 def _made(
-    now: Situation, idea: _Idea, value: float, direction: Direction, reason: Reason, why: str, forecast: Forecast
+    now: Situation, idea: _Idea, value: float, direction: Direction, reason: Reason, why: str, forecast: Forecast | None
 ) -> Decision:
     state = now.remembered if idea.trim is None else structs.replace(now.remembered, trim=idea.trim)
+    if idea.knob is Knob.STEP_TIME:
+        state = structs.replace(state, guessed=False)
     if idea.knob is Knob.MAX_NUM_SEQS:
         state = structs.replace(state, seqs=_own_seqs(now, value))
     return now.change(reason, why, {idea.knob: value}, direction, forecast=forecast, state=state)
@@ -442,6 +493,7 @@ _RULES: tuple[Callable[[Situation], Decision | None], ...] = (
     _impossible_spec,
     _into_bounds,
     _set_objectives,
+    _set_planned_target,
     _into_step,
     _wait_for_agreement,
     kv_share.under_pressure,
@@ -454,6 +506,7 @@ _RULES: tuple[Callable[[Situation], Decision | None], ...] = (
     _itl_over,
     kv_share.blocked,
     _ttft_over,
+    _room_to_spare,
     kv_share.unused,
     _not_yet_settled,
     _slow_replicas,

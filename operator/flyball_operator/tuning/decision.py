@@ -35,6 +35,8 @@ class Reason(StrEnum):
     DISAGREEMENT = "Disagreement"
     SLO_INFEASIBLE = "SLOInfeasible"
     MEMORY_PRESSURE = "MemoryPressure"
+    STEP_TARGET_PLANNED = "StepTargetPlanned"
+    ROOM_TO_SPARE = "RoomToSpare"
     STEP_TARGET_TOO_SHORT = "StepTargetTooShort"
     INTER_TOKEN_LATENCY_OVER = "InterTokenLatencyOver"
     PREEMPTING = "Preempting"

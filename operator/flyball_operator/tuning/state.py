@@ -133,6 +133,7 @@ class TunerState(Struct, frozen=True, kw_only=True):
         moves: the last ones, oldest first; that of the trial comes when it ends.
         trial: the change that is being tried, if any.
         bans: moves that are not made for a while.
+        guessed: whether the step-time target in force was set before there was a plan.
         trim: factor on the planned step time, from observed latency.
         family: model and template of the replicas.
         seen: the replicas of the last round.
@@ -150,6 +151,7 @@ class TunerState(Struct, frozen=True, kw_only=True):
     moves: tuple[Move, ...] = ()
     trial: Trial | None = None
     bans: tuple[Ban, ...] = ()
+    guessed: bool = False
     trim: float = 1.0
     family: str = ""
     seen: tuple[Seen, ...] = ()
