@@ -16,6 +16,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GenerationConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -149,6 +150,7 @@ MORE_ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "granite": (
+        GptOssConfig,
         GraniteConfig,
         {
             "embedding_multiplier": 6.0,
@@ -164,6 +166,24 @@ MORE_ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen2 moe": (
         Qwen2MoeConfig,
         {**_EXPERTS, "shared_expert_intermediate_size": 56, "mlp_only_layers": [0], "num_hidden_layers": 3},
+    ),
+    "gpt-oss": (
+        GptOssConfig,
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "sliding_window": 20,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
     ),
     "qwen3 moe": (Qwen3MoeConfig, {**_EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
 }

@@ -43,6 +43,7 @@ def specs() -> Iterator[Spec]:
         yield attention_spec(dtype, 128, 2, 512, window=None)
     yield attention_spec("bf16", 80, 1, 512, window=4096)
     yield attention_spec("bf16", 256, 2, 512, window=4096, softcap=50.0)
+    yield attention_spec("bf16", 64, 8, 512, window=128, has_sinks=True)
     pointers = dict.fromkeys(("key_ptr", "value_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
     sizes = dict.fromkeys(("key_stride", "value_stride", "row_numel"), "i32")
     types = {**pointers, "slot_mapping_ptr": "*i64", **sizes}
@@ -50,13 +51,20 @@ def specs() -> Iterator[Spec]:
 
 
 def attention_spec(
-    dtype: str, head_dim: int, group: int, max_query_len: int, window: int | None, softcap: float | None = None
+    dtype: str,
+    head_dim: int,
+    group: int,
+    max_query_len: int,
+    window: int | None,
+    softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> Spec:
     types = dict.fromkeys(("query_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), f"*{dtype}")
     types |= dict.fromkeys(("block_tables_ptr", "cu_query_lens_ptr", "context_lens_ptr"), "*i32")
     types |= {"scale": "fp32", "max_blocks": "i32"}
     constants = {"NUM_KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": window}
-    constants |= {"SOFTCAP": softcap}
+    types |= {"sinks_ptr": "*fp32"} if has_sinks else {}
+    constants |= {"SOFTCAP": softcap} | ({} if has_sinks else {"sinks_ptr": None})
     constants |= {"DOT_DTYPE": paged_attention.dot_dtype(DTYPES[dtype])}
     constants |= paged_attention.tile_shape(DTYPES[dtype], group, head_dim, max_query_len)
     name = f"paged_attention {'decode' if max_query_len == 1 else 'prefill'} {dtype} d{head_dim} g{group}"

@@ -28,10 +28,10 @@ def run(request):
     return request.param
 
 
-def check(run, query_lens, context_lens, sliding_window=None, softcap=None, scale=None, **shape):
+def check(run, query_lens, context_lens, sliding_window=None, softcap=None, scale=None, sinks=None, **shape):
     inputs = attention_inputs(query_lens, context_lens, **shape)
     scale = scale or inputs["query"].shape[-1] ** -0.5
-    bounds = {"sliding_window": sliding_window, "softcap": softcap}
+    bounds = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
     out, buffer = guarded(*inputs["query"].shape, dtype=inputs["query"].dtype)
     run(**inputs, scale=scale, max_query_len=max(query_lens, default=0), **bounds, out=out)
     expected = reference.paged_attention(
@@ -89,6 +89,16 @@ def test_a_window_that_begins_shortly_before_a_split(run, sliding_window):
 @pytest.mark.parametrize("scale", [0.125, 4.0])
 def test_softcap(run, softcap, scale):
     check(run, [1, 7, 1, 90], [600, 7, 65, 200], softcap=softcap, scale=scale, sliding_window=100, **ONE_KV_HEAD)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 100])
+def test_sinks(run, sliding_window):
+    sinks = torch.tensor([0.5, -200.0, 3.0])
+    check(run, [1, 7, 1, 90], [600, 7, 65, 200], sinks=sinks, sliding_window=sliding_window, **ONE_KV_HEAD)
+
+
+def test_a_sink_takes_all(run):
+    check(run, [1, 40], [600, 40], sinks=torch.full((6,), 300.0))
 
 
 def test_softcap_of_16_bits(run):
@@ -197,6 +207,11 @@ def test_a_sequence_of_nan_leaves_the_others_alone(run, dtype):
 def test_window_of_no_tokens():
     with pytest.raises(ValueError, match="sliding_window is 0; it must be at least 1"):
         paged_attention(**attention_inputs([1], [1]), scale=1.0, max_query_len=1, sliding_window=0)
+
+
+def test_sinks_of_other_heads():
+    with pytest.raises(ValueError, match=r"sinks has shape \[2\]; it must be \[6\]"):
+        paged_attention(**attention_inputs([1], [1]), scale=1.0, max_query_len=1, sinks=torch.zeros(2))
 
 
 def test_softcap_of_nothing():

@@ -21,6 +21,7 @@ def paged_attention(
     backend: Backend,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend each query token to its sequence's keys up to itself (Kwon et al. 2023, flash-style online softmax).
@@ -39,6 +40,7 @@ def paged_attention(
         max_query_len: the longest query of this call; sizes the GPU grid.
         sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None sees all.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2); None leaves them as they are.
+        sinks: ``[num_q_heads]`` fp32, for each head a score of no key, which takes part in the softmax (gpt-oss), or None.
         out: written in place when given, like ``query`` in shape, dtype and layout.
     Returns:
         ``out``, or a new ``[num_tokens, num_q_heads, head_dim]``.
@@ -46,7 +48,7 @@ def paged_attention(
         ValueError: a shape, dtype or layout is not as above.
         IndexError: a length or a block id is out of range, on CPU. A GPU does not check them: what it reads is undefined.
     """
-    _check(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, sliding_window, softcap)
+    _check(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, sliding_window, softcap, sinks)
     if out is None:
         out = torch.empty_like(query)
     else:
@@ -55,15 +57,23 @@ def paged_attention(
         check_contiguous("out", out)
     tensors = (query, k_cache, v_cache, block_tables, cu_query_lens, context_lens)
     if backend.name == "cpp":
-        torch.ops.flyball.paged_attention(*tensors, scale, sliding_window, softcap, out)
+        torch.ops.flyball.paged_attention(*tensors, scale, sliding_window, softcap, sinks, out)
         return out
     if backend.name == "triton":
         from flyball_kernels.paged_attention import kernel  # triton is there on Linux only
 
         return kernel.paged_attention(
-            *tensors, scale=scale, max_query_len=max_query_len, sliding_window=sliding_window, softcap=softcap, out=out
+            *tensors,
+            scale=scale,
+            max_query_len=max_query_len,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+            out=out,
         )
-    return reference.paged_attention(*tensors, scale=scale, sliding_window=sliding_window, softcap=softcap, out=out)
+    return reference.paged_attention(
+        *tensors, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, out=out
+    )
 
 
 def _check(
@@ -75,6 +85,7 @@ def _check(
     context_lens: Tensor,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     check_shape("query", query, None, None, None)
     num_q_heads, head_dim = query.shape[1:]
@@ -102,3 +113,7 @@ def _check(
         raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None for no window.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be above 0, or None for no bound.")
+    if sinks is not None:
+        check_shape("sinks", sinks, num_q_heads)
+        check_dtype("sinks", sinks, torch.float32)
+        check_contiguous("sinks", sinks)

@@ -33,6 +33,7 @@ struct Attention {
   int64_t window;  // how many keys a token sees
   float scale;
   float softcap;  // 0: scores have no bound
+  const float* sinks;  // or null
 
   int64_t group() const { return num_q_heads / num_kv_heads; }
   int64_t dim() const { return round_up(head_dim, kLanes); }
@@ -144,7 +145,7 @@ struct Attention {
     for (int64_t row = 0; row < rows; ++row) {
       const float* sums = work.out + row * work.dim;
       if (t.partial < 0) {
-        write(t, row, sums, work.sum[row]);
+        write(t, row, sums, work.max[row], work.sum[row]);
         continue;
       }
       float* partial = partials + (t.partial + row) * (work.dim + kLanes);
@@ -166,7 +167,9 @@ struct Attention {
     }
   }
 
-  void write(const Task& t, int64_t row, const float* sums, float total) const {
+  // top: what the sums and their total are relative to
+  void write(const Task& t, int64_t row, const float* sums, float top, float total) const {
+    if (sinks) total += exp2(splat(sinks[t.kv_head * group() + row % group()] * kLog2e - top))[0];
     T* to = out + row_offset(t, row);
     for (int64_t d = 0; d < head_dim; d += kLanes) store_up_to(to + d, load(sums + d) / total, head_dim - d);
   }
@@ -187,7 +190,7 @@ struct Attention {
         total += weight * partial[1];
         for (int64_t d = 0; d < dim(); d += kLanes) store(sums + d, load(sums + d) + load(partial + kLanes + d) * weight);
       }
-      write(t, row, sums, total);
+      write(t, row, sums, top, total);
     }
     return end;
   }
@@ -212,14 +215,15 @@ struct Attention {
 
 void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
                      const Tensor& cu_query_lens, const Tensor& context_lens, double scale,
-                     std::optional<int64_t> sliding_window, std::optional<double> softcap, const Tensor& out) {
+                     std::optional<int64_t> sliding_window, std::optional<double> softcap,
+                     const std::optional<Tensor>& sinks, const Tensor& out) {
   dispatch(query, "paged_attention", [&]<class T>(T*) {
     const Attention<T> attention{
         data<const T>(query), data<const T>(k_cache), data<const T>(v_cache), data<T>(out),
         data<const int32_t>(block_tables), data<const int32_t>(cu_query_lens), data<const int32_t>(context_lens),
         context_lens.size(0), block_tables.size(1), k_cache.size(1), query.size(1), k_cache.size(2), query.size(2),
         sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale),
-        static_cast<float>(softcap.value_or(0.0))};
+        static_cast<float>(softcap.value_or(0.0)), data_or_null<float>(sinks)};
     attention.check(query.size(0), k_cache.size(0));
     attention();
   });
@@ -228,7 +232,7 @@ void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def(
       "paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor cu_query_lens, "
-      "Tensor context_lens, float scale, int? sliding_window, float? softcap, Tensor(a!) out) -> ()");
+      "Tensor context_lens, float scale, int? sliding_window, float? softcap, Tensor? sinks, Tensor(a!) out) -> ()");
   m.impl("paged_attention", c10::DispatchKey::CPU, TORCH_FN(paged_attention));
 }
 

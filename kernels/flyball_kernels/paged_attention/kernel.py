@@ -23,6 +23,7 @@ def paged_attention_kernel(
     block_tables_ptr,  # [num_seqs, max_blocks] int32
     cu_query_lens_ptr,  # [num_seqs + 1] int32
     context_lens_ptr,  # [num_seqs] int32
+    sinks_ptr,  # [num_q_heads] fp32, or None
     out_ptr,  # as query
     scale,  # includes log2(e), or 1 / SOFTCAP
     max_blocks,
@@ -90,6 +91,8 @@ def paged_attention_kernel(
         total = total * correction + tl.sum(weights, axis=1)
         top = new_top
 
+    if sinks_ptr is not None:
+        total += tl.exp2(tl.minimum(tl.load(sinks_ptr + heads) * 1.4426950408889634 - top, 126.0))
     out = acc / tl.where(is_row, total, 1.0)[:, None]  # a row of padding may have seen no key
     tl.store(out_ptr + row_offsets[:, None] + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=tile_mask)
 
@@ -125,6 +128,7 @@ def paged_attention(
     max_query_len: int,
     sliding_window: int | None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor,
 ) -> Tensor:
     """Launch the kernel; arguments as the public op, already checked."""
@@ -143,6 +147,7 @@ def paged_attention(
         block_tables,
         cu_query_lens,
         context_lens,
+        sinks,
         out,
         scale * LOG2E if softcap is None else scale / softcap,
         block_tables.shape[1],

@@ -15,6 +15,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor,
 ) -> Tensor:
     """Gather each sequence's context and attend to it in fp32. Exact and slow."""
@@ -22,7 +23,7 @@ def paged_attention(
     for i, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
         keys, values = (_gather(cache, block_tables[i], context_len) for cache in (k_cache, v_cache))
-        out[rows] = _attend(query[rows], keys, values, scale, sliding_window, softcap)
+        out[rows] = _attend(query[rows], keys, values, scale, sliding_window, softcap, sinks)
     return out
 
 
@@ -33,7 +34,13 @@ def _gather(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     query_len, num_q_heads, _ = query.shape
     context_len, num_kv_heads, _ = keys.shape
@@ -47,5 +54,8 @@ def _attend(
     hidden = k_pos > q_pos
     if sliding_window is not None:
         hidden |= k_pos <= q_pos - sliding_window
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, query_len, 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :context_len]
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)

@@ -1,5 +1,6 @@
 """The architectures that are served, and what each fixes beyond its config.json. Defaults are transformers'; no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,6 +25,8 @@ class MoEFields:
         intermediate_size: field of config.json with the inner size of an expert.
         experts_per_token: default of num_experts_per_tok.
         normalizes_weights: whether the weights of a token's experts always add up to 1; else norm_topk_prob says so.
+        swiglu_limit: default of that field, where experts are stacked in one tensor for each projection and their SwiGLU
+            is clamped (gpt-oss); None elsewhere.
         has_shared_expert: whether all tokens use one more expert, through a gate of its own.
         block_name, expert_names: of the tensors; gate, up and down projection.
     """
@@ -32,6 +35,7 @@ class MoEFields:
     experts_per_token: int = 8
     normalizes_weights: bool = False
     has_shared_expert: bool = False
+    swiglu_limit: float | None = None
     block_name: str = "mlp"
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
@@ -43,6 +47,7 @@ class Family:
     Attributes:
         bias_fields: ``attention_bias`` gives q, k, v and o a bias; ``mlp_bias`` gives gate, up and down one; ``qkv_bias``
             can take that of q, k and v away.
+        attention_bias: default of that field.
         qk_norm: RMSNorm on queries and keys before RoPE: of each head (``head``) or of all together (``width``).
         default_head_dim: head_dim when config.json has none; None is hidden_size / num_attention_heads.
         default_num_kv_heads: num_key_value_heads when config.json has no word of it; None is num_attention_heads.
@@ -53,6 +58,7 @@ class Family:
         default_window: tokens, when config.json says nothing; None is no window.
         sliding_pattern: n when config.json has no sliding_window_pattern.
         sliding_theta: of layers with a window, where they are rotated in another way than the others.
+        default_rope: rope_parameters when config.json has none; None is no scaling.
         partial_rotation: whether partial_rotary_factor is honoured.
         unrotated_interval: each n-th layer has no positions, unless no_rope_layers says otherwise; None: all have them.
         norm_names, norm_offset: see ``ModelConfig``.
@@ -61,11 +67,13 @@ class Family:
         attention_scale_field: a field whose inverse square root scales attention scores (Gemma); None: that of head_dim.
         default_logits_softcap, default_attention_softcap: None where config.json says nothing or null.
         has_logits_softcap, has_attention_softcap: whether the fields are honoured.
+        has_sinks: whether each head has one more score, of no key (gpt-oss).
         has_multipliers: Granite's four multipliers.
     """
 
     bias_fields: frozenset[str] = frozenset()
     qkv_bias: bool = False
+    attention_bias: bool = False
     qk_norm: Literal["head", "width"] | None = None
     default_head_dim: int | None = None
     default_num_kv_heads: int | None = None
@@ -74,6 +82,7 @@ class Family:
     sliding_pattern: int = 2
     theta: float = 10_000.0
     sliding_theta: float | None = None
+    default_rope: Mapping[str, object] | None = None
     partial_rotation: bool = False
     unrotated_interval: int | None = None
     rms_norm_eps: float = 1e-6
@@ -86,6 +95,7 @@ class Family:
     attention_scale_field: str | None = None
     has_attention_softcap: bool = False
     default_attention_softcap: float | None = None
+    has_sinks: bool = False
     has_logits_softcap: bool = False
     default_logits_softcap: float | None = None
     has_multipliers: bool = False
@@ -164,5 +174,25 @@ FAMILIES = {
         default_num_kv_heads=4,
         window="all if used",
         moe=MoEFields(),
+    ),
+    "GptOssForCausalLM": Family(
+        bias_fields=_ATTENTION_BIAS,
+        attention_bias=True,
+        default_head_dim=64,
+        default_num_kv_heads=8,
+        window="layer_types",
+        default_window=128,
+        theta=150_000.0,
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        rms_norm_eps=1e-5,
+        has_sinks=True,
+        moe=MoEFields(
+            intermediate_size="intermediate_size", experts_per_token=4, normalizes_weights=True, swiglu_limit=7.0
+        ),
     ),
 }

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,9 @@ class JsonFields:
             raise self.error(key, "true or false")
         return value
 
-    def child(self, key: str) -> "JsonFields":
-        """The object under ``key``; an empty one when it is absent."""
-        value = self._present(key, {})
+    def child(self, key: str, default: Mapping[str, object] | None = None) -> "JsonFields":
+        """The object under ``key``; ``default``, or an empty one, when it is absent."""
+        value = self._present(key, dict(default or {}))
         if not isinstance(value, dict):
             raise self.error(key, "an object")
         return JsonFields(self.source, value, prefix=f"{self._prefix}{key}.")

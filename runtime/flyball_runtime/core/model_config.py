@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict, cast, get_args
 
+from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.families import FAMILIES, Activation, Family, MoEFields, NormNames
 from flyball_runtime.core.json_fields import JsonFields, read_json_object
@@ -23,6 +24,14 @@ SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
 
 @dataclass(frozen=True)
+class SwigluClamp:
+    """The gate is at most ``limit``, up is within ``limit`` of 0, and the sigmoid is of ``alpha`` times the gate."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class MoEConfig:
     """A mixture of experts in place of the MLP.
 
@@ -31,6 +40,7 @@ class MoEConfig:
         intermediate_size: inner size of one expert.
         normalizes_weights: whether the weights of a token's experts are scaled to add up to 1.
         shared_intermediate_size: inner size of the expert that all tokens use; None if there is none.
+        clamp: of the experts' SwiGLU; then their weights are stacked and have biases (gpt-oss). None elsewhere.
         block_name, expert_names: see ``MoEFields``.
     """
 
@@ -40,6 +50,7 @@ class MoEConfig:
     intermediate_size: int
     normalizes_weights: bool
     shared_intermediate_size: int | None
+    clamp: SwigluClamp | None
     block_name: str
     expert_names: tuple[str, str, str]
 
@@ -61,6 +72,7 @@ class ModelConfig:
         fused_projections: whether the checkpoint has q, k and v in one tensor, and gate and up.
         embedding_scale, residual_scale: factors on embeddings, and on what attention and MLP add to the residual.
         attention_scale, attention_softcap: factor on attention scores, then their bound: cap * tanh(score / cap).
+        has_sinks: whether each head has a learned score of no key, which takes part in the softmax (gpt-oss).
         logits_divisor, logits_softcap: the same of the logits.
         moe: None if all layers have an MLP.
         dtype: what the weights were saved in; float32 when config.json is silent.
@@ -92,6 +104,7 @@ class ModelConfig:
     residual_scale: float
     attention_scale: float
     attention_softcap: float | None
+    has_sinks: bool
     logits_divisor: float
     logits_softcap: float | None
     moe: MoEConfig | None
@@ -112,7 +125,9 @@ class ModelConfig:
         _refuse_unsupported(fields, family)
         num_heads = fields.integer("num_attention_heads")
         num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-        attention_bias = "attention_bias" in family.bias_fields and fields.boolean("attention_bias", False)
+        attention_bias = "attention_bias" in family.bias_fields and fields.boolean(
+            "attention_bias", family.attention_bias
+        )
         windows = _sliding_windows(fields, family, num_layers)
         head_dim = _head_dim(fields, family, num_heads)
         config = cls(
@@ -137,6 +152,7 @@ class ModelConfig:
             norm_offset=family.norm_offset,
             fused_projections=family.fused_projections,
             activation=family.activation,
+            has_sinks=family.has_sinks,
             moe=_moe(fields, family.moe, num_layers),
             dtype=_dtype(fields),
             eos_token_ids=_eos_token_ids(fields) | _generation_eos_token_ids(path),
@@ -228,7 +244,7 @@ def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
     for key in ("quantization_config", "compression_config"):
         if fields.raw(key) is not None:
             raise ConfigError(
-                f"{fields.source} has {key}: quantized checkpoints are not supported. "
+                f"{fields.source} has {key}{_method(fields, key)}: quantized checkpoints are not supported. "
                 "Use the unquantized model in bfloat16, float16 or float32."
             )
     activation = _ACTIVATION_NAMES[family.activation]
@@ -236,6 +252,15 @@ def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
         raise fields.error(family.activation_field, repr(activation))
     if fields.raw("use_bidirectional_attention"):
         raise fields.error("use_bidirectional_attention", "false: tokens attend to those before them only")
+
+
+def _method(fields: JsonFields, key: str) -> str:
+    """Return the name of the quantization, and how to undo it where transformers can (gpt-oss)."""
+    value = fields.raw(key)
+    method = value.get("quant_method") if isinstance(value, dict) else None
+    if method == "mxfp4":
+        return " (mxfp4, which transformers unpacks: Mxfp4Config(dequantize=True), then save_pretrained)"
+    return "" if method is None else f" ({quoted(method)})"
 
 
 def _qkv_bias(fields: JsonFields, family: Family) -> bool:
@@ -288,9 +313,16 @@ def _moe(fields: JsonFields, moe: MoEFields | None, num_layers: int) -> MoEConfi
         intermediate_size=fields.integer(moe.intermediate_size),
         normalizes_weights=moe.normalizes_weights or fields.boolean("norm_topk_prob", False),
         shared_intermediate_size=fields.integer("shared_expert_intermediate_size") if moe.has_shared_expert else None,
+        clamp=_clamp(fields, moe.swiglu_limit),
         block_name=moe.block_name,
         expert_names=moe.expert_names,
     )
+
+
+def _clamp(fields: JsonFields, limit: float | None) -> SwigluClamp | None:
+    if limit is None:
+        return None
+    return SwigluClamp(alpha=fields.number("swiglu_alpha", 1.702), limit=fields.number("swiglu_limit", limit))
 
 
 def _layers_with_experts(fields: JsonFields, num_layers: int) -> tuple[bool, ...]:
@@ -315,7 +347,11 @@ def _num_kv_heads(fields: JsonFields, family: Family, num_heads: int) -> int:
 
 def _ropes(fields: JsonFields, family: Family, windows: tuple[int | None, ...]) -> tuple[RopeConfig | None, ...]:
     full, sliding = read_ropes(
-        fields, theta=family.theta, sliding_theta=family.sliding_theta, is_partial=family.partial_rotation
+        fields,
+        theta=family.theta,
+        sliding_theta=family.sliding_theta,
+        is_partial=family.partial_rotation,
+        default=family.default_rope,
     )
     # of a model whose layers differ in RoPE, those that would slide are told apart even where the window is null
     slides = _slides(fields, family, len(windows)) if full != sliding else (False,) * len(windows)

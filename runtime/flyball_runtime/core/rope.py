@@ -1,6 +1,7 @@
 """Rotary position embeddings (Su et al. 2021) as config.json describes them; no torch. The angles: ``model/rope.py``."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
@@ -61,7 +62,12 @@ class RopeConfig:
 
 
 def read_ropes(
-    config: JsonFields, *, theta: float, sliding_theta: float | None, is_partial: bool
+    config: JsonFields,
+    *,
+    theta: float,
+    sliding_theta: float | None,
+    is_partial: bool,
+    default: Mapping[str, object] | None = None,
 ) -> tuple[RopeConfig, RopeConfig]:
     """Return the RoPE of layers that attend to all tokens, and that of layers with a sliding window.
 
@@ -70,11 +76,12 @@ def read_ropes(
 
     Args:
         theta, sliding_theta: where config.json names none. Without a ``sliding_theta`` both kinds are rotated alike.
+        default: rope_parameters where config.json has none.
         is_partial: whether the architecture has ``partial_rotary_factor``.
     Raises:
         ConfigError: a type that is not supported, or a field that is missing or out of range.
     """
-    rope = config.child("rope_scaling" if config.raw("rope_scaling") else "rope_parameters")
+    rope = config.child("rope_scaling" if config.raw("rope_scaling") else "rope_parameters", default)
     theta = config.number("rope_theta", theta)
     if sliding_theta is not None:
         sliding_theta = config.number("rope_local_base_freq", sliding_theta)

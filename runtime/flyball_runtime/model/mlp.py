@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from flyball_kernels.linear import PackedLinear
 from flyball_kernels.swiglu import swiglu
 from flyball_runtime.core.model_config import ModelConfig, MoEConfig
 from flyball_runtime.model.linear import Destinations, FusedLinear, Place
@@ -50,6 +51,57 @@ class MLP:
         return self.down_proj(swiglu(self.gate_up_proj(x), activation=self.activation, backend=self.backend))
 
 
+class Experts:
+    """MLPs, each with tensors of its own."""
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, place: Place) -> None:
+        self._experts = [
+            MLP(config, place, size=moe.intermediate_size, names=moe.expert_names) for _ in range(moe.num_experts)
+        ]
+
+    def destinations(self, prefix: str) -> Destinations:
+        for index, expert in enumerate(self._experts):
+            yield from expert.destinations(f"{prefix}{index}.")
+
+    def pack(self) -> None:
+        for expert in self._experts:
+            expert.pack()
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        return self._experts[index](x)
+
+
+class StackedExperts:
+    """MLPs whose weights are one tensor for each projection, with biases; gate and up take turns in it (gpt-oss)."""
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, place: Place) -> None:
+        assert moe.clamp is not None
+        hidden, inner = config.hidden_size, moe.intermediate_size
+        self._buffers = {
+            name: (place.empty(moe.num_experts, rows, columns), place.empty(moe.num_experts, rows))
+            for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner))
+        }
+        self._clamp, self._backend = moe.clamp, place.backend
+
+    def destinations(self, prefix: str) -> Destinations:
+        for name, (weights, biases) in self._buffers.items():
+            yield f"{prefix}{name}", weights.transpose(1, 2)  # the checkpoint's are transposed
+            yield f"{prefix}{name}_bias", biases
+
+    def pack(self) -> None:
+        self._gate_up, self._down = (
+            [PackedLinear(*parts, backend=self._backend) for parts in zip(*buffers, strict=True)]
+            for buffers in self._buffers.values()
+        )
+        self._buffers.clear()
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        gate, up = self._gate_up[index](x).float().unflatten(1, (-1, 2)).unbind(-1)
+        gate = gate.clamp(max=self._clamp.limit)
+        up = up.clamp(-self._clamp.limit, self._clamp.limit)
+        return self._down[index](((up + 1.0) * gate * torch.sigmoid(gate * self._clamp.alpha)).to(x.dtype))
+
+
 class MixtureOfExperts:
     """MLPs of which a router picks some for each token (Shazeer et al. 2017), and one for all tokens where there is one.
 
@@ -58,10 +110,10 @@ class MixtureOfExperts:
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, place: Place) -> None:
         self.moe = moe
-        self.router = FusedLinear(config.hidden_size, {"gate": moe.num_experts}, bias=False, place=place)
-        self.experts = [
-            MLP(config, place, size=moe.intermediate_size, names=moe.expert_names) for _ in range(moe.num_experts)
-        ]
+        is_stacked = moe.clamp is not None
+        router = {"router" if is_stacked else "gate": moe.num_experts}
+        self.router = FusedLinear(config.hidden_size, router, bias=is_stacked, place=place)
+        self.experts = StackedExperts(config, moe, place) if is_stacked else Experts(config, moe, place)
         self.shared: MLP | None = None
         if moe.shared_intermediate_size is not None:
             self.shared = MLP(config, place, size=moe.shared_intermediate_size)
@@ -69,16 +121,14 @@ class MixtureOfExperts:
 
     def destinations(self, prefix: str) -> Destinations:
         yield from self.router.destinations(prefix)
-        for index, expert in enumerate(self.experts):
-            yield from expert.destinations(f"{prefix}experts.{index}.")
+        yield from self.experts.destinations(f"{prefix}experts.")
         if self.shared is not None:
             yield from self.shared.destinations(f"{prefix}shared_expert.")
             yield from self.shared_gate.destinations(prefix)
 
     def pack(self) -> None:
         self.router.pack()
-        for expert in self.experts:
-            expert.pack()
+        self.experts.pack()
         if self.shared is not None:
             self.shared.pack()
             self.shared_gate.pack()
@@ -100,11 +150,11 @@ class MixtureOfExperts:
     def _run_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Return what each chosen expert makes of its token, ``[num_tokens, experts_per_token, hidden]``."""
         order = chosen.flatten().argsort(stable=True)
-        num_rows = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        num_rows = chosen.flatten().bincount(minlength=self.moe.num_experts).tolist()
         rows = x[order // chosen.shape[1]]
         out = torch.empty_like(rows)
         out[order] = torch.cat(
-            [expert(part) for expert, part in zip(self.experts, rows.split(num_rows), strict=True) if part.shape[0]]
+            [self.experts.run(index, part) for index, part in enumerate(rows.split(num_rows)) if part.shape[0]]
         )
         return out.unflatten(0, chosen.shape)
 

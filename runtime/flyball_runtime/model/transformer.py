@@ -74,6 +74,7 @@ class Attention:
         if config.qk_norm is not None:
             q_width, k_width = (config.head_dim,) * 2 if config.qk_norm == "head" else (q_size, kv_size)
             self.norms = _norm(config, q_width, place), _norm(config, k_width, place)
+        self.sinks = place.empty(config.num_attention_heads) if config.has_sinks else None
         self.config = config
         self.cos_sin = cos_sin
         self.backend = place.backend
@@ -86,10 +87,13 @@ class Attention:
         if self.norms is not None:
             for name, norm in zip(("q_norm", "k_norm"), self.norms, strict=True):
                 yield f"{prefix}{name}.weight", norm.weight
+        if self.sinks is not None:
+            yield f"{prefix}sinks", self.sinks
 
     def pack(self) -> None:
         self.qkv_proj.pack()
         self.o_proj.pack()
+        self.sinks = None if self.sinks is None else self.sinks.float()
 
     def __call__(self, x: Tensor, inputs: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         qkv, per_head = self.qkv_proj(x), (None, None)
@@ -122,6 +126,7 @@ class Attention:
             backend=self.backend,
             sliding_window=self.sliding_window,
             softcap=self.config.attention_softcap,
+            sinks=self.sinks,
         )
         return self.o_proj(attended.flatten(1))
 

@@ -135,6 +135,7 @@ OPTIONAL = (
 )
 MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
@@ -179,8 +180,14 @@ def test_rope_that_config_json_leaves_out(tmp_path: Path, architecture: str) -> 
     (tmp_path / "config.json").write_text(json.dumps(fields))
     ours, theirs = ModelConfig.from_dir(tmp_path), AutoConfig.from_pretrained(tmp_path)
     kinds = getattr(theirs, "layer_types", None) or [""] * ours.num_hidden_layers
-    expected = [theirs.rope_parameters.get(kind, theirs.rope_parameters)["rope_theta"] for kind in kinds]
-    assert [rope and rope.theta for rope in ours.ropes] == expected
+    expected = [theirs.rope_parameters.get(kind, theirs.rope_parameters) for kind in kinds]
+    for rope, said in zip(ours.ropes, expected, strict=True):
+        assert rope is not None
+        assert (rope.rope_type, rope.theta, rope.factor) == (
+            said["rope_type"],
+            said["rope_theta"],
+            said.get("factor", 1.0),
+        )
 
 
 def test_end_of_sequence_ids_of_both_files_count(write_config) -> None:
@@ -236,7 +243,11 @@ def test_unreadable_json(write_config, name: str, content: bytes, message: str) 
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of bfloat16, float16, float32"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; it must be one of bfloat16"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "has quantization_config: quantized checkpoints are not"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config ..gptq..: quantized checkpoints are not",
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"\(mxfp4, .*Mxfp4Config\(dequantize=True\)"),
         ({"rope_scaling": {"rope_type": "axial"}}, "RoPE type 'axial' is not supported; .*llama3, yarn, longrope"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1, -1]}}, r"short_factor is \[1, -1\]; .* numbers above 0"),
         ({"rope_scaling": {**LONGROPE, "long_factor": [1]}}, "long_factor has 1 numbers; it must have 8"),

@@ -18,7 +18,7 @@ from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.transformer import CausalLM, StepInputs
 
 MORE = [pytest.param(arch, marks=pytest.mark.slow) for arch in MORE_ARCHITECTURES]
-WITH_EXPERTS = {"mixtral", "qwen2 moe", "qwen3 moe"}
+WITH_EXPERTS = {"mixtral", "qwen2 moe", "qwen3 moe", "gpt-oss"}
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 # Logits here have a standard deviation near 1.7. Sums taken in another order move fp32 results by some 1e-6 of that; a
