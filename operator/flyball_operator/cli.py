@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "flyball") -> int:
     except ReaderGone:
         return endpoints.EXIT_OK
     except OperatorError as error:
-        print(f"{prog}: {lines(str(error))}", file=sys.stderr)
+        print(f"{prog} {words[0]}: {lines(str(error))}", file=sys.stderr)
         return endpoints.EXIT_CONFIG_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

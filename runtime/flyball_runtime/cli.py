@@ -519,7 +519,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except ConfigError as error:
-        print(f"flyball: error: {error}", file=sys.stderr)
+        print(f"flyball {args.command}: {error}", file=sys.stderr)
         return endpoints.EXIT_CONFIG_ERROR
     except KeyboardInterrupt:
         return 130

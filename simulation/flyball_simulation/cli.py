@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except (ConfigError, ClientConfigError, SpecError) as error:
-        print(f"flyball: error: {lines(str(error))}", file=sys.stderr)
+        print(f"flyball {args.command}: {lines(str(error))}", file=sys.stderr)
         return endpoints.EXIT_CONFIG_ERROR
     except KeyboardInterrupt:
         return 130

@@ -46,7 +46,7 @@ def test_a_bad_manifest_is_told_in_one_line(name: str, tmp_path: Path) -> None:
     file.write_bytes(REFUSED[name].encode())
     done = render(file)
     assert (done.returncode, done.stdout) == (endpoints.EXIT_CONFIG_ERROR, b""), (done.stderr[-500:], done.stdout[:500])
-    assert done.stderr.startswith(b"flyball: ")
+    assert done.stderr.startswith(b"flyball render: ")
     assert len(done.stderr) < MOST_BYTES_SAID
     assert not log_problems(done.stderr)
 

@@ -132,7 +132,7 @@ def test_a_fault_of_our_own_is_not_taken_for_a_missing_extra(monkeypatch: pytest
 
 def test_exit_codes_and_errors_are_the_commands_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "-f", str(tmp_path / "none.yaml")]) == endpoints.EXIT_CONFIG_ERROR
-    assert capsys.readouterr().err.startswith("flyball: ")
+    assert capsys.readouterr().err.startswith("flyball validate: ")
     assert main(["bench", "--base-url", "nowhere"]) == endpoints.EXIT_CONFIG_ERROR
     with pytest.raises(SystemExit) as ended:
         main(["bogus"])

@@ -338,7 +338,7 @@ def test_output_that_cannot_be_written_is_a_line_and_one_that_is_enough_is_none(
         ended = subprocess.run(
             command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment(), timeout=DEADLINE_S
         )
-    assert (ended.returncode, ended.stderr.removeprefix("flyball: ")) == (code, says)
+    assert (ended.returncode, ended.stderr.removeprefix("flyball render: ")) == (code, says)
 
 
 def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:

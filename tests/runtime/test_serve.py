@@ -322,7 +322,7 @@ def test_what_cannot_start_says_why_in_one_line(
     result = serve(str(path), "--port", str(free_port()), *flags)
     assert result.returncode == endpoints.EXIT_CONFIG_ERROR
     last_line = result.stderr.strip().splitlines()[-1]
-    assert last_line.startswith("flyball: error: ")
+    assert last_line.startswith("flyball serve: ")
     assert says in last_line
     assert "Traceback" not in result.stderr
 

@@ -62,7 +62,7 @@ def read_content(path: Path) -> bytes:
         with _open(path) as file:
             return file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise SpecError(_source(path), [f"cannot be read: {one_line(str(error))}"]) from error
+        raise SpecError(_source(path), [f"cannot be read: {error.strerror or one_line(str(error))}"]) from error
 
 
 def _open(path: Path) -> AbstractContextManager[BinaryIO]:
