@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow proof sanitize e2e compat wheel check format chart clean
+.PHONY: help setup demo test test-slow proof sanitize e2e compat clients wheel check format chart clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ compat: ## run the tests with the oldest and with the newest versions that pypro
 	uv venv --quiet --clear --python 3.12 $(VENV)-newest
 	uv pip install --quiet --python $(VENV)-newest --upgrade --editable '.[dev]'
 	$(VENV)-newest/bin/python -m pytest -q
+
+clients: $(STAMP) ## run outside clients against a server of the demo model, each in an environment of its own (CLIENTS='litellm')
+	@PYTHONPATH=tests $(BIN)/python -m clients_kit $(CLIENTS)
 
 wheel: $(STAMP) ## build dist/flyball-VERSION-py3-none-any.whl
 	@rm -rf build # setuptools puts all that it finds there into the wheel, also files that are no longer in the packages

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import flyball_cli
 from checkpoints import make_tokenizer
+from clients_kit.__main__ import CLIENTS
 from flyball_cli.commands import COMMANDS
 from flyball_clients import cli as clients_cli
 from flyball_operator import cli as operator_cli
@@ -288,6 +289,11 @@ def test_every_field_that_local_mode_treats_differently_exists() -> None:
 def test_every_reason_of_a_decision_is_documented() -> None:
     documented = [code(row[0])[0] for row in table("tuning.md", "Reason")]
     assert sorted(documented) == sorted(Reason)
+
+
+def test_the_outside_clients_are_documented_with_their_versions() -> None:
+    documented = {f"{code(name)[0]}=={version}" for name, version, *_ in table("clients.md", "Client", "Version")}
+    assert documented == {client.requirement for client in CLIENTS.values()}
 
 
 def test_every_benchmark_script_is_documented() -> None:

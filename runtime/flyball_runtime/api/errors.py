@@ -81,10 +81,14 @@ class Unauthorized(RequestError):
 
 
 class InvalidApiKey(RequestError):
+    """Begins with OpenAI's words, since LiteLLM knows the error by them."""
+
     status, code = 401, "invalid_api_key"
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"{why}. Send the header 'Authorization: Bearer KEY' with a key of this server.")
+        super().__init__(
+            f"Incorrect API key provided: {why}. Send the header 'Authorization: Bearer KEY' with a key of this server."
+        )
 
 
 def from_failed(event: Failed) -> HttpRefusal:

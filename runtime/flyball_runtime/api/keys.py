@@ -141,8 +141,8 @@ class ApiKeyAuth:
     def _check(self, header: str) -> bytes:
         scheme, _, key = header.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise InvalidApiKey("no API key was sent")
+            raise InvalidApiKey("none")
         found = self._keys.find(key.strip())
         if found is None:
-            raise InvalidApiKey("this server does not have the API key that was sent")
+            raise InvalidApiKey("this server does not have it")
         return found

@@ -9,7 +9,7 @@ import msgspec
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
-from flyball_runtime.api import answers, messages, responses, schemas
+from flyball_runtime.api import answers, responses, schemas
 from flyball_runtime.api.keys import OPEN_PATHS
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.core import sampling_params as sampling
@@ -30,12 +30,16 @@ _ERRORS = {
 _BODY_ERRORS = (400, 404, 408, 413, 429, 500, 503)
 
 
+TEXT_FORMATS = ("text/plain", "application/openmetrics-text")
+"""Of metrics; the Accept header chooses."""
+
+
 class Operation(NamedTuple):
     """One method of one path.
 
     Attributes:
         bodies: kinds of the request body, one of which it must be.
-        answer: kind of the answer, or its media type if it is no JSON.
+        answer: kind of the answer, or its media types if it is no JSON.
         chunk: kind of the events of a stream.
         has_done: whether ``[DONE]`` ends it.
     """
@@ -43,7 +47,7 @@ class Operation(NamedTuple):
     path: str
     method: str
     summary: str
-    answer: type | str
+    answer: type | tuple[str, ...]
     bodies: tuple[type, ...] = ()
     errors: tuple[int, ...] = (400, 500, 503)
     chunk: type | None = None
@@ -100,7 +104,7 @@ OPERATIONS = (
     Operation(endpoints.LIVEZ_PATH, "get", "Tell whether the engine makes progress.", answers.Status),
     Operation(endpoints.READYZ_PATH, "get", "Tell whether requests are taken.", answers.Status),
     Operation(endpoints.HEALTH_PATH, "get", "The same as /readyz.", answers.Status),
-    Operation(endpoints.METRICS_PATH, "get", "Metrics for Prometheus.", "text/plain", errors=(400,)),
+    Operation(endpoints.METRICS_PATH, "get", "Metrics for Prometheus.", TEXT_FORMATS, errors=(400,)),
 )
 
 _NOOPS = {
@@ -116,7 +120,7 @@ def document(settings: ApiSettings, *, needs_key: bool) -> Schema:
     kinds = {kind for one in OPERATIONS for kind in (*one.bodies, one.answer, one.chunk) if isinstance(kind, type)}
     ordered = sorted({*kinds, answers.Error}, key=lambda kind: kind.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
-    for kind in (*_all_structs(schemas), *_all_structs(messages), *_all_structs(responses), *_all_structs(answers)):
+    for kind in _structs():
         if kind.__name__ in components:
             _complete(components[kind.__name__], kind, settings)
     paths: Schema = {}
@@ -131,8 +135,12 @@ def document(settings: ApiSettings, *, needs_key: bool) -> Schema:
     }
 
 
-def _all_structs(module: Any) -> list[type[msgspec.Struct]]:
-    return [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+def _structs(parent: type[msgspec.Struct] = msgspec.Struct) -> Iterator[type[msgspec.Struct]]:
+    """Yield the kinds of this package."""
+    for kind in type.__subclasses__(parent):
+        if kind.__module__.startswith(answers.__name__.rpartition(".")[0]):
+            yield kind
+        yield from _structs(kind)
 
 
 def _complete(schema: Schema, kind: type[msgspec.Struct], settings: ApiSettings) -> None:
@@ -249,8 +257,11 @@ def _parameters(operation: Operation) -> list[Schema]:
 
 
 def _success(operation: Operation) -> Schema:
-    if isinstance(operation.answer, str):
-        return {"description": "Text.", "content": {operation.answer: {"schema": {"type": "string"}}}}
+    if isinstance(operation.answer, tuple):
+        return {
+            "description": "Text.",
+            "content": {media: {"schema": {"type": "string"}} for media in operation.answer},
+        }
     content: Schema = {"application/json": {"schema": _reference(operation.answer)}}
     description = inspect.cleandoc(operation.answer.__doc__ or "")
     if operation.chunk is not None:

@@ -84,7 +84,9 @@ async def test_probes_metrics_and_preflights_need_none(client: httpx.AsyncClient
 async def test_the_openai_client_understands_the_answer(app: FastAPI) -> None:
     async with asgi_client(app) as transport:
         wrong = openai.AsyncOpenAI(base_url="http://test/v1", api_key="sk-wrong", http_client=transport)
-        with pytest.raises(openai.AuthenticationError, match="does not have the API key") as refused:
+        with pytest.raises(
+            openai.AuthenticationError, match="Incorrect API key provided: this server does not have it"
+        ) as refused:
             await wrong.models.list()
         assert refused.value.code == "invalid_api_key"
         right = openai.AsyncOpenAI(base_url="http://test/v1", api_key=OLD, http_client=transport)

@@ -61,6 +61,12 @@ async def test_smaller_answers_are_of_the_documented_kinds(client: httpx.AsyncCl
     is_a(answers.Error, (await client.get("/v1/models/other")).json())
 
 
+async def test_metrics_come_in_the_documented_formats(client: httpx.AsyncClient) -> None:
+    documented = DOCUMENT["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    came = [(await client.get("/metrics", headers={"Accept": media})).headers["content-type"] for media in documented]
+    assert [one.partition(";")[0] for one in came] == list(documented)
+
+
 def beyond(field: dict[str, Any]) -> list[Any]:
     """Values that a field's bounds exclude."""
     found = [field[bound] + step for bound, step in (("minimum", -1), ("maximum", 1)) if bound in field]
@@ -106,6 +112,14 @@ def test_each_field_says_what_it_is_for() -> None:
     for kind in ("ChatRequest", "CompletionRequest", "ResponseRequest"):
         fields = DOCUMENT["components"]["schemas"][kind]["properties"]
         assert {name for name, field in fields.items() if "description" not in field} <= obvious
+
+
+def test_fields_say_what_they_are_for_in_the_words_of_the_docstrings() -> None:
+    fields = DOCUMENT["components"]["schemas"]["ChatRequest"]["properties"]
+    assert fields["tools"]["description"] == "what the model may call."
+    assert fields["cache_salt"]["description"].startswith("keeps the prefix cache"), "of a parent"
+    assert fields["temperature"]["description"].startswith("at most 2;"), "of SamplingParams"
+    assert "parameters" in str(DOCUMENT["components"]["schemas"]["Function"]), "of another module"
 
 
 async def test_docs_load_nothing_from_elsewhere(client: httpx.AsyncClient) -> None:

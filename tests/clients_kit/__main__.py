@@ -1,0 +1,108 @@
+"""Makes the environments, starts the server, runs the clients and says which of them failed."""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from flyball_protocol import endpoints
+from replicas import Replica
+
+HERE = Path(__file__).parent
+MODEL = HERE.parents[1] / "examples" / "demo_model" / "checkpoint"
+ENVIRONMENTS = Path.home() / ".cache" / "flyball" / "clients"
+KEY = "a-key-for-outside-clients"
+TIMEOUT_S = 1200
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""Clients load nothing while they run."""
+SERVER_FLAGS = ("--max-model-len=256", "--max-num-seqs=32", "--max-choices=4")
+
+
+class Client(NamedTuple):
+    """What to install, and the command: its program is of the environment, and it sees BASE_URL and API_KEY."""
+
+    requirement: str
+    command: tuple[str, ...]
+
+
+def script(name: str) -> tuple[str, ...]:
+    return ("python", str(HERE / f"{name}_client.py"))
+
+
+CLIENTS = {
+    "schemathesis": Client(
+        "schemathesis==4.32.5",
+        (
+            *("schemathesis", "--config-file", str(HERE / "schemathesis.toml"), "run", "{root}/openapi.json"),
+            *("--header", f"Authorization: Bearer {KEY}", "--seed", "1", "--continue-on-failure"),
+            *("--request-timeout", "120", "--max-examples", "{examples}"),
+        ),
+    ),
+    "openai": Client("openai==3.54.0", script("openai")),
+    "litellm": Client("litellm==1.106.2", script("litellm")),
+    "langchain-openai": Client("langchain-openai==1.7.3", script("langchain")),
+}
+
+
+def environment(name: str, requirement: str) -> Path:
+    """Return the folder of programs of a client's environment, which is made anew when its version changes."""
+    folder = ENVIRONMENTS / name
+    stamp = folder / "installed"
+    if not stamp.exists() or stamp.read_text() != requirement:
+        print(f"{name}: installing {requirement}", flush=True)
+        venv.create(folder, clear=True, with_pip=True)
+        subprocess.run([folder / "bin" / "pip", "install", "--quiet", requirement], check=True)
+        stamp.write_text(requirement)
+    return folder / "bin"
+
+
+def run(client: Client, programs: Path, url: str, num_examples: int) -> bool:
+    """Return whether the client's command succeeded."""
+    program, *words = (word.format(root=url, examples=num_examples) for word in client.command)
+    variables: Mapping[str, str] = os.environ | {"BASE_URL": f"{url}/v1", "API_KEY": KEY} | OFFLINE
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([programs / program, *words], env=variables, cwd=folder, timeout=TIMEOUT_S, check=False)
+    return done.returncode == 0
+
+
+@contextmanager
+def served() -> Iterator[Replica]:
+    """A server of the demo model that needs a key, as outside clients send one."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        keys.write_text(KEY)
+        server = Replica(MODEL, *SERVER_FLAGS, f"--api-key-file={keys}", log=Path(folder) / "log")
+        try:
+            server.wait_ready()
+            yield server
+        finally:
+            exit_code = server.stop()
+            server.close()
+    if exit_code != endpoints.EXIT_OK:
+        raise RuntimeError(f"the server ended with exit code {exit_code}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="clients_kit", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="CLIENT", help=f"of {', '.join(CLIENTS)} (default: all)")
+    parser.add_argument("--examples", type=int, default=100, help="of schemathesis, for each path (default: 100)")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(CLIENTS):
+        parser.error(f"{', '.join(sorted(unknown))} is not one of {', '.join(CLIENTS)}")
+    names = args.names or list(CLIENTS)
+    programs = {name: environment(name, CLIENTS[name].requirement) for name in names}
+    with served() as server:
+        passed = {name: run(CLIENTS[name], programs[name], server.url, args.examples) for name in names}
+    for name in names:
+        print(f"{'passed' if passed[name] else 'FAILED'}: {CLIENTS[name].requirement}")
+    return 0 if all(passed.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
