@@ -47,7 +47,7 @@ def lines(demo: ModuleType, size: tuple[int, int], num_events: int) -> list[str]
         words = " ".join(f"word{index}" for index in range(150))
         tally.answers.append(demo.Answer(f"question {number}", f"{words} last{number}", done=number == 2))
     picture = demo.Screen(console, operator=None, tally=tally)
-    picture.phase, picture.snapshot = "3/4  a phase", snapshot(num_events)
+    picture.phase, picture.snapshot = "3/5  a phase", snapshot(num_events)
     console.print(picture._picture())
     return screen.getvalue().splitlines()
 
@@ -62,3 +62,11 @@ def test_the_picture_fits(demo: ModuleType, size: tuple[int, int], num_events: i
     text = "\n".join(drawn)
     assert text.count("question") == num_answers
     assert "last2" in text and "END" in text, "the newest is what must be seen"
+
+
+def test_gaps_are_counted_against_the_objective_in_force(demo: ModuleType) -> None:
+    known = snapshot(1)
+    counts = known.replicas[0].evidence.evidence.objective_counts
+    num = 2 * counts.gaps.num
+    assert demo.gaps_within(known, 40) == (num, num - 2 * counts.gaps.num_over)
+    assert demo.gaps_within(known, 41) == demo.gaps_within(None, 40) == (0, 0)
