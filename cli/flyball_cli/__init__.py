@@ -9,6 +9,8 @@ from flyball_cli import completion
 from flyball_cli.commands import COMMANDS
 from flyball_protocol import endpoints, installed_version
 
+EXIT_INTERRUPTED = 130
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
@@ -28,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return endpoints.EXIT_CONFIG_ERROR
+    except KeyboardInterrupt:  # while the package is imported; after that, the command handles it
+        return EXIT_INTERRUPTED
 
 
 def _run_own(words: list[str]) -> int:

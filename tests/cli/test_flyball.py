@@ -130,6 +130,23 @@ def test_a_fault_of_our_own_is_not_taken_for_a_missing_extra(monkeypatch: pytest
         main(["crd"])
 
 
+def test_ctrl_c_while_a_package_is_imported_leaves_no_traceback() -> None:
+    interrupted = """
+import sys
+
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "flyball_clients":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+from flyball_cli import main
+sys.exit(main(["chat", "hi"]))
+"""
+    done = python(interrupted)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_exit_codes_and_errors_are_the_commands_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "-f", str(tmp_path / "none.yaml")]) == endpoints.EXIT_CONFIG_ERROR
     assert capsys.readouterr().err.startswith("flyball validate: ")

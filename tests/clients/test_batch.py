@@ -113,6 +113,16 @@ def test_failures_are_in_their_lines_and_in_the_exit_code(
     assert len(server.requests) == 6, "and are not done again"
 
 
+def test_a_request_that_takes_too_long_is_not_sent_again(files: Files, server: FakeServer) -> None:
+    server.script = lambda body: Reply([60.0]) if body["prompt"] == "slow" else answer(body)
+    files.write(request("slow", url="/v1/embeddings"), request("good", url="/v1/responses"))
+    assert files.run("--timeout", "0.5") == 1
+    rows = files.rows()
+    assert rows["slow"]["error"]["code"] == "timeout"
+    assert rows["good"]["error"] is None
+    assert sorted(server.paths) == ["/v1/embeddings", "/v1/responses"]
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_busy_server_is_asked_again(status: int, files: Files, server: FakeServer) -> None:
     busy = Reply(status=status, body=REFUSAL, headers={"Retry-After": "0"})
