@@ -150,7 +150,6 @@ MORE_ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "granite": (
-        GptOssConfig,
         GraniteConfig,
         {
             "embedding_multiplier": 6.0,
