@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict, cast, get_args
 
-from flyball_protocol.quoting import quoted
+from flyball_protocol.quoting import quoted, quoted_list
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.families import FAMILIES, Activation, Family, MoEFields, NormNames
 from flyball_runtime.core.json_fields import JsonFields, read_json_object
@@ -232,7 +232,7 @@ def _family(fields: JsonFields) -> tuple[str, Family]:
         if isinstance(name, str) and name in FAMILIES:
             return name, FAMILIES[name]
     raise ConfigError(
-        f"{fields.source}: architecture {', '.join(map(str, architectures))} is not supported; "
+        f"{fields.source}: architecture {quoted_list(architectures)} is not supported; "
         f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}."
     )
 

@@ -120,6 +120,19 @@ def test_missing_tensor(broken: Callable, name: str) -> None:
         _load(broken(lambda tensors: tensors.pop(name)))
 
 
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w2.weight"),
+        ("gpt-oss", "model.layers.0.self_attn.sinks"),
+        ("gemma2", "model.layers.2.pre_feedforward_layernorm.weight"),
+    ],
+)
+def test_missing_tensor_of_another_family(broken: Callable, arch: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"broken lacks 1 tensor\(s\) that \w+ForCausalLM needs: {name}\."):
+        _load(broken(lambda tensors: tensors.pop(name), arch=arch))
+
+
 def test_many_missing_tensors_are_counted(broken: Callable) -> None:
     with pytest.raises(ConfigError, match=r"lacks 24 tensor\(s\) .*: lm_head.weight, .* and 19 more\."):
         _load(broken(lambda tensors: [tensors.pop(name) for name in list(tensors) if name != Q_PROJ]))

@@ -226,7 +226,11 @@ def test_unreadable_json(write_config, name: str, content: bytes, message: str) 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported.*Qwen3ForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel", "X" * 10**6]},
+            r"architecture 'GPT2LMHeadModel', 'X.{,200} is not supported; supported are "
+            rf"{', '.join(SUPPORTED_ARCHITECTURES)}\.$",
+        ),
         ({"architectures": None}, "architectures is None; it must be a list with one of LlamaForCausalLM"),
         ({"vocab_size": None}, "has no vocab_size"),
         ({"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number from 1 to 1048576"),

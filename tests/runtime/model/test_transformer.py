@@ -33,6 +33,17 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": None, "head_dim": None}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     ("qwen2", {"tie_word_embeddings": False, "head_dim": 16, "num_key_value_heads": 8}),
+    ("phi3 longrope", {"original_max_position_embeddings": 32}),  # all 50 tokens are rotated by the long factors
+    (
+        "gemma2",
+        {"attn_logit_softcapping": None, "layer_types": ["full_attention"] * 3},
+    ),
+    ("gemma3", {"rope_parameters": None, "final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
+    ("granite", {"mlp_bias": True, "tie_word_embeddings": True}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 9, "attention_bias": True, "num_hidden_layers": 4}),
+    ("qwen2 moe", {"use_sliding_window": True, "sliding_window": 9, "qkv_bias": False, "norm_topk_prob": True}),
+    ("qwen3 moe", {"use_sliding_window": True, "sliding_window": 9, "decoder_sparse_step": 2, "norm_topk_prob": False}),
+    ("gpt-oss", {"attention_bias": False, "tie_word_embeddings": True}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 80, "num_hidden_layers": 1}),
 ]
 
