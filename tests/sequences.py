@@ -23,6 +23,7 @@ def make_sequence(
     client: str = "",
     ttft_deadline_ms: float | None = None,
     e2e_deadline_ms: float | None = None,
+    prompt_logprobs: int | None = None,
 ) -> Sequence:
     """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt.
 
@@ -33,7 +34,7 @@ def make_sequence(
     request = Request(
         request_id=request_id or f"r{number}",
         prompt_token_ids=token_ids,
-        sampling=SamplingParams(max_tokens=max_tokens),
+        sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
         priority=priority,
         block_hashes=[] if hashed_by is None else hash_prompt(token_ids, hashed_by, cache_salt),
         cache_salt=cache_salt,

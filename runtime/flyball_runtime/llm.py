@@ -26,6 +26,7 @@ class CompletionOutput:
     """One prompt's output.
 
     ``finish_reason``: stop (a stop token or string) or length. ``logprobs``: of each token, if the settings ask for them.
+    ``prompt_logprobs``: likewise, of each prompt token; the first has none.
     """
 
     prompt_token_ids: list[int]
@@ -33,6 +34,7 @@ class CompletionOutput:
     text: str
     finish_reason: str
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class LLM:
@@ -123,6 +125,9 @@ class LLM:
 
     def _step(self, outputs: dict[str, "_Output"]) -> None:
         step = self.engine.step()
+        for request_id, scores in step.prompt_logprobs.items():
+            if request_id in outputs:
+                outputs[request_id].add_prompt_logprobs(scores)
         for request_id, token_id in zip(step.request_ids, step.token_ids, strict=True):
             if outputs[request_id].add(token_id, step.logprobs.get(request_id)):
                 self.engine.abort(request_id)
@@ -139,6 +144,9 @@ class _Output:
         self._prompt_token_ids = request.prompt_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if request.sampling.logprobs is None else []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if request.sampling.prompt_logprobs is None else [None]
+        )
         self._text = OutputText(tokenizer.backend_tokenizer, request.sampling)
         self._pieces: list[str] = []
         self.finish_reason: str | None = None
@@ -155,6 +163,10 @@ class _Output:
             self.finish_reason = "stop"
         return self._text.stopped
 
+    def add_prompt_logprobs(self, scores: list[TokenLogprobs]) -> None:
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs += scores
+
     def end(self, reason: str) -> None:
         if self.finish_reason is None:
             self.finish_reason = reason
@@ -162,7 +174,12 @@ class _Output:
 
     def generation(self) -> CompletionOutput:
         return CompletionOutput(
-            self._prompt_token_ids, self._token_ids, "".join(self._pieces), self.finish_reason or "", self._logprobs
+            self._prompt_token_ids,
+            self._token_ids,
+            "".join(self._pieces),
+            self.finish_reason or "",
+            self._logprobs,
+            self._prompt_logprobs,
         )
 
 

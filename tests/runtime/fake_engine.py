@@ -179,16 +179,20 @@ class FakeEngine:
         request_id = request_id or self.requests[-1].request_id
         if request_id in self._streams:
             self._num_output_tokens[request_id] += len(token_ids)
-            logprobs = self._logprobs(request_id, token_ids)
-            self._streams[request_id].put_nowait(Tokens(request_id, token_ids, self.num_cached_tokens, logprobs))
+            request = next(one for one in self.requests if one.request_id == request_id)
+            logprobs = self._logprobs(token_ids, request.sampling.logprobs)
+            is_first = self._num_output_tokens[request_id] == len(token_ids)
+            prompt = self._logprobs(request.prompt_token_ids[1:] if is_first else [], request.sampling.prompt_logprobs)
+            self._streams[request_id].put_nowait(
+                Tokens(request_id, token_ids, self.num_cached_tokens, logprobs, prompt)
+            )
 
-    def _logprobs(self, request_id: str, token_ids: list[int]) -> list[TokenLogprobs]:
+    def _logprobs(self, token_ids: list[int], count: int | None) -> list[TokenLogprobs]:
         """Made up: -0.5 for the chosen token, which is the likeliest, and less for those with the next ids."""
-        count = next(one.sampling.logprobs for one in self.requests if one.request_id == request_id)
         if count is None:
             return []
         tops = [-0.5 - rank for rank in range(count)]
-        return [TokenLogprobs(one, -0.5, [one + rank for rank in range(count)], tops) for one in token_ids]
+        return [TokenLogprobs(one, -0.5, [one + rank for rank in range(count)], tops, 1) for one in token_ids]
 
     def finish(self, reason: FinishReason = "stop", request_id: str | None = None) -> None:
         request_id = request_id or self.requests[-1].request_id

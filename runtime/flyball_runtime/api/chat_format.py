@@ -77,7 +77,7 @@ class ChatFormat:
     """Where the prompt's token ids belong; a completion may have several prompts."""
 
     def __init__(self, token_text: TokenText, parsing: Parsing | None) -> None:
-        self._token_text = token_text
+        self.token_text = token_text
         self._parsing = parsing
         self._messages: dict[int, ParsedMessage] = {}
 
@@ -95,7 +95,7 @@ class ChatFormat:
     def logprobs(self, choice: Choice) -> dict[str, Any] | None:
         """Those of the tokens since the last call; None if there are none."""
         tokens = choice.take_logprobs()
-        return chat_logprobs(tokens, self._token_text) if tokens else None
+        return chat_logprobs(tokens, self.token_text) if tokens else None
 
     def opening(self, index: int) -> bytes | None:
         return self.text(index, b'{"role":"assistant","content":""}', b"null")

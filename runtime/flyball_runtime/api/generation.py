@@ -7,10 +7,10 @@ the output.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 from starlette.types import Receive
@@ -28,11 +28,23 @@ from flyball_runtime.text.output import OutputText
 logger = logging.getLogger(__name__)
 
 
+class Echo(NamedTuple):
+    """A prompt that its answer begins with.
+
+    Attributes:
+        alone: the answer has nothing else; what the engine samples is dropped.
+    """
+
+    text: str
+    alone: bool
+
+
 class Choice:
     """One engine request: takes its events and turns them into text and one ending.
 
     Attributes:
         prompt_token_ids: None unless the answer tells token ids.
+        prompt_logprobs: a prompt's, if the request asks for them, with the first token, which has none.
         finish_reason: set once, when the request has ended well.
     """
 
@@ -44,6 +56,8 @@ class Choice:
         output: OutputText,
         *,
         keeps_token_ids: bool = False,
+        tells_prompt_logprobs: bool = False,
+        echo: Echo | None = None,
     ) -> None:
         self.index = index
         self.request_id = request.request_id
@@ -52,11 +66,18 @@ class Choice:
         self.finish_reason: Literal["stop", "length"] | None = None
         self.ended = False
         self._events = events
+        self._has_output = False
         self._output = output
         self.prompt_token_ids = request.prompt_token_ids if keeps_token_ids else None
-        self._pieces: list[str] = []
+        self.tells_prompt_logprobs = tells_prompt_logprobs
+        self._echo = echo
+        self._pieces: list[str] = [] if echo is None else [echo.text]
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        if request.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs.append(TokenLogprobs(request.prompt_token_ids[0], None, [], []))
+        self._echoes_logprobs = echo is not None and request.sampling.logprobs is not None
 
     @property
     def num_output_tokens(self) -> int:
@@ -117,6 +138,13 @@ class Choice:
     def _take_tokens(self, event: Tokens, changed: Callable[["Choice"], None]) -> int:
         """Return how many of them belong to the output."""
         self.num_cached_tokens = event.num_cached_tokens
+        if event.prompt_logprobs:
+            self.prompt_logprobs += event.prompt_logprobs
+        if not self._has_output:
+            self._has_output = True
+            self._begin(changed)
+        if self._echo is not None and self._echo.alone:
+            return 0
         before = self.num_output_tokens
         text = self._output.add(event.token_ids)
         num_new = self.num_output_tokens - before
@@ -128,13 +156,21 @@ class Choice:
             changed(self)
         return num_new
 
+    def _begin(self, changed: Callable[["Choice"], None]) -> None:
+        """Put an echo in front of the first output."""
+        if self._echoes_logprobs:
+            self._logprobs += self.prompt_logprobs
+        if self._echo is not None:
+            changed(self)
+
     def _end(self, event: Finished | Failed) -> RequestOutcome:
         if isinstance(event, Failed):
             raise from_failed(event)
         if event.reason == "abort":
             return "abort"
         self._pieces.append(self._output.finish())
-        self.finish_reason = "stop" if self._output.stopped else event.reason
+        ends_early = self._echo is not None and self._echo.alone
+        self.finish_reason = "length" if ends_early else "stop" if self._output.stopped else event.reason
         return self.finish_reason
 
 
@@ -151,6 +187,8 @@ class CheckedRequest:
         unique: keeps engine request ids apart when a client uses the same X-Request-Id again.
         arrival_s: when the body was complete, on the metrics' clock.
         markers: special tokens that the text of the output shall have.
+        return_token_ids, prompt_logprobs: whether the answer tells them.
+        echoes: one for each prompt, or none.
     """
 
     request_id: str
@@ -164,6 +202,8 @@ class CheckedRequest:
     cache_salt: str | None
     return_token_ids: bool = False
     markers: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
+    echoes: Sequence[Echo] = ()
 
     def engine_requests(self) -> list[Request]:
         """One per choice, prompt by prompt: choice ``index`` answers prompt ``index // num_choices``."""
@@ -279,8 +319,17 @@ class Generation:
                 num_tokens += len(request.prompt_token_ids)
                 events = self._front.submit(request)
                 output = self._codec.output(request.sampling, self.call.markers)
-                keeps_token_ids = self.call.return_token_ids
-                self.choices.append(Choice(index, request, events, output, keeps_token_ids=keeps_token_ids))
+                echo = self.call.echoes[index // self.call.num_choices] if self.call.echoes else None
+                choice = Choice(
+                    index,
+                    request,
+                    events,
+                    output,
+                    keeps_token_ids=self.call.return_token_ids,
+                    tells_prompt_logprobs=self.call.prompt_logprobs,
+                    echo=echo,
+                )
+                self.choices.append(choice)
         except BaseException as error:
             if isinstance(error, RequestError):
                 self._measured.rejected(error.code)

@@ -1,5 +1,6 @@
-"""Log probabilities in the two shapes that OpenAI's endpoints give them."""
+"""Log probabilities in the two shapes that OpenAI's endpoints give them, and in vLLM's for prompts."""
 
+import itertools
 from typing import Any
 
 from flyball_runtime.core.request import TokenLogprobs
@@ -23,7 +24,7 @@ def chat_logprobs(tokens: list[TokenLogprobs], text: TokenText) -> dict[str, Any
     }
 
 
-def _chat_entry(token_id: int, logprob: float, text: TokenText) -> dict[str, Any]:
+def _chat_entry(token_id: int, logprob: float | None, text: TokenText) -> dict[str, Any]:
     return {"token": text.text_of(token_id), "logprob": logprob, "bytes": list(text.bytes_of(token_id))}
 
 
@@ -46,8 +47,23 @@ def completion_logprobs(tokens: list[TokenLogprobs], text: TokenText, offset: in
     }
 
 
-def _likeliest(token: TokenLogprobs, text: TokenText) -> dict[str, float]:
-    """The likeliest and the chosen by their texts; of two with the same text, the likelier."""
+def prompt_logprobs(tokens: list[TokenLogprobs], text: TokenText) -> list[dict[str, Any] | None]:
+    """For each token, it and the likeliest by their ids; None for the first, which has none."""
+    return [None if token.logprob is None else _by_id(token, text) for token in tokens]
+
+
+def _by_id(token: TokenLogprobs, text: TokenText) -> dict[str, Any]:
+    likeliest = zip(token.top_ids, token.top_logprobs, itertools.count(1), strict=False)
+    return {
+        str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": text.text_of(token_id)}
+        for token_id, logprob, rank in [(token.token_id, token.logprob, token.rank), *likeliest]
+    }
+
+
+def _likeliest(token: TokenLogprobs, text: TokenText) -> dict[str, float] | None:
+    """The likeliest and the chosen by their texts; of two with the same text, the likelier. None without a probability."""
+    if token.logprob is None:
+        return None
     likeliest: dict[str, float] = {}
     ids, logprobs = [*token.top_ids, token.token_id], [*token.top_logprobs, token.logprob]
     for token_id, logprob in zip(ids, logprobs, strict=True):

@@ -33,18 +33,17 @@ IGNORED_HINTS = frozenset(
 _COMMON_NOOPS: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "length_penalty": (None, 1),
-    "prompt_logprobs": (None,),
     "use_beam_search": (None, False),
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "truncate_prompt_tokens": (None,),
-    "echo": (None, False),
     "response_format": (None, {"type": "text"}),
 }
 
 CHAT_NOOPS: dict[str, tuple[Any, ...]] = _COMMON_NOOPS | {
+    "echo": (None, False),
     "functions": (None, []),
     "function_call": (None, "auto", "none"),
     "modalities": (None, ["text"]),
@@ -104,6 +103,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         top_k: -1 is off too, as vLLM's clients send it.
+        prompt_logprobs: of each prompt token, and of so many of the likeliest in its place. Not for streams, as in vLLM.
         return_token_ids: answer with the token ids of prompt and output too.
         logit_bias: by token id, written as a text, as JSON has it.
         add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
@@ -129,6 +129,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     n: int | None = None
     stream: bool | None = None
@@ -145,7 +146,12 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return 1 if self.n is None else self.n
 
     def check_stream_options(self) -> None:
-        """Raise InvalidRequest for stream_options without a stream, or that ask for obfuscation."""
+        """Raise InvalidRequest for what only streams have, or cannot have, and for stream_options that ask for obfuscation."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs cannot be streamed. Leave out stream; or, for completions, send echo with logprobs instead.",
+                param="prompt_logprobs",
+            )
         if self.stream_options is None:
             return
         if not self.stream:
@@ -206,11 +212,18 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     Attributes:
         prompt: a text, token ids, or a list of texts or of lists of token ids.
         logprobs: of how many of the likeliest tokens, beside the chosen one; false is off too.
+        echo: answer with the prompt in front of the output, and with its ``logprobs``. ``max_tokens`` may then be 0.
     """
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | bool | None = None
+    echo: bool | None = None
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the prompt is all that is wanted."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self) -> tuple[list[str], list[list[int]]]:
         """Return the prompts as texts, or as lists of ids. One of the two is empty.
@@ -323,6 +336,7 @@ def sampling_params(body: GenerationFields, defaults: SamplingParams, vocab_size
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         bad_words=tuple(body.bad_words or ()),
         logprobs=_num_logprobs(body),
+        prompt_logprobs=_num_prompt_logprobs(body),
     )
     params.validate(vocab_size)
     return params
@@ -337,6 +351,20 @@ def _num_logprobs(body: GenerationFields) -> int | None:
             "logprobs is true; here it is the number of the likeliest tokens to list, like 1.", param="logprobs"
         )
     return None if wanted is False else wanted
+
+
+def _num_prompt_logprobs(body: GenerationFields) -> int | None:
+    """Those that are asked for as such, or by an echo with logprobs."""
+    asked, echoed = body.prompt_logprobs, None
+    if isinstance(body, CompletionRequest) and body.echo:
+        echoed = _num_logprobs(body)
+    if asked is None or echoed is None or asked == echoed:
+        return echoed if asked is None else asked
+    raise InvalidRequest(
+        f"prompt_logprobs is {quoted(asked)} and logprobs is {quoted(echoed)}; with echo both are of the prompt. "
+        "Send one of them, or the same number.",
+        param="prompt_logprobs",
+    )
 
 
 def _num_chat_logprobs(body: ChatRequest) -> int | None:
@@ -361,6 +389,8 @@ def choice_sampling(params: SamplingParams, choice: int) -> SamplingParams:
 
 
 def _max_tokens(body: GenerationFields) -> int | None:
+    if isinstance(body, CompletionRequest) and body.only_echoes:
+        return 1  # the engine samples behind each prompt; the answer leaves it out
     newer = body.max_completion_tokens if isinstance(body, ChatRequest) else None
     if newer is None or body.max_tokens is None:
         return newer if body.max_tokens is None else body.max_tokens

@@ -48,24 +48,30 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """The log probability of a token, and the likeliest tokens in its place with theirs, best first."""
+    """The log probability of a token, and the likeliest tokens in its place with theirs, best first.
+
+    ``logprob``: None for the first token of a prompt. ``rank``: of a prompt token among all, from 1 on.
+    """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top_ids: list[int]
     top_logprobs: list[float]
+    rank: int = 0
 
 
 class Tokens(Struct, frozen=True, tag=True):
     """New output tokens of one request, in order.
 
     ``num_cached_tokens``: prompt tokens found in the prefix cache. ``logprobs``: of each token, if the request asks for them.
+    ``prompt_logprobs``: likewise, of the prompt's tokens from the second on; they come with the first output token.
     """
 
     request_id: str
     token_ids: list[int]
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class Finished(Struct, frozen=True, tag=True):
@@ -171,6 +177,7 @@ class Sequence:
         cache_salt: what the first of those hashes starts from.
         row: index into the engine's persistent batch tensors while running, else None.
         num_cached_tokens: tokens found in the prefix cache at the first admission.
+        num_scored_tokens: tokens behind which the next one's log probability is known, or will be; see ``PromptSpan``.
         ttft_deadline_s, e2e_deadline_s: the request's, from ``arrived_s`` on.
         arrived_s: when it was submitted, by the engine's clock.
         arrival_index: how many sequences were submitted before this one; unique within an engine.
@@ -202,6 +209,7 @@ class Sequence:
         "num_predicted_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_scored_tokens",
         "num_tokens",
         "priority",
         "rank",
@@ -236,6 +244,7 @@ class Sequence:
         self.cache_salt = request.cache_salt
         self.row: int | None = None
         self.num_cached_tokens = 0
+        self.num_scored_tokens = 0
         self.num_charged_tokens = 0
         self.num_preemptions = 0
         self.num_lost_tokens = 0
@@ -256,6 +265,17 @@ class Sequence:
     def num_pending_tokens(self) -> int:
         """How many tokens planned steps sample that are not known yet."""
         return self.num_tokens - len(self.token_ids)
+
+    @property
+    def num_unscored_tokens(self) -> int:
+        """How many prompt tokens have to be computed for the log probability of the next one."""
+        asks = self.sampling.prompt_logprobs is not None
+        return self.num_prompt_tokens - 1 - self.num_scored_tokens if asks else 0
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """How many of its first tokens need not be computed if they are cached: not those whose logits are wanted."""
+        return self.num_scored_tokens if self.num_unscored_tokens else len(self.token_ids) - 1
 
     @property
     def num_output_tokens(self) -> int:

@@ -48,6 +48,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         bad_words: texts that the output shall not have. They work through ``bad_words_token_ids``.
         logprobs: tell the log probability of each output token, and of so many of the likeliest in its place, at most 20;
             None tells none. They are the model's, before all that changes logits.
+        prompt_logprobs: the same of each prompt token but the first, which nothing comes before. The prompt is then computed
+            whole, since the prefix cache has no logits.
         bad_words_token_ids: the last id of each is not chosen behind the others of it.
     """
 
@@ -69,6 +71,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -101,6 +104,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         _check_float("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         self._validate_choice_of_tokens(vocab_size)
 
     def _validate_choice_of_tokens(self, vocab_size: int) -> None:

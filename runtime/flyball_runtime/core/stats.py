@@ -52,17 +52,19 @@ class Sampled(NamedTuple):
     Attributes:
         token_ids: None where the logits give no distribution.
         logprobs: by index into ``token_ids``, for those that ask for them; None when nobody does.
+        prompt_logprobs: by entry of the plan, those of prompt tokens; None when nobody asks for them.
     """
 
     token_ids: list[int | None]
     logprobs: dict[int, TokenLogprobs] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
 
 
 class StepOutput(Struct, frozen=True, tag=True):
     """Everything one step produced: ``token_ids[i]`` is the new token of ``request_ids[i]``; endings come after tokens.
 
     ``num_cached_tokens``: prompt tokens found in the prefix cache, of the requests first admitted in this step that had any.
-    ``logprobs``: of the new tokens of the requests that ask for them.
+    ``logprobs``: of the new tokens of the requests that ask for them. ``prompt_logprobs``: of more of their prompts' tokens.
     Between two steps the engine sends one with endings alone, or with nothing but its state.
     """
 
@@ -72,6 +74,7 @@ class StepOutput(Struct, frozen=True, tag=True):
     stats: StepStats
     num_cached_tokens: dict[str, int] = {}
     logprobs: dict[str, TokenLogprobs] = {}
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):

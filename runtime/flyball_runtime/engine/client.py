@@ -324,6 +324,7 @@ class EngineClient:
             case StepOutput():
                 self._router.note_cached(message.num_cached_tokens)
                 self._router.note_logprobs(message.logprobs)
+                self._router.note_prompt_logprobs(message.prompt_logprobs)
                 self._router.push_tokens(message.request_ids, message.token_ids)
                 for ending in message.endings:
                     self._router.end(ending)

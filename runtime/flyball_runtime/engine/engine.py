@@ -273,6 +273,9 @@ class Engine:
             stats=self._stats(step, duration_s, oldest.predicted_s),
             num_cached_tokens=step.num_cached_tokens,
             logprobs=_by_request(step, sampled.logprobs, tokens) if sampled.logprobs else {},
+            prompt_logprobs={
+                step.sequences[entry].request_id: scores for entry, scores in (sampled.prompt_logprobs or {}).items()
+            },
         )
 
     def _learn(self, done: _InFlight, seconds: float) -> None:

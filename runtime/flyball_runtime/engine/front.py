@@ -110,6 +110,7 @@ class RequestStream:
         self.num_cached_tokens = 0
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._ending: Finished | Failed | None = None
         self._exhausted = False
         self._news = asyncio.Event()
@@ -121,6 +122,10 @@ class RequestStream:
     def push_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Those of the token that is pushed next."""
         self._logprobs.append(logprobs)
+
+    def push_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """More of those that the first tokens bring along."""
+        self._prompt_logprobs += logprobs
 
     def end(self, ending: Finished | Failed) -> None:
         """Set the ending; the first one counts."""
@@ -136,8 +141,10 @@ class RequestStream:
             raise StopAsyncIteration
         await self._news.wait()
         if self._token_ids:
-            tokens = Tokens(self.request_id, self._token_ids, self.num_cached_tokens, self._logprobs)
-            self._token_ids, self._logprobs = [], []
+            tokens = Tokens(
+                self.request_id, self._token_ids, self.num_cached_tokens, self._logprobs, self._prompt_logprobs
+            )
+            self._token_ids, self._logprobs, self._prompt_logprobs = [], [], []
             if self._ending is None:
                 self._news.clear()
             return tokens
@@ -197,6 +204,12 @@ class Router:
         for request_id, one in logprobs.items():
             if (stream := self._streams.get(request_id)) is not None:
                 stream.push_logprobs(one)
+
+    def note_prompt_logprobs(self, logprobs: dict[str, list[TokenLogprobs]]) -> None:
+        """Keep what one step says of prompts."""
+        for request_id, scores in logprobs.items():
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.push_prompt_logprobs(scores)
 
     def note_cached(self, num_cached_tokens: dict[str, int]) -> None:
         """Keep how many prompt tokens of each request the prefix cache held; its next tokens say so."""

@@ -24,6 +24,7 @@ from flyball_runtime.engine.start_up import (
 )
 from flyball_runtime.model.loader import TORCH_DTYPES, kernel_backend, load_model, resolve_dtype
 from flyball_runtime.model.logprobs import SampledLogprobs
+from flyball_runtime.model.prompt_logprobs import PromptLogprobs
 from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
 from flyball_runtime.model.transformer import StepInputs
 from flyball_runtime.scheduler import BatchPlan
@@ -113,13 +114,15 @@ class LaunchedStep:
     """A step under way.
 
     Attributes:
-        token_ids: ``[num_sampled]`` int64 on the host, whole once ``done`` is; None when nothing is sampled.
+        token_ids: ``[num_sampled]`` int64 on the host, whole once ``done`` is.
         logprobs: likewise; None when nobody asks for them.
+        prompt_logprobs: likewise.
         done: None on a CPU, which has computed them.
     """
 
-    token_ids: Tensor | None
+    token_ids: Tensor
     logprobs: SampledLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     done: torch.cuda.Event | None = None
 
 
@@ -235,40 +238,59 @@ class ModelRunner:
         self._rows.apply(plan)
         for start in plan.row_starts:
             self._sampling.set_row(start.row, start.sampling, start.past)
-        logits = self._model.forward(self._rows.inputs(plan), self._pool.tensors, self._on_progress)
+        scores = self._prompt_logprobs(plan) if plan.prompt_spans else None
+        score = None if scores is None else scores.score
+        logits = self._model.forward(self._rows.inputs(plan), self._pool.tensors, self._on_progress, score)
         if not logits.shape[0]:
-            return LaunchedStep(None)
+            return self._to_host(logits.new_empty(0, dtype=torch.int64), None, scores)
         samples = np.array(plan.samples)
         rows = np.array(plan.rows)[samples]
         ends = np.array(plan.starts)[samples] + np.array(plan.num_scheduled)[samples]
         raw = self._sampling.raw_logprobs(logits, rows)
         token_ids = self._sampling.sample(logits, rows, ends)
         self._rows.remember(torch.from_numpy(rows).to(self._device, non_blocking=True), token_ids)
-        return self._to_host(token_ids, None if raw is None else raw.of_tokens(token_ids))
+        return self._to_host(token_ids, None if raw is None else raw.of_tokens(token_ids), scores)
+
+    def _prompt_logprobs(self, plan: BatchPlan) -> PromptLogprobs:
+        begins = np.cumsum(plan.num_scheduled) - np.array(plan.num_scheduled) - np.array(plan.starts)
+        return PromptLogprobs(
+            plan.prompt_spans,
+            [int(begins[span.entry]) + span.at for span in plan.prompt_spans],
+            vocab_size=self._model_config.vocab_size,
+            device=self._device,
+            after_slice=self._on_progress,
+        )
 
     def resize(self, num_blocks: int) -> None:
         self._pool.resize(num_blocks)
 
     def collect(self, handle: LaunchedStep) -> Sampled:
-        if handle.token_ids is None:
-            return Sampled([])
         if handle.done is not None:
             handle.done.synchronize()
         token_ids: list[int | None] = handle.token_ids.tolist()
         if NO_TOKEN in token_ids:
             token_ids = [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
-        return Sampled(token_ids) if handle.logprobs is None else Sampled(token_ids, handle.logprobs.by_index())
+        logprobs, scores = handle.logprobs, handle.prompt_logprobs
+        return Sampled(
+            token_ids,
+            None if logprobs is None else logprobs.by_index(),
+            None if scores is None else scores.by_entry(),
+        )
 
-    def _to_host(self, token_ids: Tensor, logprobs: SampledLogprobs | None) -> LaunchedStep:
+    def _to_host(
+        self, token_ids: Tensor, logprobs: SampledLogprobs | None, scores: PromptLogprobs | None
+    ) -> LaunchedStep:
         """Have the tokens copied as soon as they are there, before any step that is launched later."""
         if self._device.type != "cuda":
-            return LaunchedStep(token_ids, logprobs)
+            return LaunchedStep(token_ids, logprobs, scores)
         host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
         host.copy_(token_ids, non_blocking=True)
         logprobs = None if logprobs is None else logprobs.on_host()
+        if scores is not None:
+            scores.to_host()
         done = torch.cuda.Event()
         done.record()
-        return LaunchedStep(host, logprobs, done)
+        return LaunchedStep(host, logprobs, scores, done)
 
 
 class _Stages:

@@ -203,7 +203,7 @@ class KVCache:
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def match_prefix(self, seq: Sequence, num_step_tokens: int | None = None) -> PrefixMatch:
-        """Look a waiting sequence up. Its last token is never matched: it must be computed, to get logits.
+        """Look a waiting sequence up. Tokens whose logits are wanted, like the last, are never matched.
 
         Args:
             num_step_tokens: most tokens of it that a step computes. Groups with a window then need no blocks for the rest.
@@ -212,7 +212,7 @@ class KVCache:
         tables: list[list[int]] = [[] for _ in self.windows]
         if self.enable_prefix_caching:
             self._hash_blocks(seq, num_tokens // self.block_size)
-            tables = self._find(seq.block_hashes[: (num_tokens - 1) // self.block_size])
+            tables = self._find(seq.block_hashes[: seq.num_reusable_tokens // self.block_size])
         num_matched = len(tables[0]) * self.block_size
         num_holes = [self._first_needed(window, num_matched) for window in self.windows]
         held = [table[num:] for table, num in zip(tables, num_holes, strict=True)]

@@ -244,11 +244,18 @@ class CausalLM:
         del self.head_weight
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, kv: KVTensors, after_layer: Callable[[], object] = lambda: None) -> Tensor:
+    def forward(
+        self,
+        inputs: StepInputs,
+        kv: KVTensors,
+        after_layer: Callable[[], object] = lambda: None,
+        score: Callable[[Callable[[Tensor], Tensor]], object] | None = None,
+    ) -> Tensor:
         """Run one step, writing K and V of its tokens into ``kv``.
 
         Args:
             after_layer: called after each layer: computed on a CPU, launched on a GPU.
+            score: called with a function that returns the logits of any of the step's tokens, by their indices.
         Returns:
             Logits ``[num_sampled, vocab_size]`` fp32 of the tokens at ``inputs.logits_indices``.
         """
@@ -256,11 +263,16 @@ class CausalLM:
         for layer, (_, tensor) in zip(self.layers, self.layout.places, strict=True):
             x, residual = layer(x, residual, inputs, kv[tensor])
             after_layer()
+        if score is not None:
+            score(lambda wanted: self._logits(x[wanted], residual[wanted]))
         # most tokens of a prefill are not sampled from: drop them before the largest matmul of all
         wanted = inputs.logits_indices
         if not wanted.shape[0]:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        hidden, _ = self.norm.add(x[wanted], residual[wanted])
+        return self._logits(x[wanted], residual[wanted])
+
+    def _logits(self, x: Tensor, residual: Tensor) -> Tensor:
+        hidden, _ = self.norm.add(x, residual)
         return self._scaled(self.lm_head(hidden).float())
 
     __call__ = forward

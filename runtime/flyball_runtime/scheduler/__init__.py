@@ -1,7 +1,15 @@
 """Which tokens the next step computes: waiting and running sequences in, one BatchPlan out."""
 
 from flyball_runtime.scheduler.limits import LimitsLedger, SchedulerConfig
-from flyball_runtime.scheduler.plan import BatchPlan, BlockCopy, BlockedBy, Ending, RowStart, Step, TableWrite
+from flyball_runtime.scheduler.plan import (
+    BatchPlan,
+    BlockCopy,
+    BlockedBy,
+    Ending,
+    RowStart,
+    Step,
+    TableWrite,
+)
 from flyball_runtime.scheduler.policies import Order, Policy
 from flyball_runtime.scheduler.scheduler import Scheduler
 

@@ -10,6 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from flyball_runtime.core.past import Past
+from flyball_runtime.core.prompt_span import PromptSpan
 from flyball_runtime.core.request import FinishReason, Sequence
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.kv_cache import Computed
@@ -88,6 +89,7 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
     row_starts: list[RowStart]
     table_writes: list[TableWrite]
     block_copies: list[BlockCopy]
+    prompt_spans: list[PromptSpan] = []
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -145,6 +147,7 @@ class Step:
     row_starts: list[RowStart] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
+    prompt_spans: list[PromptSpan] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     lacks_blocks: bool = False
@@ -173,6 +176,8 @@ class Step:
         """Add ``num_tokens`` more of a sequence, whose tokens are all known."""
         start = seq.num_computed_tokens
         end = start + num_tokens
+        if seq.num_unscored_tokens:
+            self._add_span(seq, end)
         self.sequences.append(seq)
         self.starts.append(start)
         self.num_scheduled.append(num_tokens)
@@ -180,6 +185,14 @@ class Step:
         self.token_ids += seq.token_ids[start:end]
         self.num_tokens += num_tokens
         self.prefill_work += num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+    def _add_span(self, seq: Sequence, end: int) -> None:
+        """Have prompt tokens scored in an entry that is about to be added and computes those up to ``end``."""
+        at, end = seq.num_scored_tokens, min(end, seq.num_prompt_tokens - 1)
+        if end > at:
+            targets = seq.token_ids[at + 1 : end + 1].tobytes()
+            self.prompt_spans.append(PromptSpan(len(self.sequences), at, seq.sampling.prompt_logprobs or 0, targets))
+            seq.num_scored_tokens = end
 
     def seal(self, number: int) -> None:
         """Make the plan. Nothing is added to the step afterwards."""
@@ -197,6 +210,7 @@ class Step:
             row_starts=self.row_starts,
             table_writes=self.table_writes,
             block_copies=self.block_copies,
+            prompt_spans=self.prompt_spans,
         )
 
     def take(self, sampled_token_ids: Collection[int | None], block_size: int) -> tuple[Results, list[Computed]]:

@@ -504,5 +504,5 @@ def _count_admission(step: Step, seq: Sequence, match: PrefixMatch, queried: boo
     seq.num_cached_tokens = match.num_tokens
     if match.num_tokens:
         step.num_cached_tokens[seq.request_id] = match.num_tokens
-    if queried:
+    if queried and seq.sampling.prompt_logprobs is None:
         step.num_prefix_queried_tokens += seq.num_prompt_tokens

@@ -6,6 +6,7 @@ The default run is the same every time. ``FLYBALL_FUZZ_EXAMPLES=5000 pytest <thi
 import itertools
 import os
 import random
+from array import array
 from collections import Counter, deque
 
 import hypothesis.strategies as st
@@ -98,6 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight: deque[tuple[Step, list[int | None]]] = deque()
         self.ceiling = num_blocks
         self.live: dict[str, Sequence] = {}
+        self.scored: Counter[str] = Counter()  # prompt tokens, by request
         self.num_submitted = 0
         self.now_s = 0.0
         self.ended: Counter[str] = Counter()
@@ -244,6 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[STOP_TOKEN],
             hashed_by=self.kv.block_size if self.num_submitted % 2 else None,
+            prompt_logprobs=2 if self.num_submitted % 3 == 0 else None,
         )
         seq.arrived_s = self.now_s
         self.scheduler.submit(seq)
@@ -303,8 +306,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(seq.block_table) * self.kv.block_size >= start + num
             if index >= plan.num_decodes:
                 work += sum(position + 1 for position in range(start, start + num))
+        self.check_spans(step)
         assert plan.num_context_tokens == sum(start + 1 for start in plan.starts[: plan.num_decodes])
         assert plan.prefill_work == work
+
+    def check_spans(self, step: Step) -> None:
+        """Each prompt token is scored once, in order, behind tokens that the step computes."""
+        for span in step.plan.prompt_spans:
+            seq, targets = step.sequences[span.entry], array("I", span.targets)
+            assert step.starts[span.entry] <= span.at == self.scored[seq.request_id]
+            end = span.at + len(targets)
+            assert end <= step.starts[span.entry] + step.num_scheduled[span.entry]
+            assert targets == seq.token_ids[span.at + 1 : end + 1]
+            self.scored[seq.request_id] = end
 
     def admitted(self, plan: BatchPlan) -> list[Sequence]:
         rows = {start.row for start in plan.row_starts}
@@ -368,6 +382,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert seq.block_table == []
         assert seq.row is None
         self.check_output(seq)
+        if seq.num_output_tokens:
+            most = 0 if seq.sampling.prompt_logprobs is None else seq.num_prompt_tokens - 1
+            assert self.scored[seq.request_id] == most
         self.ended[seq.request_id] += 1
         del self.live[seq.request_id]
 
