@@ -502,7 +502,9 @@ async def test_limits_of_the_spec_move_replicas_while_tuning_is_off() -> None:
             (one.name, 1) for one in now.replicas
         ]
         assert {one["effective"]["maxNumBatchedTokens"] for one in now.tuning["replicas"]} == {256}
-        assert (now.tuning["state"], now.tuner.conditions(KEY), now.tuner.boot_prior(KEY)) == ("Disabled", (), None)
+        assert (now.tuning["state"], now.tuner.conditions(KEY)) == ("Disabled", ())
+        prior = now.tuner.boot_prior(KEY)
+        assert prior is not None and (prior["revision"], prior["limits"]["max_num_batched_tokens"]) == (1, 256)
         now.restart()
         now.replicas[0].restart()  # with what it starts up with
         await now.rounds()
@@ -510,6 +512,7 @@ async def test_limits_of_the_spec_move_replicas_while_tuning_is_off() -> None:
         now.spec, now.generation = {"tuning": TUNING | {"mode": "Disabled", "objectives": {}}}, 2
         await now.rounds(2)
         assert (now.budgets, now.tuning) == ([(1, 256)] * 3, {"state": "Disabled"})
+        assert now.tuner.boot_prior(KEY) is None
 
 
 def test_a_deployment_whose_spec_is_refused_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

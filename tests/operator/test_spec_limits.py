@@ -12,8 +12,9 @@ from flyball_operator.tuning import Action, PodEvidence, Reason
 from flyball_operator.tuning.admin import AdminClient, Posted, Target
 from flyball_operator.tuning.loop import Round, SlowLoop
 from flyball_operator.tuning.modes import as_change
-from flyball_operator.tuning.spec_limits import lacking
-from flyball_protocol import Evidence, LimitsAck, LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_operator.tuning.record import DecisionRecord, from_line, to_line
+from flyball_operator.tuning.spec_limits import in_force, lacking
+from flyball_protocol import Evidence, Limits, LimitsAck, LimitsChange, LimitsStatus, LimitsUpdate
 from operator_kit.evidence import LIMITS, TUNING, make_evidence, pods
 
 EIGHT = LiveLimits(max_num_seqs=8)
@@ -103,6 +104,32 @@ def test_without_auto_every_replica_gets_the_limits_for_good(mode: str) -> None:
     assert all(one.target.max_num_batched_tokens == 512 for one in scene.replicas.evidence.values()), "left as it is"
     scene.round(tuning)
     assert len(scene.replicas.updates) == 2, "nothing is posted twice"
+
+
+@pytest.mark.parametrize("fault", ["", "refuses"])
+def test_posts_are_recorded_and_can_be_replayed(fault: str) -> None:
+    scene = Scene(fresh(), fresh())
+    if fault:
+        scene.replicas.refuses.add("replica 2")
+    scene.round()
+    scene.round()
+    (record,) = (from_line(to_line(cast(DecisionRecord, one))) for one in scene.records)
+    assert record.decision.reason is (Reason.LIMITS_REFUSED if fault else Reason.SPEC_LIMITS)
+    assert record.replay() == record.decision and len(record.problems) == bool(fault)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "found"),
+    [
+        ([make_evidence(limits=WITH_EIGHT), make_evidence(limits=WITH_EIGHT, revision=2)], (3, WITH_EIGHT)),
+        ([make_evidence()], None),
+        ([fresh(limits=WITH_EIGHT)], None),
+        ([], None),
+    ],
+)
+def test_limits_in_force_are_left_for_new_replicas(evidence: list[Evidence], found: tuple[int, Limits] | None) -> None:
+    assert in_force(DISABLED, pods(*evidence)) == found
+    assert in_force(structs.replace(DISABLED, limits=LiveLimits()), pods(*evidence)) is None
 
 
 def test_without_limits_mode_disabled_posts_nothing() -> None:

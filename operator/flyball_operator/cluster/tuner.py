@@ -18,13 +18,13 @@ from flyball_operator.observed import Key, Pod, Resource
 from flyball_operator.spec import Tuning
 from flyball_operator.status import Condition
 from flyball_operator.status.tuning import DISABLED, Report, TuningStatus, report
-from flyball_operator.tuning import Action
+from flyball_operator.tuning import Action, Decision, spec_limits
 from flyball_operator.tuning.admin import AdminClient, Target
 from flyball_operator.tuning.loop import Round, SlowLoop
 from flyball_operator.tuning.record import DecisionRecord, to_line
 from flyball_operator.tuning.recovery import Memory
 from flyball_operator.tuning.situation import TYPICAL_STEP
-from flyball_protocol import BootPrior, Evidence, StepModel
+from flyball_protocol import BootPrior, Evidence, Limits, StepModel
 from flyball_protocol.endpoints import ADMIN_PORT
 
 log = logging.getLogger(__name__)
@@ -97,9 +97,9 @@ class ClusterTuner:
         return () if known is None else known.conditions
 
     def boot_prior(self, key: Key) -> Mapping[str, Any] | None:
-        """Return the limits that served well last; None unless tuning sets limits."""
+        """Return the limits that served well last, or those of the spec; None where neither tuning nor the spec sets any."""
         resource = self._store.resources.get(key)
-        if resource is None or _mode(resource) != "Auto":
+        if resource is None or not (_mode(resource) == "Auto" or _has_limits(resource)):
             return None
         tuned = self._current(resource)
         prior = _left_prior(self._store, resource) if tuned is None else tuned.prior
@@ -274,7 +274,11 @@ def _mode(resource: Resource) -> str:
 
 def _is_idle(resource: Resource) -> bool:
     """Return whether the spec asks for nothing: tuning is off, and no limits are given."""
-    return _mode(resource) == "Disabled" and not resource.spec.get("tuning", {}).get("limits")
+    return _mode(resource) == "Disabled" and not _has_limits(resource)
+
+
+def _has_limits(resource: Resource) -> bool:
+    return bool(resource.spec.get("tuning", {}).get("limits"))
 
 
 def _is_valid(resource: Resource) -> bool:
@@ -300,19 +304,22 @@ def _left_prior(store: Store, resource: Resource) -> BootPrior | None:
 
 
 def _prior(before: BootPrior | None, tuning: Tuning, done: Round) -> BootPrior | None:
-    """Return what new replicas should start with after a round: limits that have settled, and the step model."""
-    decision = done.decision
-    is_settled = decision.state.settled and decision.state.trial is None and decision.revision > 0
-    if tuning.mode != "Auto" or not is_settled or decision.limits is None:
+    """Return what new replicas should start with after a round: limits that stay, and the step model."""
+    found = _settled_limits(done.decision) if tuning.mode == "Auto" else spec_limits.in_force(tuning, done.evidence)
+    if found is None:
         return before
+    revision, limits = found
     learned = [one.evidence for one in done.evidence if one.evidence is not None and _has_model(one.evidence)]
     if not learned:
-        return _same_or(before, BootPrior(revision=decision.revision, limits=decision.limits))
+        return _same_or(before, BootPrior(revision=revision, limits=limits))
     typical = sorted(learned, key=_typical_s)[len(learned) // 2]
-    prior = BootPrior(
-        revision=decision.revision, limits=decision.limits, step_model=typical.step_model, key=typical.key
-    )
+    prior = BootPrior(revision=revision, limits=limits, step_model=typical.step_model, key=typical.key)
     return _same_or(before, prior)
+
+
+def _settled_limits(decision: Decision) -> tuple[int, Limits] | None:
+    is_settled = decision.state.settled and decision.state.trial is None and decision.revision > 0
+    return (decision.revision, decision.limits) if is_settled and decision.limits is not None else None
 
 
 def _typical_s(evidence: Evidence) -> float:

@@ -69,18 +69,32 @@ class LoopCore:
             if is_carried_out(tuning, decision):
                 # Even a change that no replica took counts as made: it is not tried again before its cool-down.
                 self._state = decision.state
-        told = self.is_news(decision)
+        told = self._is_news(decision)
         if told or decision.action is not Action.HOLD:
             self._on_record(_record(self._deployment, tuning, state, evidence, now_s, decision))
         return Turn(decision, updates, told)
+
+    def note(
+        self,
+        tuning: Tuning,
+        evidence: tuple[PodEvidence, ...],
+        decision: Decision,
+        *,
+        now_s: float,
+        problems: tuple[str, ...],
+    ) -> bool:
+        """Record what became of the limits of the spec; return whether it differs from the decision before."""
+        told = self._is_news(decision)
+        if told or decision.action is not Action.HOLD:
+            self._on_record(_record(self._deployment, tuning, self._state, evidence, now_s, decision, problems))
+        return told
 
     def _recover(self, memory: Memory, evidence: tuple[PodEvidence, ...], now_s: float) -> None:
         state = recover(memory, evidence, now_s=now_s)
         if state is not None:
             self._state, self._memory = state, None
 
-    def is_news(self, decision: Decision) -> bool:
-        """Return whether a decision differs from the last one that this was asked about."""
+    def _is_news(self, decision: Decision) -> bool:
         told = (decision.action, decision.reason, decision.limits)
         news, self._told = told != self._told, told
         return news
@@ -131,6 +145,7 @@ def _record(
     evidence: tuple[PodEvidence, ...],
     now_s: float,
     decision: Decision,
+    problems: tuple[str, ...] = (),
 ) -> DecisionRecord:
     return DecisionRecord(
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -140,4 +155,5 @@ def _record(
         evidence=evidence,
         now_s=now_s,
         decision=decision,
+        problems=problems,
     )

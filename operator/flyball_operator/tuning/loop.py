@@ -60,8 +60,10 @@ class SlowLoop:
         wanted = spec_limits.lacking(tuning, evidence) if self._holds_spec_limits(tuning, evidence) else None
         if wanted is not None:
             posted = await self._post(targets, wanted.updates)
-            decision = spec_limits.outcome(wanted, evidence, posted, self._core.state)
-            return Round(evidence, decision, posted, self._core.is_news(decision))
+            problems = spec_limits.problems_of(posted)
+            decision = spec_limits.outcome(wanted, evidence, problems, self._core.state)
+            told = self._core.note(tuning, evidence, decision, now_s=self._clock(), problems=problems)
+            return Round(evidence, decision, posted, told)
         if tuning.mode == "Disabled" and not self.has_work:
             return Round(evidence, spec_limits.settled(evidence, self._core.state), (), False)
         turn = self._core.turn(tuning, evidence, now_s=self._clock())

@@ -4,16 +4,21 @@ import msgspec
 from msgspec import Struct
 
 from flyball_operator.spec import Tuning
+from flyball_operator.tuning import spec_limits
 from flyball_operator.tuning.decide import decide
-from flyball_operator.tuning.decision import Decision
+from flyball_operator.tuning.decision import Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
 from flyball_operator.tuning.state import TunerState
+
+OF_SPEC = frozenset({Reason.SPEC_LIMITS, Reason.LIMITS_REFUSED})
 
 
 class DecisionRecord(Struct, frozen=True, kw_only=True):
     """One round: the arguments of decide(), and the result.
 
-    ``time`` is ISO 8601 in UTC, for people.
+    Attributes:
+        time: ISO 8601 in UTC, for people.
+        problems: of limits of the spec, the words of the replicas that did not take them.
     """
 
     time: str
@@ -23,9 +28,13 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
     evidence: tuple[PodEvidence, ...]
     now_s: float
     decision: Decision
+    problems: tuple[str, ...] = ()
 
     def replay(self) -> Decision:
         """Decide again from what was recorded."""
+        wanted = spec_limits.lacking(self.tuning, self.evidence) if self.decision.reason in OF_SPEC else None
+        if wanted is not None:
+            return spec_limits.outcome(wanted, self.evidence, self.problems, self.state)
         return decide(self.tuning, self.state, self.evidence, now_s=self.now_s)
 
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from flyball_operator.spec import Tuning
+from flyball_operator.spec import LiveLimits, Tuning
 from flyball_operator.tuning.admin import Posted
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
 from flyball_operator.tuning.knobs import moved_in_words
 from flyball_operator.tuning.modes import as_change
 from flyball_operator.tuning.state import TunerState
-from flyball_protocol import Evidence, LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_protocol import Evidence, Limits, LimitsChange, LimitsStatus, LimitsUpdate
 
 ACCEPTED = (LimitsStatus.APPLIED, LimitsStatus.DEFERRED)
 
@@ -38,6 +38,16 @@ def is_start(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence])
     return tuning.mode == "Auto" and state.revision == 0 and all(one.revision == 0 for one in answered)
 
 
+def in_force(tuning: Tuning, evidence: Sequence[PodEvidence]) -> tuple[int, Limits] | None:
+    """Return the newest revision, and its limits, if it has what the spec says; None without limits in the spec."""
+    answered = [pod.evidence for pod in evidence if pod.evidence is not None]
+    newest = max(answered, key=lambda one: one.revision, default=None)
+    if newest is None or newest.revision == 0 or tuning.limits == LiveLimits():
+        return None
+    limits = newest.target
+    return (newest.revision, limits) if as_change(tuning.limits).applied_to(limits) == limits else None
+
+
 def lacking(tuning: Tuning, evidence: Sequence[PodEvidence]) -> Wanted | None:
     """Return what to post where; None if every replica that answered has the limits of the spec.
 
@@ -55,9 +65,13 @@ def lacking(tuning: Tuning, evidence: Sequence[PodEvidence]) -> Wanted | None:
     return Wanted(change, revision, dict.fromkeys(answered if is_new else behind, update), _moved(change, behind))
 
 
-def outcome(wanted: Wanted, evidence: Sequence[PodEvidence], posted: Sequence[Posted], state: TunerState) -> Decision:
-    """Return what to report: a change, or a hold with the words of the replicas that refused it or did not answer."""
-    problems = [f"{one.pod}: {problem}" for one in posted if (problem := _problem(one))]
+def problems_of(posted: Sequence[Posted]) -> tuple[str, ...]:
+    """Return the words of the replicas that refused an update or did not answer."""
+    return tuple(f"{one.pod}: {problem}" for one in posted if (problem := _problem(one)))
+
+
+def outcome(wanted: Wanted, evidence: Sequence[PodEvidence], problems: Sequence[str], state: TunerState) -> Decision:
+    """Return what to report: a change, or a hold with the problems."""
     before = next(pod.evidence.target for pod in evidence if pod.evidence is not None and pod.pod in wanted.updates)
     if problems:
         action, reason = Action.HOLD, Reason.LIMITS_REFUSED
