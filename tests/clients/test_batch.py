@@ -80,6 +80,21 @@ def test_every_request_is_answered_in_openais_format(
     assert "120 prompt and 80 output tokens" in out
 
 
+def test_tokens_are_counted_by_either_name(
+    files: Files, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usages: dict[str, Any] = {
+        "a": {"prompt_tokens": 3, "completion_tokens": 2},
+        "b": {"input_tokens": 30, "output_tokens": 20},
+        "c": None,
+        "d": "none",
+    }
+    server.script = lambda body: Reply(body={"usage": usages[body["prompt"]]})
+    files.write(*map(request, usages))
+    assert files.run() == 0
+    assert "33 prompt and 22 output tokens" in capsys.readouterr().out
+
+
 def test_no_more_requests_are_in_flight_than_asked_for(files: Files, server: FakeServer) -> None:
     server.script = lambda body: Reply([b"{}"], gate=3)
     files.write(*(request(str(number)) for number in range(9)))

@@ -20,11 +20,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "llama3", max_position_embeddings=8192)
 
 
+def url_of(body: dict[str, Any]) -> str:
+    urls = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/responses"}
+    return next(url for field, url in urls.items() if field in body)
+
+
 def write(path: Path, requests: dict[str, dict[str, Any]]) -> Path:
-    urls = {
-        name: "/v1/chat/completions" if "messages" in body else "/v1/completions" for name, body in requests.items()
-    }
-    lines = [{"custom_id": name, "method": "POST", "url": urls[name], "body": body} for name, body in requests.items()]
+    lines = [
+        {"custom_id": name, "method": "POST", "url": url_of(body), "body": body} for name, body in requests.items()
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -37,15 +41,17 @@ def test_a_batch_with_its_own_engine_answers_like_the_library(
     requests: dict[str, dict[str, Any]] = {prompt: {"prompt": prompt} | greedy for prompt in PROMPTS}
     requests["chat"] = {"messages": [{"role": "user", "content": "Hello. " * 700}]} | greedy
     requests["fork"] = {"prompt": PROMPTS[0], "n": 3} | greedy
+    requests["response"] = {"model": "tiny", "input": "Hello.", "max_output_tokens": 6, "temperature": 0}
     requests["bad"] = {"prompt": "x", "temperature": -1}
     files = [str(write(tmp_path / "in.jsonl", requests)), str(tmp_path / "out.jsonl")]
     command = ["batch", *files, "--model", str(model), "--served-model-name", "tiny", *SETTINGS]
     assert clients_cli.main(command) == 1
-    assert "15 of 15 requests done, 1 failed" in capfd.readouterr().out
+    assert "16 of 16 requests done, 1 failed" in capfd.readouterr().out
     rows = {row["custom_id"]: row for row in map(json.loads, Path(files[1]).read_text().splitlines())}
     assert rows.keys() == requests.keys()
     assert rows["bad"]["error"]["code"] == "http_400"
     assert rows["chat"]["response"]["body"]["usage"]["completion_tokens"] == 6
+    assert rows["response"]["response"]["body"]["usage"]["output_tokens"] <= 6
     library = LLM(model, dtype="float32", kv_cache_memory_bytes=2**26, num_threads=1)
     expected = library.generate(PROMPTS, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     for prompt, output in zip(PROMPTS, expected, strict=True):

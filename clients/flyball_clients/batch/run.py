@@ -34,8 +34,17 @@ MAX_PAUSE_S = 60.0
 SYNC_INTERVAL_S = 5.0
 
 
-class _Usage(Struct):
-    usage: Usage | None = None
+class _Tokens(Struct):
+    """Token counts under the names of most endpoints, and under those of /v1/responses."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Counted(Struct):
+    usage: _Tokens | None = None
 
 
 def run_batch(settings: BatchSettings, counts: Counts, progress: Progress) -> None:
@@ -204,6 +213,9 @@ def _failure(answer: Answer, body: msgspec.Raw | None) -> Failure | None:
 
 def _usage(answer: Answer) -> Usage | None:
     try:
-        return msgspec.json.decode(answer.body, type=_Usage).usage
+        found = msgspec.json.decode(answer.body, type=_Counted).usage
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+    if found is None:
+        return None
+    return Usage(found.prompt_tokens or found.input_tokens, found.completion_tokens or found.output_tokens)
