@@ -34,10 +34,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     ("qwen2", {"tie_word_embeddings": False, "head_dim": 16, "num_key_value_heads": 8}),
     ("phi3 longrope", {"original_max_position_embeddings": 32}),  # all 50 tokens are rotated by the long factors
-    (
-        "gemma2",
-        {"attn_logit_softcapping": None, "layer_types": ["full_attention"] * 3},
-    ),
+    ("gemma2", {"attn_logit_softcapping": None, "query_pre_attn_scalar": 400}),
     ("gemma3", {"rope_parameters": None, "final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
     ("granite", {"mlp_bias": True, "tie_word_embeddings": True}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 9, "attention_bias": True, "num_hidden_layers": 4}),
