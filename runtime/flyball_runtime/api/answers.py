@@ -44,12 +44,27 @@ class ChatLogprobs(Struct, kw_only=True):
 
 
 class CompletionLogprobs(Struct, kw_only=True):
-    """Log probabilities in the shape of completions: a list per property, with an entry per token."""
+    """Log probabilities in the shape of completions: a list per property, with an entry per token.
+
+    The first token of a prompt, which ``echo`` shows, has none.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Struct, kw_only=True):
+    """The log probability of a token in a place of the prompt, and its rank there, from 1 on."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt, by token id; null for the first. They come with ``prompt_logprobs``."""
 
 
 class AnswerFunction(Struct, kw_only=True):
@@ -98,6 +113,7 @@ class ChatAnswer(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionDelta(Struct, kw_only=True):
@@ -157,6 +173,7 @@ class CompletionChoice(Struct, kw_only=True):
     finish_reason: str | None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionAnswer(Struct, kw_only=True):

@@ -153,6 +153,7 @@ def _complete(schema: Schema, kind: type[msgspec.Struct], settings: ApiSettings)
     bounds = {} if kind.__module__ == answers.__name__ else _bounds(settings)
     if kind is schemas.CompletionRequest:
         bounds["logprobs"] = bounds["top_logprobs"]  # in a chat it is a switch
+        bounds["max_tokens"] = {"minimum": 0}  # with echo
     for name, field in schema["properties"].items():
         if name in meanings:
             field["description"] = meanings[name]
@@ -209,6 +210,7 @@ def _bounds(settings: ApiSettings) -> dict[str, Schema]:
         "tokens": {"items": token_id},
         "n": {"minimum": 1, "maximum": settings.max_choices},
         "top_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
+        "prompt_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
         "ttft_deadline_ms": deadline,
         "e2e_deadline_ms": deadline,
         "cache_salt": {"minLength": 1, "maxLength": MAX_CACHE_SALT_CHARS},

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from flyball_protocol.quoting import quoted
-from flyball_runtime.api.schemas import Priority, without_noops
+from flyball_runtime.api.schemas import Priority, is_same, without_noops
 from flyball_runtime.core.errors import InvalidRequest
 
 RESPONSE_NOOPS: dict[str, tuple[Any, ...]] = {
@@ -134,7 +134,7 @@ class ResponseRequest(_Fields, frozen=True, kw_only=True):
 def known_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ResponseRequest. Raises InvalidRequest naming any other one that asks for something."""
     for name, harmless in STATELESS.items():
-        if fields.get(name) not in harmless:
+        if not any(is_same(fields.get(name), value) for value in harmless):
             raise InvalidRequest(
                 f"{name} is {quoted(fields[name])}, but this server stores no responses. Send store false, and the whole "
                 "conversation as input.",

@@ -70,7 +70,7 @@ def without_noops(
             f"unknown field {quoted_list(unknown)}. Check the spelling or leave it out.",
             param=one_line(unknown[0], MAX_QUOTED_CHARS),
         )
-    asking = [name for name in others if not any(_same(body[name], value) for value in noops[name])]
+    asking = [name for name in others if not any(is_same(body[name], value) for value in noops[name])]
     if asking:
         raise InvalidRequest(
             f"{quoted_list(asking)} is not supported by this server. Leave it out or send its default.", param=asking[0]
@@ -78,7 +78,7 @@ def without_noops(
     return {name: value for name, value in body.items() if name in known}
 
 
-def _same(value: object, noop: object) -> bool:
+def is_same(value: object, noop: object) -> bool:
     """Whether a value is this one and not another that is equal: ``logprobs`` 0 asks for the chosen token's, false for none."""
     return isinstance(value, bool) == isinstance(noop, bool) and value == noop
 

@@ -6,12 +6,14 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from runtime.api.support import chat, encode, sse_events
+from flyball_runtime.api.answers import ChatAnswer, CompletionAnswer
+from runtime.api.support import chat, encode, is_a, sse_events
 from runtime.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+KINDS = {CHAT: ChatAnswer, COMPLETIONS: CompletionAnswer}
 PROMPT, TEXT = "Héllo you", " wörld"
 
 
@@ -25,6 +27,8 @@ async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dic
     response = await client.post(path, json=body)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
+    if path in KINDS:
+        is_a(KINDS[path], answer)
     return answer
 
 

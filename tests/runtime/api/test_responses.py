@@ -121,6 +121,7 @@ async def _begun(client: openai.AsyncOpenAI, chats: Chats) -> Any:
     ("fields", "param"),
     [
         ({"store": True}, "store"),
+        ({"store": 0}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"nonsense": 1}, "nonsense"),
