@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import signal
+import sqlite3
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -18,6 +19,7 @@ from flyball_clients import cli
 from flyball_clients.batch import output
 from flyball_clients.batch import run as batch_run
 from flyball_clients.batch.backend import _retry_after_s
+from flyball_clients.batch.requests import Index
 
 Line = dict[str, Any] | str
 
@@ -338,6 +340,19 @@ def test_a_full_disk_ends_the_batch_which_goes_on_when_there_is_room(
     assert len(files.target.read_bytes().splitlines()) == 3
     assert files.run() == 0
     assert files.rows().keys() == set("01234")
+
+
+def test_a_full_folder_for_temporary_files_is_named(
+    files: Files, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Index, "add", full)
+    files.write(request("a"))
+    assert files.run() == 2
+    assert "database or disk is full. Set TMPDIR to a folder that has room." in capsys.readouterr().err
+    assert not server.paths
 
 
 def test_when_a_server_says_to_come_back() -> None:

@@ -96,13 +96,17 @@ class OutputFile:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
-            raise ConfigError(
-                f"cannot write {self.path}: {error.strerror}. The same command goes on from there."
-            ) from None
+            raise self._unwritable(error) from None
 
     def sync(self) -> None:
-        """Make what was written outlast a crash of the machine."""
-        os.fsync(self._fd)
+        """Make what was written outlast a crash of the machine. Raises ConfigError if that fails."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"cannot write {self.path}: {error.strerror}. The same command goes on from there.")
 
     def _lock(self) -> None:
         try:

@@ -130,7 +130,11 @@ class InputFile:
 
 
 class Index:
-    """The requests by name: where each is in the input, and whether the output has its answer. To be closed."""
+    """The requests by name: where each is in the input, and whether the output has its answer. To be closed.
+
+    Raises:
+        sqlite3.Error: by all methods, if the temporary file cannot be written.
+    """
 
     def __init__(self) -> None:
         self.total = 0

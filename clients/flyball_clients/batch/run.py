@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import sqlite3
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -55,12 +56,17 @@ def run_batch(settings: BatchSettings, counts: Counts, progress: Progress) -> No
         Stopped: the server refuses everything, or the engine died.
     """
     _check_paths(settings)
-    with InputFile(settings.source, settings.max_body_bytes) as source, contextlib.closing(Index()) as index:
-        source.check(index)
-        with OutputFile(settings.target, index) as target:
-            counts.resume(index.total, index.num_done(), target.num_failed)
-            if counts.num_left:
-                asyncio.run(_answer_rest(settings, source, index, target, counts, progress))
+    try:
+        with InputFile(settings.source, settings.max_body_bytes) as source, contextlib.closing(Index()) as index:
+            source.check(index)
+            with OutputFile(settings.target, index) as target:
+                counts.resume(index.total, index.num_done(), target.num_failed)
+                if counts.num_left:
+                    asyncio.run(_answer_rest(settings, source, index, target, counts, progress))
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"the names of the requests cannot be kept in a temporary file: {error}. Set TMPDIR to a folder that has room."
+        ) from None
 
 
 async def _answer_rest(
