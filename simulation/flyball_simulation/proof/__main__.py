@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdicts = _judge(told, plan)
     done = matrix.compute(wanted, plan)
     args.output.mkdir(parents=True, exist_ok=True)
-    words = " ".join(sys.argv[1:] if argv is None else argv)
-    source = page.Source(words, args.commit or _commit(), contenders.code_version(), plan.exhaustive)
+    source = page.Source(_command(args), args.commit or _commit(), contenders.code_version(), plan.exhaustive)
     written = page.write(args.output, done, told, verdicts, source)
     print(f"wrote {written}", file=sys.stderr)
     return 0
@@ -77,6 +76,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--commit", metavar="ID", help="named on the page (default: what git says)")
     parser.add_argument("--processes", type=int, metavar="N", help="(default: one for each core)")
     return parser
+
+
+def _command(args: argparse.Namespace) -> str:
+    """Return the command, without what changes no figure and without the folders of this machine."""
+    words = {
+        "--full": args.full,
+        f"--seeds {args.seeds}": args.seeds,
+        "--development": args.development,
+        "--smoke": args.smoke,
+        f"--only {args.only}": args.only,
+        "--traces FOLDER": args.traces,
+    }
+    given = " ".join(word for word, is_given in words.items() if is_given)
+    return f"make proof PROOF='{given}'" if given else "make proof"
 
 
 def _commit() -> str:

@@ -26,7 +26,7 @@ class Source(NamedTuple):
     """Where a page comes from.
 
     Attributes:
-        command: its words.
+        command: that gives the same page.
         commit: of the repository; "" if unknown.
         version: digest of the code.
         exhaustive: whether the oracle tried its whole grid.
@@ -76,14 +76,14 @@ def interval(values: Sequence[float]) -> float:
 
 def _head(matrix: Matrix, source: Source) -> list[str]:
     seqs, tokens = matrix.single
-    missing = f" Not run: {', '.join(matrix.missing)}." if matrix.missing else ""
+    missing = [f"Not run: {'; '.join(matrix.missing)}.", ""] if matrix.missing else []
     return [
         "# The tuner against an oracle, in simulation",
         "",
-        f"Written by `make proof PROOF='{_public(source.command)}'`; do not edit. Commit {source.commit or 'unknown'}, code "
-        f"{source.version}, seeds {_seeds(matrix)}, {len(matrix.cells)} cells, {len(matrix.runs)} runs of "
-        f"{_size(matrix)}.{missing}",
+        f"Written by `{source.command}`; do not edit. Commit {source.commit or 'unknown'}, code {source.version}, seeds "
+        f"{_seeds(matrix)}, {len(matrix.cells)} cells, {len(matrix.runs)} runs of {_size(matrix)}.",
         "",
+        *missing,
         "[Simulating](simulation.md) says what is simulated and what is not. A share is that of all requests that met both",
         "objectives: TTFT, and the request's own ITL p95. Intervals are 95 % over the seeds; without one there was one seed.",
         "Seeds and recorded traces were named before, in `proof/cells.py`, and nothing was chosen by them. Contenders:",
@@ -126,12 +126,6 @@ def _seeds(matrix: Matrix) -> str:
 def _size(matrix: Matrix) -> str:
     steps, minutes = sum(one.num_steps for one in matrix.runs), sum(one.cpu_s for one in matrix.runs) / 60
     return f"{steps / 1e6:.1f} million steps in {minutes:.0f} minutes of one core, beside the oracle's search"
-
-
-def _public(command: str) -> str:
-    """Return the command without the folders of the machine that it ran on."""
-    words = command.split()
-    return " ".join("FOLDER" if "/" in word else word for word in words)
 
 
 def _targets(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> list[str]:

