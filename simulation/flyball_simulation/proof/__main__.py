@@ -110,7 +110,7 @@ def _judge(told: Sequence[scenarios.Scenario], plan: matrix.Plan) -> dict[tuple[
         places = [(place, who) for who in ("auto", "rules") for place in range(len(told))]
         num_processes = plan.processes or len(os.sched_getaffinity(0))
         with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-            list(pool.map(_tell, *zip(*places, strict=True), repeat(plan)))
+            list(pool.map(scenarios.run, *zip(*places, strict=True), repeat(plan.seeds[0]), repeat(plan.folder)))
     found = {}
     for one in told:
         for who in ("auto", "rules"):
@@ -118,10 +118,6 @@ def _judge(told: Sequence[scenarios.Scenario], plan: matrix.Plan) -> dict[tuple[
             if run is not None:
                 found[one.name, who] = one.judge(run, one.cell)
     return found
-
-
-def _tell(place: int, who: str, plan: matrix.Plan) -> None:
-    contenders.cached(scenarios.scenarios()[place].cell, who, plan.seeds[0], None, plan.folder)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def _head(matrix: Matrix, source: Source) -> list[str]:
         *missing,
         "[Simulating](simulation.md) says what is simulated and what is not. A share is that of all requests that met both",
         "objectives: TTFT, and the request's own ITL p95. Intervals are 95 % over the seeds; without one there was one seed.",
-        "Seeds and recorded traces were named before, in `proof/cells.py`, and nothing was chosen by them. Contenders:",
+        "Seeds and recorded traces were named before, in `simulation/flyball_simulation/proof/cells.py`. Contenders:",
         "",
         *_contenders(matrix, source),
         f"- *best single*: the fixed limits that are best over all cells, of {_num_singles(source)} candidates: "

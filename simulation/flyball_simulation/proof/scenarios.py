@@ -1,6 +1,7 @@
 """Situations in which the first tuner did the wrong thing, each with what a tuner has to do there."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import structs
@@ -40,6 +41,11 @@ class Scenario(NamedTuple):
 def judge(scenario: Scenario, contender: str, seed: int = 1) -> Verdict:
     """Run a contender in a scenario."""
     return scenario.judge(contenders.run(scenario.cell, contender, seed), scenario.cell)
+
+
+def run(place: int, contender: str, seed: int, folder: Path) -> Run:
+    """Run a contender in one of ``scenarios()``, or take the run from ``folder``; for another process."""
+    return contenders.cached(scenarios()[place].cell, contender, seed, None, folder)
 
 
 def scenarios() -> list[Scenario]:
