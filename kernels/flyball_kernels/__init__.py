@@ -8,11 +8,13 @@ from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_kernels.sampling import sample
 from flyball_kernels.swiglu import swiglu
+from flyball_kernels.token_bitmask import apply_token_bitmask
 
 __all__ = [
     "Backend",
     "PackedLinear",
     "add_rms_norm",
+    "apply_token_bitmask",
     "choose_backend",
     "paged_attention",
     "penalize",
