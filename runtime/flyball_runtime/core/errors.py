@@ -141,6 +141,38 @@ class InvalidLogits(RequestError):
         )
 
 
+class GrammarsBusy(RequestError):
+    status, code = 429, "too_many_grammars"
+
+    def __init__(self, most: int, retry_after_s: int = 5) -> None:
+        super().__init__(
+            f"{most} new schemas, regexes, choices or grammars wait to be compiled, the limit of this replica. Retry after "
+            f"{retry_after_s} s; those that it has compiled before do not wait.",
+            retry_after_s=retry_after_s,
+        )
+
+
+class GrammarsUnavailable(RequestError):
+    status, code = 503, "grammars_unavailable"
+
+    def __init__(self, retry_after_s: int = 5) -> None:
+        super().__init__(
+            "the process that compiles schemas and grammars did not start; the log of this replica says why. Retry after "
+            f"{retry_after_s} s, or send the request without structured output.",
+            retry_after_s=retry_after_s,
+        )
+
+
+class NoTokenLeft(RequestError):
+    """A sequence under a grammar cannot go on."""
+
+    def __init__(self, num_output_tokens: int, reason: str) -> None:
+        super().__init__(
+            f"no token can follow after {num_output_tokens} output tokens: {reason}. This request was ended; others go on.",
+            param="structured_outputs",
+        )
+
+
 class EngineDead(RequestError):
     status, code = 500, "engine_dead"
 

@@ -60,14 +60,15 @@ def memory_state(pids: Iterable[int], *, pool_bytes: int, pool_max_bytes: int, r
     return MemoryState(
         pool_bytes=pool_bytes,
         pool_max_bytes=pool_max_bytes,
-        process_bytes=sum(_resident_bytes(pid, root) for pid in set(pids)),
+        process_bytes=sum(resident_bytes(pid, root) for pid in set(pids)),
         limit_bytes=min(limits, default=None),
         available_bytes=available_memory_bytes(root),
         pressure=_pressure([*(folder / "memory.pressure" for folder, _ in groups), root / "proc/pressure/memory"]),
     )
 
 
-def _resident_bytes(pid: int, root: Path) -> int:
+def resident_bytes(pid: int, root: Path = Path("/")) -> int:
+    """Return how much memory of a process is in use; 0 without /proc."""
     fields = _read(root / "proc" / str(pid) / "statm").split()
     return int(fields[1]) * mmap.PAGESIZE if len(fields) > 1 else 0
 

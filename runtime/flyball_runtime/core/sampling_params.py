@@ -8,6 +8,7 @@ from msgspec import Struct, structs
 
 from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import InvalidRequest
+from flyball_runtime.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -51,6 +52,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         prompt_logprobs: the same of each prompt token but the first, which nothing comes before. The prompt is then computed
             whole, since the prefix cache has no logits.
         bad_words_token_ids: the last id of each is not chosen behind the others of it.
+        grammar: the form that the output must have. It may end only where the grammar may.
     """
 
     max_tokens: int | None = None
@@ -72,6 +74,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -82,6 +85,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             or self.min_tokens
             or self.bad_words_token_ids
             or self.allowed_token_ids is not None
+            or self.grammar is not None
         )
 
     @property
@@ -106,6 +110,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         self._validate_choice_of_tokens(vocab_size)
+        self._validate_grammar()
 
     def _validate_choice_of_tokens(self, vocab_size: int) -> None:
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
@@ -125,6 +130,18 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         for word in self.bad_words_token_ids:
             _check_count("a bad word", len(word), MAX_BAD_WORD_CHARS, unit="tokens", param="bad_words")
             _check_ids("bad_words", word, vocab_size)
+
+    def _validate_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if self.grammar.kind != "compiled":
+            name, num_chars = "the schema, regex, choice or grammar", len(self.grammar.text)
+            _check_count(name, num_chars, MAX_GRAMMAR_CHARS, unit="characters", param="structured_outputs")
+        if self.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos asks to go on after the end, and structured output has an end. Leave one of them out.",
+                param="ignore_eos",
+            )
 
     def check_choice_is_left(self, stop_token_ids: Collection[int], vocab_size: int) -> None:
         """Raise InvalidRequest where these settings may leave no token to choose.

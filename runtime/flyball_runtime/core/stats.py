@@ -53,11 +53,13 @@ class Sampled(NamedTuple):
         token_ids: None where the logits give no distribution.
         logprobs: by index into ``token_ids``, for those that ask for them; None when nobody does.
         prompt_logprobs: by entry of the plan, those of prompt tokens; None when nobody asks for them.
+        stuck: by index into ``token_ids``, why a grammar lets none follow, where that is so.
     """
 
     token_ids: list[int | None]
     logprobs: dict[int, TokenLogprobs] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
+    stuck: dict[int, str] | None = None
 
 
 class StepOutput(Struct, frozen=True, tag=True):
@@ -81,7 +83,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     """Facts fixed once the engine is up.
 
     Attributes:
-        startup_s: seconds by stage: import, config, weights, warm_up, kv_cache.
+        startup_s: seconds by stage: import, config, vocabulary, weights, warm_up, kv_cache.
         longest_pause_s: estimate of the longest time for which a step shows no progress (see ``engine/start_up.py``).
         kv_windows: how many of the latest tokens each group of layers attends to; None is all.
         num_kv_blocks: most that there may be.

@@ -4,7 +4,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,8 @@ import msgspec
 from flyball_protocol import LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.errors import InvalidLogits, RequestError
+from flyball_runtime.core.errors import InvalidLogits, InvalidRequest, NoTokenLeft, RequestError
+from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, TokenLogprobs
 from flyball_runtime.core.sampling_params import with_seed
 from flyball_runtime.core.stats import EngineInfo, Sampled, StepOutput, StepStats
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 Handle = Any
 """What ``launch`` gives back, for its own executor only."""
 
+
+BANNED = "all that its grammar allows is banned by allowed_token_ids, bad_words or logit_bias, or the model's logits hold NaN"
 
 MODEL_STEPS = 64
 """Steps between two reports of the step-time model; an idle engine reports it with its state."""
@@ -43,6 +46,13 @@ class Executor(Protocol):
 
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
+
+    def compile(self, grammar: Grammar) -> Future[Any]:
+        """Prepare a grammar, beside the steps; its sequences are planned once that is done.
+
+        Whoever holds the result keeps the grammar. ``result()`` raises RequestError if the grammar cannot be used.
+        """
+        ...
 
     def launch(self, plan: BatchPlan) -> Handle:
         """Start a step, and return at once if the device works by itself."""
@@ -75,6 +85,9 @@ class InThread:
     def eos_token_ids(self) -> frozenset[int]:
         return self._executor.eos_token_ids
 
+    def compile(self, grammar: Grammar) -> Future[Any]:
+        return self._executor.compile(grammar)
+
     def launch(self, plan: BatchPlan) -> Future[Sampled]:
         return self._thread.submit(self._run, plan)
 
@@ -90,6 +103,10 @@ class InThread:
 
 Progress = Callable[[], object]
 """Called several times within each step."""
+
+
+COMPILE_WAIT_S = 0.005
+"""How long a step without work waits for a grammar, before requests that have come meanwhile are looked after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +159,9 @@ class Engine:
         )
         self._ledger = LimitsLedger(self.scheduler, self._clock, config.boot_prior)
         self._sequences: dict[str, Sequence] = {}
+        self._compiling: dict[str, Sequence] = {}  # wait for their grammars before they are queued
+        self._grammars: dict[str, Future[Any]] = {}  # of all unfinished sequences that have one
+        self._refused: list[Failed] = []
         self._rng = random.Random(config.seed)
         self._max_in_flight = 2 if config.async_scheduling else 1
         self._in_flight: deque[_InFlight] = deque()
@@ -164,14 +184,42 @@ class Engine:
         try:
             if sampling.changes_logits:
                 sampling.check_choice_is_left(sequence.stop_token_ids, self.info.vocab_size)
-            self.scheduler.submit(sequence)
+            if sampling.grammar is None:
+                self._queue(sequence)
+            else:
+                self._compile(sequence, sampling.grammar)
         except RequestError as error:
-            return Failed(request.request_id, error.status, error.code, error.message, error.retry_after_s)
-        self._sequences[request.request_id] = sequence
+            return _failed(request.request_id, error)
         return None
+
+    def _queue(self, sequence: Sequence) -> None:
+        self.scheduler.submit(sequence)
+        self._sequences[sequence.request_id] = sequence
+
+    def _compile(self, sequence: Sequence, grammar: Grammar) -> None:
+        """Queue a sequence once its grammar is there."""
+        if sequence.request_id in self._grammars:
+            raise InvalidRequest(f"request_id {sequence.request_id} is in use; wait for it to end or choose another.")
+        self._grammars[sequence.request_id] = self._executor.compile(grammar)
+        self._compiling[sequence.request_id] = sequence
+        self._take_compiled()
+
+    def _take_compiled(self) -> None:
+        done = [request_id for request_id in self._compiling if self._grammars[request_id].done()]
+        for request_id in done:
+            sequence = self._compiling.pop(request_id)
+            try:
+                self._grammars[request_id].result()
+                self._queue(sequence)
+            except RequestError as error:
+                del self._grammars[request_id]
+                self._refused.append(_failed(request_id, error))
 
     def abort(self, request_id: str) -> Finished | None:
         """End a request now; None when it has ended already. Its blocks are free once no step in flight touches them."""
+        self._grammars.pop(request_id, None)
+        if (waiting := self._compiling.pop(request_id, None)) is not None:
+            return _finished(waiting, "abort")
         if not self.scheduler.abort(request_id):
             return None
         seq = self._sequences.pop(request_id)
@@ -179,15 +227,19 @@ class Engine:
         return _finished(seq, "abort")
 
     def has_work(self) -> bool:
-        return bool(self._sequences or self._in_flight)
+        return bool(self._sequences or self._in_flight or self._compiling or self._refused)
 
     def step(self) -> StepOutput:
         """Launch what can be planned, then wait for the oldest step. Call it only while ``has_work``.
 
-        With ``async_scheduling`` the step after that one is planned and launched before, and runs on meanwhile.
+        With ``async_scheduling`` the step after that one is planned and launched before, and runs on meanwhile. If there
+        is nothing to do but to wait for grammars, that is done for a moment.
         """
+        self._take_compiled()
         while len(self._in_flight) < self._max_in_flight and self._launch():
             pass
+        if not self._in_flight and (self._compiling or self._refused):
+            return self._wait_for_grammars()
         if not self._in_flight:
             raise RuntimeError(f"{len(self._sequences)} requests are unfinished, but the scheduler plans nothing")
         return self._collect()
@@ -253,13 +305,25 @@ class Engine:
             self._executor.resize(self._num_blocks_there)
             self._num_disturbed = self._max_in_flight + 1
 
+    def _wait_for_grammars(self) -> StepOutput:
+        if not self._refused:
+            wait([self._grammars[one] for one in self._compiling], COMPILE_WAIT_S, FIRST_COMPLETED)
+            self._take_compiled()
+        return StepOutput([], [], self._take_refused(), self.state())
+
+    def _take_refused(self) -> list[Finished | Failed]:
+        refused, self._refused = self._refused, []
+        return list(refused)
+
     def _collect(self) -> StepOutput:
         """Wait for the oldest step in flight, and record what it computed."""
         oldest = self._in_flight.popleft()
         step = oldest.step
         sampled = self._executor.collect(oldest.handle)
         results = self.scheduler.commit(step, sampled.token_ids)
-        endings = [self._end(seq, ending) for seq, ending in results if ending]
+        stuck = {step.sampled[index].request_id: reason for index, reason in (sampled.stuck or {}).items()}
+        endings = [self._end(seq, ending, stuck.get(seq.request_id)) for seq, ending in results if ending]
+        endings += self._take_refused()
         tokens = [seq for seq, ending in results if ending != "failed"]
         now_s = self._clock.now()
         self._learn(oldest, now_s - self._last_end_s)
@@ -297,14 +361,18 @@ class Engine:
             seq.num_prompt_tokens, seq.num_output_tokens, num_cached_tokens=seq.num_cached_tokens, route=seq.client
         )
 
-    def _end(self, seq: Sequence, ending: Ending) -> Finished | Failed:
+    def _end(self, seq: Sequence, ending: Ending, stuck: str | None) -> Finished | Failed:
         del self._sequences[seq.request_id]
+        self._grammars.pop(seq.request_id, None)
         if ending != "failed":
             self._learn_from(seq)
             return _finished(seq, ending)
-        error = InvalidLogits(seq.num_output_tokens)
+        if seq.sampling.grammar is not None:
+            error: RequestError = NoTokenLeft(seq.num_output_tokens, stuck or BANNED)
+        else:
+            error = InvalidLogits(seq.num_output_tokens)
         logger.error("request_id=%s failed: %s", seq.request_id, error)
-        return Failed(seq.request_id, error.status, error.code, error.message)
+        return _failed(seq.request_id, error)
 
     def _stats(self, step: Step | None, duration_s: float, predicted_s: float | None = None) -> StepStats:
         scheduler = self.scheduler
@@ -320,7 +388,7 @@ class Engine:
             num_prefill_tokens=step.plan.num_prefill_tokens if step else 0,
             num_decodes=step.num_decodes if step else 0,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + len(self._compiling),
             blocked_by=step.blocked_by if step else "none",
             kv_blocks=self.kv_cache.counts(),
             num_preemptions=len(step.preempted) if step else 0,
@@ -339,6 +407,10 @@ def _by_request(step: Step, logprobs: dict[int, TokenLogprobs], going: list[Sequ
     sequences, ids = step.sampled, {seq.request_id for seq in going}
     named = ((sequences[index].request_id, one) for index, one in logprobs.items())
     return {request_id: one for request_id, one in named if request_id in ids}
+
+
+def _failed(request_id: str, error: RequestError) -> Failed:
+    return Failed(request_id, error.status, error.code, error.message, error.retry_after_s)
 
 
 def _finished(seq: Sequence, reason: FinishReason) -> Finished:

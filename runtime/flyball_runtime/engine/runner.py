@@ -1,7 +1,9 @@
 """Runs plans on this process's device: rows -> input tensors -> model -> sampler -> token ids."""
 
 import time
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.stats import EngineInfo, Sampled
 from flyball_runtime.engine.engine import Engine, Executor, InThread, Progress
@@ -22,6 +25,8 @@ from flyball_runtime.engine.start_up import (
     resolve_kv_cache,
     resolve_max_model_len,
 )
+from flyball_runtime.grammar.cache import GrammarCache
+from flyball_runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
 from flyball_runtime.model.loader import TORCH_DTYPES, kernel_backend, load_model, resolve_dtype
 from flyball_runtime.model.logprobs import SampledLogprobs
 from flyball_runtime.model.prompt_logprobs import PromptLogprobs
@@ -118,12 +123,14 @@ class LaunchedStep:
         logprobs: likewise; None when nobody asks for them.
         prompt_logprobs: likewise.
         done: None on a CPU, which has computed them.
+        stuck: as in Sampled.
     """
 
     token_ids: Tensor
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     done: torch.cuda.Event | None = None
+    stuck: dict[int, str] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -152,6 +159,8 @@ class ModelRunner:
         self._max_model_len = resolve_max_model_len(config, self._model_config)
         self._backend = kernel_backend(config.kernel_backend, self._device)
         self._stages.done("config")
+        self._grammars = GrammarCache(GrammarCompiler.of_checkpoint(Path(config.model)))
+        self._stages.done("vocabulary")
         self._model = load_model(
             config.model,
             self._model_config,
@@ -209,7 +218,7 @@ class ModelRunner:
             device=self._device,
             num_groups=len(layout.groups),
         )
-        self._sampling = SamplingTensors(config.max_num_seqs, self._device, self._backend)
+        self._sampling = SamplingTensors(config.max_num_seqs, self._device, self._backend, self._grammars)
         self._stages.done("kv_cache")
         self.info = EngineInfo(
             model=config.served_model_name,
@@ -261,6 +270,9 @@ class ModelRunner:
             after_slice=self._on_progress,
         )
 
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        return self._grammars.compile(grammar)
+
     def resize(self, num_blocks: int) -> None:
         self._pool.resize(num_blocks)
 
@@ -275,6 +287,7 @@ class ModelRunner:
             token_ids,
             None if logprobs is None else logprobs.by_index(),
             None if scores is None else scores.by_entry(),
+            handle.stuck,
         )
 
     def _to_host(
@@ -282,7 +295,7 @@ class ModelRunner:
     ) -> LaunchedStep:
         """Have the tokens copied as soon as they are there, before any step that is launched later."""
         if self._device.type != "cuda":
-            return LaunchedStep(token_ids, logprobs, scores)
+            return LaunchedStep(token_ids, logprobs, scores, stuck=self._sampling.stuck)
         host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
         host.copy_(token_ids, non_blocking=True)
         logprobs = None if logprobs is None else logprobs.on_host()
@@ -290,7 +303,7 @@ class ModelRunner:
             scores.to_host()
         done = torch.cuda.Event()
         done.record()
-        return LaunchedStep(host, logprobs, scores, done)
+        return LaunchedStep(host, logprobs, scores, done, self._sampling.stuck)
 
 
 class _Stages:

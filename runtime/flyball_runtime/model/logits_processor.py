@@ -1,4 +1,4 @@
-"""What requests change in the model's logits before a token is chosen: bans, biases, penalties."""
+"""What requests change in the model's logits before a token is chosen: grammars, bans, biases, penalties."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flyball_kernels import penalize
+from flyball_kernels import apply_token_bitmask, penalize
 from flyball_kernels.backend import Backend
 from flyball_runtime.core.past import Past
 from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.grammar.cache import GrammarCache
+from flyball_runtime.model.grammar_rows import GrammarMasks, GrammarRow
 
 BANNED = float("-inf")
 ANY, NONE = -1, -2
@@ -21,15 +23,18 @@ ANY, NONE = -1, -2
 class LogitsProcessor:
     """Changes the logits of rows that ask for it. A batch without any pays for one look at their flags.
 
-    In this order: all but the allowed tokens are banned, then bad words, then what would end an output that is too short;
-    biases are added; penalties come last (vLLM's order).
+    In this order: what a grammar does not allow is banned, then all but the allowed tokens, then bad words, then what would
+    end an output that is too short, unless its grammar lets nothing else follow; biases are added; penalties come last
+    (vLLM's order).
 
     A row that counts tokens keeps them on the device: those that its sequence had when it took the row over, and then
     those that are sampled. So a step can be launched before anybody has seen the last one's tokens. They take 8 bytes
     each at most, beside the kilobytes of a token in the KV cache.
     """
 
-    def __init__(self, num_rows: int, device: torch.device, backend: Backend) -> None:
+    def __init__(self, num_rows: int, device: torch.device, backend: Backend, grammars: GrammarCache) -> None:
+        self._grammars = grammars
+        self._masks = GrammarMasks()
         self._backend = backend
         self._device = device
         self._asks = np.zeros(num_rows, bool)
@@ -42,28 +47,44 @@ class LogitsProcessor:
             self._rows[row] = None
             return
         assert past is not None, "settings that change logits come with the sequence's past"
-        self._rows[row] = _Row(sampling, past, self._device)
+        grammar = None
+        if sampling.grammar is not None:
+            grammar = GrammarRow(self._grammars.get(sampling.grammar), past.output_token_ids)
+        self._rows[row] = _Row(sampling, past, grammar, self._device)
 
-    def apply(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Change the logits in place; arguments as in ``SamplingTensors.sample``."""
+    def apply(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> dict[int, str]:
+        """Change the logits in place; arguments as in ``SamplingTensors.sample``.
+
+        Returns:
+            Why a grammar leaves no token, by index into the logits, where it leaves none.
+        """
         asking = self._asking(rows, positions)
-        if asking:
-            self._change(logits, asking)
+        return self._change(logits, asking) if asking else {}
 
     @torch.inference_mode()
-    def _change(self, logits: Tensor, asking: "list[_Asking]") -> None:
+    def _change(self, logits: Tensor, asking: "list[_Asking]") -> dict[int, str]:
+        stuck = self._constrain(logits, [(one.index, one.row.grammar) for one in asking if one.row.grammar is not None])
         self._allow(logits, [(one.index, one.row.allowed) for one in asking if one.row.allowed is not None])
         for index, row, position in asking:
             if row.bad_words is not None:
                 logits[index].index_add_(0, row.bad_words.last, row.bad_words.bans(row.output(position)))
         self._add(logits, [(index, *row.added(position)) for index, row, position in asking])
         self._penalize(logits, [one for one in asking if one.row.sampling.has_penalties])
+        return stuck
 
     def remember(self, rows: np.ndarray, positions: np.ndarray, token_ids: Tensor) -> None:
-        """Count the tokens just sampled."""
+        """Count the tokens just sampled, and follow them in grammars."""
+        grammars: list[GrammarRow] = []
+        indices: list[int] = []
         for index, row, position in self._asking(rows, positions):
             if row.history is not None:
                 row.append(position, token_ids[index])
+            if row.grammar is not None:
+                grammars.append(row.grammar)
+                indices.append(index)
+        if grammars:
+            self._masks.catch_up()
+            self._masks.sampled(grammars, token_ids[self._tensor(np.array(indices))])
 
     def _asking(self, rows: np.ndarray, positions: np.ndarray) -> "list[_Asking]":
         asks = self._asks[rows]
@@ -71,6 +92,14 @@ class LogitsProcessor:
             return []
         owners = ((index, self._rows[rows[index]]) for index in np.flatnonzero(asks).tolist())
         return [_Asking(index, row, int(positions[index])) for index, row in owners if row is not None]
+
+    def _constrain(self, logits: Tensor, grammars: list[tuple[int, GrammarRow]]) -> dict[int, str]:
+        if not grammars:
+            return {}
+        indices = [index for index, _ in grammars]
+        masks, reasons = self._masks.fill([grammar for _, grammar in grammars])
+        apply_token_bitmask(logits, self._tensor(masks), indices, backend=self._backend)
+        return {indices[at]: reason for at, reason in reasons.items()}
 
     def _allow(self, logits: Tensor, allowed: list[tuple[int, np.ndarray]]) -> None:
         if not allowed:
@@ -123,13 +152,15 @@ class _Row:
     """What one sequence wants, and its tokens as far as that counts them.
 
     Attributes:
+        grammar: where the sequence is in its grammar, or None.
         allowed: int64 token ids, or None.
         num_prompt: tokens of the history that come before the output.
         history: int32 tokens, with room for more; None when nothing counts them.
     """
 
-    def __init__(self, sampling: SamplingParams, past: Past, device: torch.device) -> None:
+    def __init__(self, sampling: SamplingParams, past: Past, grammar: GrammarRow | None, device: torch.device) -> None:
         self.sampling = sampling
+        self.grammar = grammar
         self.allowed = None if sampling.allowed_token_ids is None else np.unique(np.array(sampling.allowed_token_ids))
         singles = [word[0] for word in sampling.bad_words_token_ids if len(word) == 1]
         longer = [word for word in sampling.bad_words_token_ids if len(word) > 1]
@@ -147,6 +178,8 @@ class _Row:
     def added(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids, and what to add to their logits at this position."""
         if not self._endings.size or position - self._first_position >= self.sampling.min_tokens:
+            return self._ids, self._values
+        if self.grammar is not None and self.grammar.allows_only(self._endings):
             return self._ids, self._values
         bans = np.full(self._endings.size, BANNED, np.float32)
         return np.concatenate((self._ids, self._endings)), np.concatenate((self._values, bans))

@@ -8,6 +8,7 @@ from flyball_kernels.backend import Backend
 from flyball_kernels.sampling import NO_TOKEN, sample
 from flyball_runtime.core.past import Past
 from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.grammar.cache import GrammarCache
 from flyball_runtime.model.logits_processor import LogitsProcessor
 from flyball_runtime.model.logprobs import RawLogprobs
 
@@ -18,9 +19,16 @@ class SamplingTensors:
     """One row of settings per running sequence, written when a sequence takes the row and only read after that.
 
     They live on the host, where a step sees without waiting for the device which filters it can leave out.
+
+    Args:
+        grammars: those of the sequences.
+    Attributes:
+        stuck: of the latest ``sample``: why a row's grammar leaves no token, by index into the logits.
     """
 
-    def __init__(self, num_rows: int, device: torch.device | str, backend: Backend) -> None:
+    def __init__(
+        self, num_rows: int, device: torch.device | str, backend: Backend, grammars: GrammarCache | None = None
+    ) -> None:
         self._backend = backend
         self._device = torch.device(device)
         self._temperature = np.zeros(num_rows, np.float32)
@@ -29,7 +37,8 @@ class SamplingTensors:
         self._min_p = np.zeros(num_rows, np.float32)
         self._seeds = np.zeros(num_rows, np.int64)
         self._num_logprobs = np.full(num_rows, -1)
-        self._processor = LogitsProcessor(num_rows, self._device, backend)
+        self._processor = LogitsProcessor(num_rows, self._device, backend, grammars or GrammarCache(None))
+        self.stuck: dict[int, str] = {}
 
     def set_row(self, row: int, sampling: SamplingParams, past: Past | None = None) -> None:
         """Take over the settings of the sequence that now owns ``row``; they have a seed (see ``with_seed``)."""
@@ -57,7 +66,7 @@ class SamplingTensors:
         Returns:
             ``[n]`` int64 token ids on the device of ``logits``; NO_TOKEN where a row's logits give no distribution.
         """
-        self._processor.apply(logits, rows, positions)
+        self.stuck = self._processor.apply(logits, rows, positions)
         temperature = self._gather(self._temperature, rows, off=0.0)
         if temperature is None:
             top_k = top_p = min_p = None

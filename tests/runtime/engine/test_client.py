@@ -112,7 +112,7 @@ def test_streams_abort_limits_and_drain(path: Path) -> None:
             client.submit(request("early"))
         info = await client.wait_ready()
         assert (info.vocab_size, info.max_model_len, client.ready) == (384, 512, True)
-        assert set(info.startup_s) == {"import", "config", "weights", "warm_up", "kv_cache"}
+        assert set(info.startup_s) == {"import", "config", "vocabulary", "weights", "warm_up", "kv_cache"}
         assert info.longest_pause_s > 0
 
         streams = [client.submit(request(str(index), prompt_len=index + 1)) for index in range(20)]
