@@ -321,6 +321,12 @@ def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
     add("--header-timeout", default=10.0, unit="S", text="seconds for a request line and headers to be complete")
     add("--body-timeout", default=30.0, unit="S", text="seconds for a body to be complete; later ones get 408")
     add("--write-timeout", default=60.0, unit="S", text="seconds in which a client must read some of its answer")
+    add(
+        "--structured-outputs-timeout",
+        default=5.0,
+        unit="S",
+        text="seconds of CPU time to compile a schema, regex or grammar; those that take more get 400",
+    )
     add("--keep-alive", default=75, unit="S", text="seconds that an idle connection stays open")
 
 
@@ -349,6 +355,7 @@ def bounds_from(args: argparse.Namespace) -> dict[str, Any]:
         "body_timeout_s": args.body_timeout,
         "write_timeout_s": args.write_timeout,
         "keep_alive_s": args.keep_alive,
+        "structured_outputs_timeout_s": args.structured_outputs_timeout,
     }
 
 

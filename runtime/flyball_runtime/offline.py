@@ -1,7 +1,8 @@
 """The API and its engine without sockets, for batches: requests and answers are those of ``flyball serve``."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
 
 import httpx
 
@@ -12,6 +13,7 @@ from flyball_runtime.api.text import ChatTokenizer
 from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.engine.client import EngineClient
+from flyball_runtime.grammar.checker import GrammarChecker
 
 
 class OfflineApi:
@@ -47,7 +49,8 @@ async def open_api(config: EngineConfig, settings: ApiSettings, tokenizer: ChatT
         EngineError: the engine died while it loaded the model.
     """
     metrics = MetricsCollector(model_name=config.served_model_name, clock=MonotonicClock())
-    async with EngineClient(config, observer=metrics.measured) as client:
-        app = create_app(client, tokenizer, settings, metrics)
-        await client.wait_ready()
-        yield OfflineApi(client, httpx.ASGITransport(app))
+    with closing(GrammarChecker(Path(config.model), settings.structured_outputs_timeout_s)) as grammars:
+        async with EngineClient(config, observer=metrics.measured) as client:
+            app = create_app(client, tokenizer, settings, metrics, grammars=grammars)
+            await client.wait_ready()
+            yield OfflineApi(client, httpx.ASGITransport(app))

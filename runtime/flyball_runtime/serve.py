@@ -28,6 +28,7 @@ from flyball_runtime.core.errors import ConfigError, EngineError
 from flyball_runtime.core.memory import freeze_startup_objects, return_large_buffers
 from flyball_runtime.engine.client import EngineClient
 from flyball_runtime.engine.heartbeat import pause_limit
+from flyball_runtime.grammar.checker import GrammarChecker
 from flyball_runtime.listener.holder import taken_listener
 
 logger = logging.getLogger(__name__)
@@ -99,17 +100,20 @@ def api_listener(config: ServeConfig) -> contextlib.AbstractContextManager[socke
 
 async def serve(config: ServeConfig, engine_config: EngineConfig, tokenizer: ChatTokenizer) -> int:
     """Serve until a signal or the engine's death; return the exit code of ``flyball_protocol.endpoints``."""
-    with contextlib.ExitStack() as sockets:
-        listener = sockets.enter_context(api_listener(config))
+    with contextlib.ExitStack() as resources:
+        listener = resources.enter_context(api_listener(config))
         admin_listener = None
         if config.admin_token is not None:
-            admin_listener = sockets.enter_context(
+            admin_listener = resources.enter_context(
                 contextlib.closing(bind(config.admin_host, config.admin_port, "--admin-port"))
             )
+        grammars = resources.enter_context(
+            contextlib.closing(GrammarChecker(Path(engine_config.model), config.api.structured_outputs_timeout_s))
+        )
         metrics = MetricsCollector(model_name=engine_config.served_model_name, clock=MonotonicClock())
         async with EngineClient(engine_config, observer=metrics.measured) as client:
             replica = ServingReplica(config, client, has_chat=tokenizer.chat_template is not None)
-            replica.add_server(create_app(client, tokenizer, config.api, metrics, config.api_keys), listener)
+            replica.add_server(create_app(client, tokenizer, config.api, metrics, config.api_keys, grammars), listener)
             if admin_listener is not None and config.admin_token is not None:
                 admin = create_admin_app(client, metrics, config.admin_token)
                 # X-Forwarded-For says nothing about who may use a bearer token.

@@ -72,6 +72,42 @@ ATTACKS: dict[str, tuple[str, object]] = {
     "a long number": ("/v1/completions", b'{"prompt": "a", "seed": ' + b"9" * (4 * MB) + b"}"),
     "a long fraction": ("/v1/completions", b'{"prompt": "a", "temperature": 0.' + b"1" * (4 * MB) + b"}"),
     "escapes": ("/v1/completions", b'{"prompt": "' + b"\\u0001" * 690_000 + b'"}'),
+    "a schema of many values": (
+        "/v1/completions",
+        {
+            "prompt": "a",
+            "max_tokens": 1,
+            "structured_outputs": {"json": {"enum": [f"v {one}" for one in range(10_000)]}},
+        },
+    ),
+    "a schema that takes minutes": (
+        "/v1/completions",
+        {
+            "prompt": "a",
+            "structured_outputs": {
+                "json": {"allOf": [{"type": "string", "pattern": f"(.*a.{{{one}}}b)"} for one in range(1, 30)]}
+            },
+        },
+    ),
+    "a schema that overflows a stack": (
+        "/v1/completions",
+        {
+            "prompt": "a",
+            "structured_outputs": {
+                "json": {
+                    "$ref": "#/$defs/r0",
+                    "$defs": {
+                        f"r{one}": {"properties": {"a": {"$ref": f"#/$defs/r{one + 1}"}}, "required": ["a"]}
+                        for one in range(2000)
+                    },
+                }
+            },
+        },
+    ),
+    "a regex that backtracks": (
+        "/v1/completions",
+        {"prompt": "a", "max_tokens": 4, "structured_outputs": {"regex": "(x+x+)+y"}},
+    ),
     "white space": ("/v1/completions", b" " * (4 * MB) + b'{"prompt": "a"}'),
 }
 FAST = {
@@ -86,6 +122,7 @@ FAST = {
     "brackets",
     "deep values for the template",
     "a long number",
+    "a schema of many values",
 }
 
 

@@ -35,6 +35,7 @@ from flyball_runtime.core.errors import (
 from flyball_runtime.core.room import Room
 from flyball_runtime.engine.front import EngineFront
 from flyball_runtime.engine.heartbeat import pause_limit
+from flyball_runtime.grammar.checker import GrammarChecker
 
 RETRY_AFTER_STUCK_S = 5
 
@@ -218,12 +219,14 @@ def create_app(
     settings: ApiSettings,
     metrics: MetricsCollector,
     api_keys: ApiKeys | None = None,
+    grammars: GrammarChecker | None = None,
 ) -> FastAPI:
     """The public app.
 
     Args:
         tokenizer: the model's, from transformers; its truncation and padding are turned off.
         api_keys: without them, every caller is served.
+        grammars: the model's; without them structured output is refused.
 
     Raises:
         ConfigError: the tokenizer is not a fast one.
@@ -242,6 +245,7 @@ def create_app(
             settings.reasoning_parser,
             calls_by_default=settings.enable_auto_tool_choice,
         ),
+        grammars=grammars,
     )
     metrics.attach(front)
     auth = [] if api_keys is None else [Middleware(ApiKeyAuth, keys=api_keys)]

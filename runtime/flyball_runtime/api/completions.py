@@ -243,7 +243,7 @@ class CompletionRoutes:
 
     async def responses(self, request: Request) -> Response:
         arrival_s, (body, understood) = await self._read(request, self._response)
-        call = self._call(request, understood, arrival_s)
+        call = await self._call(request, understood, arrival_s)
         generation = Generation(call, self._server.front, self._server.measured, self._server.codec)
         model = body.model or self._server.settings.model_name
         frame = ResponseFrame(unique=call.unique, created=int(time.time()), model=model, echoed=echoed(body))
@@ -281,7 +281,9 @@ class CompletionRoutes:
             max_tokens=self._server.engine_info().max_model_len,
         )
         prompts = self._server.front.prepare(ids, body.num_choices, body.cache_salt)
-        return Understood(body, sampling, prompts, self._server.formats.parsing(body, text))
+        # an output that has to have a form is content from its first token on
+        parsing = self._server.formats.parsing(body, text) if sampling.grammar is None else None
+        return Understood(body, sampling, prompts, parsing)
 
     def _response(self, fields: Json) -> tuple[ResponseRequest, Understood]:
         known = known_fields(fields)
@@ -332,7 +334,7 @@ class CompletionRoutes:
 
     async def _answer(self, request: Request, format: Format, understood: Understood, arrival_s: float) -> Response:
         body = understood.body
-        call = self._call(request, understood, arrival_s)
+        call = await self._call(request, understood, arrival_s)
         generation = Generation(call, self._server.front, self._server.measured, self._server.codec)
         model = body.model or self._server.settings.model_name
         frame = AnswerFrame(format, unique=call.unique, created=int(time.time()), model=model)
@@ -344,15 +346,15 @@ class CompletionRoutes:
                 return _whole(generation, format, frame)
             return await asyncio.to_thread(_whole, generation, format, frame)  # 10 us for each token of a prompt
 
-    @staticmethod
-    def _call(request: Request, understood: Understood, arrival_s: float) -> CheckedRequest:
+    async def _call(self, request: Request, understood: Understood, arrival_s: float) -> CheckedRequest:
         body = understood.body
+        sampling = await self._server.with_checked_grammar(understood.sampling)
         return CheckedRequest(
             request_id=request.state.request_id,
             unique=uuid.uuid4().hex,
             arrival_s=arrival_s,
             prompts=understood.prompts,
-            sampling=understood.sampling,
+            sampling=sampling,
             num_choices=body.num_choices,
             urgency=urgency_of(body, request.headers),
             client=client_of(request),

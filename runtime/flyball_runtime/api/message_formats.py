@@ -73,7 +73,7 @@ class MessageFormats:
             return
         if chat.tool_choice not in (None, "auto"):
             raise InvalidRequest(
-                "tool_choice asks for a call, which needs structured output; this server has none. Send 'auto' or 'none'.",
+                "tool_choice asks for a call, which this server cannot force yet. Send 'auto' or 'none'.",
                 param="tool_choice",
             )
         if self._calls is None or not self._calls_by_default:

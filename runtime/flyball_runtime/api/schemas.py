@@ -11,6 +11,7 @@ from msgspec import Meta, Struct, structs
 
 from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line, quoted, quoted_list
 from flyball_runtime.api.messages import Message, Tool, ToolChoice
+from flyball_runtime.api.structured_outputs import ResponseFormat, StructuredOutputs, grammar_of
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.request import validate_deadlines
 from flyball_runtime.core.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
@@ -39,7 +40,6 @@ _COMMON_NOOPS: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "truncate_prompt_tokens": (None,),
-    "response_format": (None, {"type": "text"}),
 }
 
 CHAT_NOOPS: dict[str, tuple[Any, ...]] = _COMMON_NOOPS | {
@@ -58,12 +58,25 @@ CHAT_NOOPS: dict[str, tuple[Any, ...]] = _COMMON_NOOPS | {
 
 COMPLETION_NOOPS: dict[str, tuple[Any, ...]] = _COMMON_NOOPS | {"suffix": (None, "")}
 
+RENAMED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json_object": "structured_outputs.json_object",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+}
+"""Fields that vLLM had before its version 0.12, and what they are called since."""
+
 
 def without_noops(
     body: Mapping[str, Any], known: Collection[str], noops: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
     """The fields of ``body`` that are ``known``. Raises InvalidRequest naming every other one that asks for something."""
     others = [name for name in body if name not in known and name not in IGNORED_HINTS]
+    others = [name for name in others if name not in RENAMED or body[name] is not None]
+    if renamed := next((name for name in others if name in RENAMED), None):
+        raise InvalidRequest(f"{renamed} is called {RENAMED[renamed]} now. Send that instead.", param=renamed)
     unknown = [name for name in others if name not in noops]
     if unknown:
         raise InvalidRequest(
@@ -104,6 +117,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         top_k: -1 is off too, as vLLM's clients send it.
         prompt_logprobs: of each prompt token, and of so many of the likeliest in its place. Not for streams, as in vLLM.
+        response_format, structured_outputs: the form of the output; the second has more kinds.
         return_token_ids: answer with the token ids of prompt and output too.
         logit_bias: by token id, written as a text, as JSON has it.
         add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
@@ -130,6 +144,8 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     n: int | None = None
     stream: bool | None = None
@@ -337,6 +353,7 @@ def sampling_params(body: GenerationFields, defaults: SamplingParams, vocab_size
         bad_words=tuple(body.bad_words or ()),
         logprobs=_num_logprobs(body),
         prompt_logprobs=_num_prompt_logprobs(body),
+        grammar=grammar_of(body.response_format, body.structured_outputs),
     )
     params.validate(vocab_size)
     return params

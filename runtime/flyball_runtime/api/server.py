@@ -33,11 +33,13 @@ from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.schemas import ChatRequest, TokenizeChatRequest
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import TextCodec
-from flyball_runtime.core.errors import EngineDead, InvalidRequest, PromptTooLong
+from flyball_runtime.core.errors import EngineDead, InvalidRequest, PromptTooLong, RequestError
 from flyball_runtime.core.measurements import Measurements
 from flyball_runtime.core.room import Room, RoomFull, RoomShare
+from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import EngineInfo
 from flyball_runtime.engine.front import EngineFront
+from flyball_runtime.grammar.checker import GrammarChecker
 
 T = TypeVar("T")
 
@@ -196,6 +198,10 @@ def _named_field(what: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
+    """Attributes:
+    grammars: None if there is no checkpoint to check them for; then none are served.
+    """
+
     front: EngineFront
     codec: TextCodec
     settings: ApiSettings
@@ -203,6 +209,7 @@ class Server:
     room: Room
     lanes: Lanes
     formats: MessageFormats
+    grammars: GrammarChecker | None
 
     @property
     def measured(self) -> Measurements:
@@ -222,6 +229,23 @@ class Server:
         arrival_s = self.measured.clock.now()
         check()
         return arrival_s, await self.lanes.run(request, len(body), lambda: understand(parse_object(body)))
+
+    async def with_checked_grammar(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the settings with their grammar in the engine's form, once it is known to do no harm there.
+
+        Raises:
+            RequestError: it cannot be used, or not now.
+        """
+        if sampling.grammar is None:
+            return sampling
+        try:
+            if self.grammars is None:
+                raise InvalidRequest("structured output is not served here. Leave it out.", param="structured_outputs")
+            grammar = await asyncio.wrap_future(self.grammars.check(sampling.grammar))
+        except RequestError as error:
+            self.measured.rejected(error.code)
+            raise
+        return msgspec.structs.replace(sampling, grammar=grammar)
 
     def engine_info(self) -> EngineInfo:
         """Facts about the engine. Raises NotReady while it loads, EngineDead after its end."""

@@ -37,6 +37,7 @@ class ApiSettings:
             balancers, so that they close first.
         max_heartbeat_age_s: /livez turns red when the engine has made no progress for longer, unless the largest step
             may pause for longer (see ``pause_limit``).
+        structured_outputs_timeout_s: a schema, regex or grammar that takes more CPU time to compile gets 400.
         forwarded_allow_ips: addresses and networks, comma-separated, whose X-Forwarded-For is believed; ``*`` for all.
         disable_docs: leave out /docs and /openapi.json.
         cors: which web pages of other origins may read answers.
@@ -60,6 +61,7 @@ class ApiSettings:
     keep_alive_s: int = 75
     max_heartbeat_age_s: float = 30.0
     max_inline_bytes: int = 4096
+    structured_outputs_timeout_s: float = 5.0
     forwarded_allow_ips: str = LOOPBACK_PROXIES
     disable_docs: bool = False
     cors: Cors = NO_CORS

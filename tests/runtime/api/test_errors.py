@@ -171,7 +171,6 @@ async def test_prompts_that_cannot_run(client: httpx.AsyncClient, engine: FakeEn
         {"echo": 0},
         {"echo": True},
         {"best_of": True},
-        {"response_format": {"type": "json_object"}},
         {"temprature": 1},
     ],
 )
