@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from flyball_operator.tuning.evidence import PodEvidence
+from flyball_operator.tuning.evidence import PodEvidence, Posted
 from flyball_protocol import LimitsAck, LimitsUpdate, decode_evidence, signing
 from flyball_protocol.endpoints import ADMIN_EVIDENCE_PATH, ADMIN_LIMITS_PATH
 from flyball_protocol.limits import LIMITS_HTTP_STATUS
@@ -31,15 +31,6 @@ class Target:
 
     name: str
     url: str
-
-
-@dataclass(frozen=True)
-class Posted:
-    """What became of an update at one replica: its answer, or the problem that kept it from answering."""
-
-    pod: str
-    ack: LimitsAck | None
-    problem: str = ""
 
 
 class AdminClient:

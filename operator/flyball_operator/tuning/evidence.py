@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from flyball_operator.tuning.signals import Counts, counts_of, total
-from flyball_protocol import EVIDENCE_VERSION, Envelope, Evidence, LatencyWindow, Limits, Objectives, Share
+from flyball_protocol import EVIDENCE_VERSION, Envelope, Evidence, LatencyWindow, Limits, LimitsAck, Objectives, Share
 
 MAX_AGE_INTERVALS = 3
 
@@ -28,6 +28,15 @@ class PodEvidence(Struct, frozen=True, kw_only=True):
     pod: str
     evidence: Evidence | None = None
     age_s: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Posted:
+    """What became of an update at one replica: its answer, or the problem that kept it from answering."""
+
+    pod: str
+    ack: LimitsAck | None
     problem: str = ""
 
 

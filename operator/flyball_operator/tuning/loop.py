@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from flyball_operator.spec import LiveLimits, Tuning
 from flyball_operator.tuning import spec_limits
-from flyball_operator.tuning.admin import AdminClient, Posted, Target
+from flyball_operator.tuning.admin import AdminClient, Target
 from flyball_operator.tuning.core import LoopCore
 from flyball_operator.tuning.decision import Decision
-from flyball_operator.tuning.evidence import PodEvidence
+from flyball_operator.tuning.evidence import PodEvidence, Posted
 from flyball_operator.tuning.record import DecisionRecord
 from flyball_operator.tuning.recovery import Memory
 from flyball_protocol import LimitsStatus, LimitsUpdate

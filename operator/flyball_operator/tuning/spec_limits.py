@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from flyball_operator.spec import LiveLimits, Tuning
-from flyball_operator.tuning.admin import Posted
 from flyball_operator.tuning.decision import Action, Decision, Reason
-from flyball_operator.tuning.evidence import PodEvidence
+from flyball_operator.tuning.evidence import PodEvidence, Posted
 from flyball_operator.tuning.knobs import moved_in_words
 from flyball_operator.tuning.modes import as_change
 from flyball_operator.tuning.state import TunerState
