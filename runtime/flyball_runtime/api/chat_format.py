@@ -30,7 +30,7 @@ class ParsedMessage:
                 yield event
 
     def finish_reason(self, reason: str | None) -> str | None:
-        calls = self._num_calls > 0 and not self._parsing.forced
+        calls = self._num_calls > 0 and not self._parsing.named
         return "tool_calls" if calls and reason == "stop" else reason
 
     def delta(self, event: Event) -> dict[str, Any]:

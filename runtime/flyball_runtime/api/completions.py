@@ -20,7 +20,7 @@ from flyball_runtime.api.generation import CheckedRequest, Choice, Echo, Generat
 from flyball_runtime.api.identity import client_of
 from flyball_runtime.api.json_line import json_line
 from flyball_runtime.api.logprobs import completion_logprobs, prompt_logprobs
-from flyball_runtime.api.message_formats import Parsing
+from flyball_runtime.api.message_formats import Parsing, with_forced_call
 from flyball_runtime.api.response_format import ResponseFrame, ResponseStream, whole_response
 from flyball_runtime.api.responses import ResponseRequest, chat_fields, echoed, in_terms_of_responses, known_fields
 from flyball_runtime.api.schemas import (
@@ -243,10 +243,12 @@ class CompletionRoutes:
 
     async def responses(self, request: Request) -> Response:
         arrival_s, (body, understood) = await self._read(request, self._response)
-        call = await self._call(request, understood, arrival_s)
-        generation = Generation(call, self._server.front, self._server.measured, self._server.codec)
+        try:
+            generation = await self._generation(request, understood, arrival_s)
+        except InvalidRequest as error:
+            raise in_terms_of_responses(error) from None
         model = body.model or self._server.settings.model_name
-        frame = ResponseFrame(unique=call.unique, created=int(time.time()), model=model, echoed=echoed(body))
+        frame = ResponseFrame(unique=generation.call.unique, created=int(time.time()), model=model, echoed=echoed(body))
         parsing = understood.parsing or self._server.formats.no_parsing()
         if body.stream:
             return ResponseStream(generation, frame, parsing)
@@ -272,7 +274,7 @@ class CompletionRoutes:
     def _chat(self, fields: Json) -> Understood:
         self._server.check_chat(fields)
         body = convert_chat(without_noops(fields, ChatRequest.__struct_fields__, CHAT_NOOPS), ChatRequest)
-        sampling = self._check(body, num_prompts=1)
+        sampling = with_forced_call(body, self._check(body, num_prompts=1))
         self._server.formats.check(body)
         text = self._server.codec.render(body)
         ids = self._server.codec.encode(
@@ -281,9 +283,8 @@ class CompletionRoutes:
             max_tokens=self._server.engine_info().max_model_len,
         )
         prompts = self._server.front.prepare(ids, body.num_choices, body.cache_salt)
-        # an output that has to have a form is content from its first token on
-        parsing = self._server.formats.parsing(body, text) if sampling.grammar is None else None
-        return Understood(body, sampling, prompts, parsing)
+        has_grammar = sampling.grammar is not None
+        return Understood(body, sampling, prompts, self._server.formats.parsing(body, text, has_grammar=has_grammar))
 
     def _response(self, fields: Json) -> tuple[ResponseRequest, Understood]:
         known = known_fields(fields)
@@ -332,12 +333,21 @@ class CompletionRoutes:
         sampling = sampling_params(body, self._server.settings.default_sampling, vocab_size)
         return self._server.codec.with_bad_words(sampling)
 
+    async def _generation(self, request: Request, understood: Understood, arrival_s: float) -> Generation:
+        """The generation of a request. Raises InvalidRequest for a grammar that cannot be used."""
+        try:
+            call = await self._call(request, understood, arrival_s)
+        except InvalidRequest as error:
+            if understood.parsing is not None and understood.parsing.forced:
+                raise InvalidRequest(f"the parameters of the tools: {error.message}", param="tools") from None
+            raise
+        return Generation(call, self._server.front, self._server.measured, self._server.codec)
+
     async def _answer(self, request: Request, format: Format, understood: Understood, arrival_s: float) -> Response:
         body = understood.body
-        call = await self._call(request, understood, arrival_s)
-        generation = Generation(call, self._server.front, self._server.measured, self._server.codec)
+        generation = await self._generation(request, understood, arrival_s)
         model = body.model or self._server.settings.model_name
-        frame = AnswerFrame(format, unique=call.unique, created=int(time.time()), model=model)
+        frame = AnswerFrame(format, unique=generation.call.unique, created=int(time.time()), model=model)
         if body.stream:
             return ChunkStream(generation, format, frame, body.stream_options or StreamOptions())
         async with generation.running(request.receive):

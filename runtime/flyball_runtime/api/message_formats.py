@@ -5,10 +5,15 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
+from flyball_runtime.api.forced_calls import forced_schema
 from flyball_runtime.api.messages import NamedTool, content_text
 from flyball_runtime.api.schemas import ChatRequest, offered_tools
 from flyball_runtime.core.errors import InvalidRequest
-from flyball_runtime.text.parsing.calls import CallParser, Mistral
+from flyball_runtime.core.grammar import Grammar
+from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.text.parsing.calls import CallList, CallParser, ForcedCall, Mistral
 from flyball_runtime.text.parsing.message import (
     AUTO,
     CALL_PARSERS,
@@ -22,6 +27,9 @@ from flyball_runtime.text.parsing.reasoning import ThinkParser
 
 logger = logging.getLogger(__name__)
 
+WHITESPACE = " ?"
+"""Between the tokens of a forced call: small models would print spaces without end."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parsing:
@@ -30,7 +38,8 @@ class Parsing:
     Attributes:
         markers: texts that the parsers need even where they are special tokens.
         one_call: further calls are dropped (``parallel_tool_calls`` is false).
-        forced: the client named the tool; its call is no reason to have finished.
+        forced: a grammar makes the answer a call.
+        named: the client named the tool; its call is no reason to have finished, as in OpenAI's API.
     """
 
     new_parser: Callable[[], MessageParser]
@@ -38,6 +47,7 @@ class Parsing:
     new_call_id: Callable[[], str]
     one_call: bool = False
     forced: bool = False
+    named: bool = False
 
 
 def _call_id() -> str:
@@ -65,17 +75,13 @@ class MessageFormats:
         self._calls: type[CallParser] | None = CALL_PARSERS.get(call or NONE)
         self._reasoning: type[ThinkParser] | None = REASONING_PARSERS.get(reasoning or NONE)
         self._calls_by_default = calls_by_default
+        self._new_call_id = _short_call_id if self._calls is Mistral else _call_id
         logger.info("tool calls: %s; reasoning: %s", _how(call, call_format), _how(reasoning, reasoning_format))
 
     def check(self, chat: ChatRequest) -> None:
-        """Raise InvalidRequest for a choice of tools that the formats do not allow."""
-        if not offered_tools(chat):
+        """Raise InvalidRequest for tools that the model may call, but not in a form that is known."""
+        if not offered_tools(chat) or forces_call(chat):
             return
-        if chat.tool_choice not in (None, "auto"):
-            raise InvalidRequest(
-                "tool_choice asks for a call, which this server cannot force yet. Send 'auto' or 'none'.",
-                param="tool_choice",
-            )
         if self._calls is None or not self._calls_by_default:
             why = (
                 "the format of this model's tool calls is not known (--tool-call-parser)"
@@ -90,10 +96,16 @@ class MessageFormats:
         """The whole text is content."""
         return Parsing(new_parser=lambda: MessageParser(None, None), markers=(), new_call_id=_call_id)
 
-    def parsing(self, chat: ChatRequest, prompt: str) -> Parsing | None:
-        """How to parse the answers to ``prompt``; None if they are content as they come."""
+    def parsing(self, chat: ChatRequest, prompt: str, *, has_grammar: bool) -> Parsing | None:
+        """How to parse the answers to ``prompt``; None if they are content as they come.
+
+        Args:
+            has_grammar: their form is given, so that they have neither reasoning nor the model's own form of calls.
+        """
+        if forces_call(chat):
+            return self._forced(chat)
         reasoning, calls = self._reasoning, self._calls if offered_tools(chat) else None
-        if reasoning is None and calls is None:
+        if has_grammar or (reasoning is None and calls is None):
             return None
         in_message = bool(chat.continue_final_message)
         if in_message:
@@ -108,10 +120,39 @@ class MessageFormats:
         return Parsing(
             new_parser=new_parser,
             markers=tuple(marker for parser in (reasoning, calls) if parser for marker in parser.markers),
-            new_call_id=_short_call_id if self._calls is Mistral else _call_id,
+            new_call_id=self._new_call_id,
             one_call=chat.parallel_tool_calls is False,
-            forced=isinstance(chat.tool_choice, NamedTool),
         )
+
+    def _forced(self, chat: ChatRequest) -> Parsing:
+        choice = chat.tool_choice
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        return Parsing(
+            new_parser=lambda: MessageParser(None, CallList() if name is None else ForcedCall(name)),
+            markers=(),
+            new_call_id=self._new_call_id,
+            forced=True,
+            named=name is not None,
+        )
+
+
+def forces_call(chat: ChatRequest) -> bool:
+    """Whether the answer must be a call, in a form that a grammar gives."""
+    return chat.tool_choice not in (None, "auto", "none")
+
+
+def with_forced_call(chat: ChatRequest, sampling: SamplingParams) -> SamplingParams:
+    """The same settings, with the grammar of the call that the answer must be; it comes before any other form."""
+    if not forces_call(chat):
+        return sampling
+    choice = chat.tool_choice if isinstance(chat.tool_choice, NamedTool) else None
+    schema = forced_schema(chat.tools or [], choice, one_call=chat.parallel_tool_calls is False)
+    if sampling.ignore_eos:
+        raise InvalidRequest(
+            "ignore_eos asks to go on after the end, and a forced call has an end. Leave one of them out.",
+            param="ignore_eos",
+        )
+    return msgspec.structs.replace(sampling, grammar=Grammar("json", msgspec.json.encode(schema).decode(), WHITESPACE))
 
 
 def _how(format: str | None, asked: str) -> str:

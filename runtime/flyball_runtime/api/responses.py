@@ -68,7 +68,13 @@ class ReasoningOptions(_Fields, frozen=True, kw_only=True):
 
 
 class TextFormat(_Fields, frozen=True, kw_only=True):
-    type: Literal["text"]
+    """``response_format`` of chats, but flatter."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextOptions(_Fields, frozen=True, kw_only=True):
@@ -91,7 +97,7 @@ class ResponseRequest(_Fields, frozen=True, kw_only=True):
         metadata: repeated in the answer.
         tools, tool_choice, parallel_tool_calls: as in chats, but for the flatter form of OpenAI's responses.
         reasoning: its effort, as ``reasoning_effort`` in chats.
-        text: a format other than text is not supported.
+        text: its format, as ``response_format`` in chats.
         chat_template_kwargs: further variables for the template, e.g. ``enable_thinking``.
         priority, ttft_deadline_ms, e2e_deadline_ms, cache_salt: as in chats.
     """
@@ -153,8 +159,17 @@ def chat_fields(body: ResponseRequest) -> dict[str, Any]:
         "tools": None if body.tools is None else [_chat_tool(tool) for tool in body.tools],
         "tool_choice": _chat_choice(choice) if isinstance(choice, NamedFunction) else choice,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "response_format": _chat_format(body.text),
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _chat_format(text: TextOptions | None) -> dict[str, Any] | None:
+    if text is None or text.format is None:
+        return None
+    format: dict[str, Any] = msgspec.to_builtins(text.format)
+    kind = format.pop("type")
+    return {"type": kind} | ({"json_schema": format} if kind == "json_schema" else {})
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
@@ -261,7 +276,7 @@ def echoed(body: ResponseRequest) -> dict[str, Any]:
         "tool_choice": fields["tool_choice"] or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (fields["text"] or {}).get("format") or {"type": "text"}},
         "metadata": body.metadata or {},
         "truncation": "disabled",
         "background": False,
@@ -270,7 +285,13 @@ def echoed(body: ResponseRequest) -> dict[str, Any]:
     }
 
 
-_PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+_PARAMS = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "structured_outputs": "text.format",
+}
 
 
 def in_terms_of_responses(error: InvalidRequest) -> InvalidRequest:

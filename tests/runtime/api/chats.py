@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flyball_runtime.api import ApiSettings, MetricsCollector, create_app
 from flyball_runtime.api.answers import ChatAnswer, ChatChunk
+from flyball_runtime.grammar.checker import GrammarChecker
 from runtime.api.support import MODEL, asgi_client, encode, is_a, served, sse_events
 from runtime.fake_engine import FakeEngine
 
@@ -79,7 +80,9 @@ def styled(style: str) -> PreTrainedTokenizerFast:
 class Chats:
     """A server of a model in one style, whose next outputs are ``outputs`` (the last again and again)."""
 
-    def __init__(self, style: str, metrics: MetricsCollector, **settings: Any) -> None:
+    def __init__(
+        self, style: str, metrics: MetricsCollector, grammars: GrammarChecker | None = None, **settings: Any
+    ) -> None:
         self.tokenizer = styled(style)
         self.outputs = [CALLS[style]]
         self.engine = FakeEngine(len(self.tokenizer), self._reply)
@@ -87,9 +90,8 @@ class Chats:
             **{name: getattr(self.engine.engine_info, name) for name in self.engine.engine_info.__struct_fields__}
             | {"max_model_len": 1 << 20}
         )
-        self.app = create_app(
-            self.engine, self.tokenizer, ApiSettings(served_model_names=(MODEL,), **settings), metrics
-        )
+        api = ApiSettings(served_model_names=(MODEL,), **settings)
+        self.app = create_app(self.engine, self.tokenizer, api, metrics, grammars=grammars)
         self.client = asgi_client(self.app)
 
     def _reply(self, request: object) -> list[int]:
