@@ -3,7 +3,7 @@
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from e2e_kit import FOLDER_VARIABLE, helm, images, network
 from e2e_kit.models import HUB_REPO, HUB_TOKEN, Model
 from e2e_kit.node import Node
+from e2e_kit.post_mortem import post_mortem
 from hub_look_alike import HubLookAlike
 
 FIGURES = pytest.StashKey[dict[str, dict[str, Any]]]()
@@ -40,6 +41,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"{test}: {words}")
     if file := config.getoption("--figures"):
         file.write_text(json.dumps(found, indent=1))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to the report of a failed test what its namespaces hold, before they are deleted."""
+    report = yield
+    node = getattr(item, "funcargs", {}).get("operator")
+    if report.when == "call" and report.failed and isinstance(node, Node):
+        report.sections.append(("the namespaces of the test", post_mortem(node)))
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
