@@ -100,6 +100,7 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
     [
         ("replicas: -1", ["spec.replicas is -1", "0"]),
         ("replicas: 2.5", ["spec.replicas is 2.5", "an integer"]),
+        ("replicas: 2.0", ["spec.replicas is 2.0", "without a point: 2"]),
         ("replicas:", ["spec.replicas is empty", "an integer"]),
         ("replica: 2", ["spec.replica is not a field", "did you mean 'replicas'?"]),
         ("flavour: 2", ["spec.flavour is not a field", "known are", "tuning"]),

@@ -62,10 +62,16 @@ def problems(spec: Any) -> list[str]:
     """Return one line for each place where ``spec`` (the value under the key spec) breaks the schema."""
     errors = list(_validator().iter_errors(spec))
     if not errors:
-        return list(_repeated_keys(_spec_schema(), spec, "spec"))
+        return [*_repeated_keys(_spec_schema(), spec, "spec"), *_unscalable(spec)]
     mistyped = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
     telling = [error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in mistyped]
     return [line for error in telling for line in _explain(error)]
+
+
+def _unscalable(spec: Schema) -> Iterator[str]:
+    """2.0 is an integer to the schema; the scale subresource, which reads this field, takes none with a point."""
+    if isinstance(replicas := spec.get("replicas"), float):
+        yield f"spec.replicas is {replicas!r}; write it without a point: {replicas:.0f}"
 
 
 def with_defaults(spec: object) -> Any:
