@@ -69,7 +69,7 @@ def test_objectives_are_posted_in_seconds() -> None:
 
 def test_it_is_told_with_its_numbers() -> None:
     assert str(signals(TUNING, counts(ttft=(100, 1000)))[0]) == (
-        "10.0% of 1000 first tokens took longer than 1000 ms (7.7% to 12.9%; budget 5%)"
+        "10.0% of 1000 first tokens took longer than 1 s (7.7% to 12.9%; budget 5%)"
     )
 
 
