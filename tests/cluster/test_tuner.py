@@ -161,7 +161,7 @@ def test_limits_go_to_a_canary_then_to_all_and_new_pods_start_with_them(
     assert stage.prior() == {"revision": 2, "limits": limits}
     until(lambda: stage.tuning.get("state") == "Converged", "convergence")
     assert stage.tuning["target"] == stage.tuning["effective"]
-    shown = {"maxNumSeqs": 64, "maxNumBatchedTokens": 512, "kvCachePercent": 100, "stepTimeTargetMilliseconds": 27}
+    shown = {"maxNumSeqs": 64, "maxNumBatchedTokens": 512, "kvCachePercent": 100, "stepTimeTargetMilliseconds": 27.2}
     assert stage.tuning["target"] == shown
     assert [one["action"] for one in stage.tuning["decisions"]] == ["promote", "try", "change"]
     assert condition(world.get(LLM_DEPLOYMENT), "TuningHealthy")["status"] == "True"
