@@ -191,9 +191,8 @@ class ServingReplica:
         return endpoints.EXIT_ENGINE_DIED
 
     async def _watch(self) -> None:
-        """Know when the engine is stuck, and have the log say where."""
-        while True:
-            await asyncio.sleep(WATCH_S)
+        """Know when the engine is stuck, and have the log say where. Ends with the engine's death: nobody is there to ask."""
+        while not self._client.died.is_set():
             reason = stuck_reason(self._client, self._config.api.max_heartbeat_age_s)
             if reason is not None and not self._stuck.is_set():
                 logger.error("%s; what its threads are doing follows", reason)
@@ -202,6 +201,7 @@ class ServingReplica:
             elif reason is None and self._stuck.is_set():
                 logger.warning("the engine makes progress again")
                 self._stuck.clear()
+            await asyncio.sleep(WATCH_S)
 
     async def _load(self) -> bool:
         """Wait for the model; False when told to stop meanwhile. Raises ConfigError or EngineError."""
