@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from flyball_protocol.quoting import quoted
-from flyball_runtime.api.schemas import Priority, is_same, without_noops
+from flyball_runtime.api.schemas import RequestFields, is_same, without_noops
 from flyball_runtime.core.errors import InvalidRequest
 
 RESPONSE_NOOPS: dict[str, tuple[Any, ...]] = {
@@ -23,22 +23,7 @@ RESPONSE_NOOPS: dict[str, tuple[Any, ...]] = {
     "truncation": (None, "disabled"),
 }
 
-_AS_IN_CHATS = (
-    *("model", "temperature", "top_p", "parallel_tool_calls", "stream"),
-    *(
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "min_tokens",
-        "logit_bias",
-        "allowed_token_ids",
-    ),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "cache_salt", "chat_template_kwargs"),
-    *("priority", "ttft_deadline_ms", "e2e_deadline_ms"),
-)
+_AS_IN_CHATS = (*RequestFields.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 
 STATELESS: dict[str, tuple[Any, ...]] = {"store": (None, False), "previous_response_id": (None,)}
 
@@ -86,7 +71,7 @@ class ResponseStreamOptions(_Fields, frozen=True, kw_only=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponseRequest(_Fields, frozen=True, kw_only=True):
+class ResponseRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a response shall answer. Nothing is stored, so ``input`` has the whole conversation.
 
     Attributes:
@@ -99,41 +84,19 @@ class ResponseRequest(_Fields, frozen=True, kw_only=True):
         reasoning: its effort, as ``reasoning_effort`` in chats.
         text: its format, as ``response_format`` in chats.
         chat_template_kwargs: further variables for the template, e.g. ``enable_thinking``.
-        priority, ttft_deadline_ms, e2e_deadline_ms, cache_salt: as in chats.
     """
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    priority: Priority | None = None
-    ttft_deadline_ms: float | None = None
-    e2e_deadline_ms: float | None = None
-    cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -111,23 +111,18 @@ class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     include_obfuscation: bool | None = None
 
 
-class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What chat and plain completions have in common; see SamplingParams for meanings and ranges.
+class RequestFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What chats, completions and responses have in common; see SamplingParams for meanings and ranges.
 
     Attributes:
         top_k: -1 is off too, as vLLM's clients send it.
-        prompt_logprobs: of each prompt token, and of so many of the likeliest in its place. Not for streams, as in vLLM.
-        response_format, structured_outputs: the form of the output; the second has more kinds.
-        return_token_ids: answer with the token ids of prompt and output too.
         logit_bias: by token id, written as a text, as JSON has it.
-        add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
         priority: lower runs first, under ``--scheduling-policy priority`` and ``edf``.
         ttft_deadline_ms, e2e_deadline_ms: milliseconds to the first and to the last token, under ``edf``.
         cache_salt: keeps the prefix cache of those who share it apart from everyone else's.
     """
 
     model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -143,18 +138,31 @@ class GenerationFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    stream: bool | None = None
+    priority: Priority | None = None
+    ttft_deadline_ms: float | None = None
+    e2e_deadline_ms: float | None = None
+    cache_salt: str | None = None
+
+
+class GenerationFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What chat and plain completions have in common.
+
+    Attributes:
+        prompt_logprobs: of each prompt token, and of so many of the likeliest in its place. Not for streams, as in vLLM.
+        response_format, structured_outputs: the form of the output; the second has more kinds.
+        return_token_ids: answer with the token ids of prompt and output too.
+        add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
+    """
+
+    max_tokens: int | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     n: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
-    priority: Priority | None = None
-    ttft_deadline_ms: float | None = None
-    e2e_deadline_ms: float | None = None
-    cache_salt: str | None = None
 
     @property
     def num_choices(self) -> int:
