@@ -48,9 +48,8 @@ def test_limits_are_tried_then_judged_though_the_operator_was_killed_in_between(
     model.wait_ready()
     work = measure(model.url)
     with undisturbed(model, work, figures, num_streams=3 * MAX_NUM_SEQS) as load:
-        model.patch(
-            tuning={"objectives": {"ttftP95Milliseconds": 500}}
-        )  # missed by all that wait for one of the few seats
+        # missed by all that wait for one of the few seats
+        model.patch(tuning={"objectives": {"ttftP95Milliseconds": 500}})
         began_s = time.monotonic()
         model.until(lambda: last_action(model) == "try", "a change on trial", LONG_TIMEOUT_S)
         figures["first_change_s"] = time.monotonic() - began_s

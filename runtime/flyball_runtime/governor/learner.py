@@ -101,9 +101,8 @@ class StepTimeLearner:
     They are the prior, a recursive fit that follows drift, and a fit of stored steps of all kinds, which finds knees and
     interactions. They are of steps that are not interrupted; interruptions, as by a CPU limit, are a noise term of their own:
     a share of steps, and how much longer these take. Other outliers are cut down to what is likely. If the latest well-known
-    steps took longer
-    or shorter than both fits predict, everything is taken to have changed its speed, as beside a busy neighbour, and both
-    are rescaled at once. The prior is rescaled by itself.
+    steps took longer or shorter than both fits predict, everything is taken to have changed its speed, as beside a busy
+    neighbour, and both are rescaled at once. The prior is rescaled by itself.
 
     Args:
         prior: what another runtime of the same key has learned.
