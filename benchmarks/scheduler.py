@@ -1,11 +1,12 @@
 """Time that scheduling takes from a step: ``plan()`` + ``commit()`` at a steady number of decoding sequences.
 
-    python benchmarks/scheduler.py [--num-seqs 256] [--steps 4000] [--hash-in-step]
+    python benchmarks/scheduler.py [--num-seqs 256] [--steps 4000] [--runs 5] [--hash-in-step]
 
 The load turns over: prompts of 16 to 2000 tokens and outputs of 1 to 400, both uniform, a queue that never runs empty,
 tokens that never repeat (so every full block is registered, and the cache evicts all the time). Timed per step: plan and
 commit, with admissions and the hashing of outputs. Prompts come hashed, as the API process sends them; --hash-in-step
-leaves that to admission, as in a script. The model is free and samples a constant. Writes results/scheduler.json.
+leaves that to admission, as in a script. The model is free and samples a constant. Each run has a seed of its own; what is
+reported is the median of the runs. Writes results/scheduler.json.
 """
 
 import argparse
@@ -63,46 +64,58 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--hash-in-step", action="store_true")
     args = parser.parse_args()
 
-    config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=args.num_seqs, max_num_batched_tokens=8192)
-    scheduler = Scheduler(config, KVCache(args.num_seqs * 2400 // BLOCK_SIZE, BLOCK_SIZE))
-    sequences = make_sequences(random.Random(0), args.hash_in_step)
     gc.freeze()
-    steps = []
-    for _ in range(WARMUP_STEPS + args.steps):
-        while scheduler.num_waiting < 8:
-            scheduler.submit(next(sequences))
-        steps.append(timed_step(scheduler))
-
-    steps = steps[WARMUP_STEPS:]
-    decodes_only = [step for step in steps if not step.num_prompts]
+    runs = [run(seed, args.num_seqs, args.steps, args.hash_in_step) for seed in range(args.runs)]
     save(
         "scheduler",
         {
             "num_seqs": args.num_seqs,
             "hash_in_step": args.hash_in_step,
-            "all_steps": report("all steps", steps),
-            "steps_that_admit_nobody": report("steps that admit nobody", decodes_only),
+            "all_steps": report("all steps", runs),
+            "steps_that_admit_nobody": report(
+                "steps that admit nobody", [[step for step in steps if not step.num_prompts] for steps in runs]
+            ),
         },
     )
 
 
-def report(name: str, steps: list[TimedStep]) -> dict[str, Any]:
-    quantiles_s = statistics.quantiles([step.seconds for step in steps], n=100)
-    num_decodes = statistics.mean(step.num_decodes for step in steps)
-    num_chunks = statistics.mean(step.num_prompts for step in steps)
-    print(
-        f"{name}: {len(steps)}, each {num_decodes:.0f} decodes and {num_chunks:.1f} prompts; "
-        f"plan + commit median {quantiles_s[49] * 1e6:.0f} us, p99 {quantiles_s[98] * 1e6:.0f} us"
-    )
-    return {
+def run(seed: int, num_seqs: int, num_steps: int, hash_in_step: bool) -> list[TimedStep]:
+    """The steps of one run, behind its warm-up."""
+    config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=num_seqs, max_num_batched_tokens=8192)
+    scheduler = Scheduler(config, KVCache(num_seqs * 2400 // BLOCK_SIZE, BLOCK_SIZE))
+    sequences = make_sequences(random.Random(seed), hash_in_step)
+    steps = []
+    for _ in range(WARMUP_STEPS + num_steps):
+        while scheduler.num_waiting < 8:
+            scheduler.submit(next(sequences))
+        steps.append(timed_step(scheduler))
+    return steps[WARMUP_STEPS:]
+
+
+def report(name: str, runs: list[list[TimedStep]]) -> dict[str, Any]:
+    """Print and return the quantiles of each run: their median, and those of every run."""
+    quantiles_s = [statistics.quantiles([step.seconds for step in steps], n=100) for steps in runs]
+    steps = [step for run in runs for step in run]
+    result: dict[str, Any] = {
         "steps": len(steps),
-        "mean_decodes": num_decodes,
-        "mean_prompts": num_chunks,
-        "plan_and_commit_s": {"median": quantiles_s[49], "p90": quantiles_s[89], "p99": quantiles_s[98]},
+        "mean_decodes": statistics.mean(step.num_decodes for step in steps),
+        "mean_prompts": statistics.mean(step.num_prompts for step in steps),
+        "plan_and_commit_s": {
+            name: {"median": statistics.median(of_runs), "runs": of_runs}
+            for name, percent in (("median", 50), ("p90", 90), ("p99", 99))
+            for of_runs in [[quantiles[percent - 1] for quantiles in quantiles_s]]
+        },
     }
+    p50_s, p99_s = (result["plan_and_commit_s"][quantile]["median"] for quantile in ("median", "p99"))
+    print(
+        f"{name}: {len(steps)}, each {result['mean_decodes']:.0f} decodes and {result['mean_prompts']:.1f} prompts; "
+        f"plan + commit median {p50_s * 1e6:.0f} us, p99 {p99_s * 1e6:.0f} us"
+    )
+    return result
 
 
 if __name__ == "__main__":
