@@ -31,6 +31,9 @@ MAX_VERDICTS = 1024
 MAX_VERDICT_CHARS = 16 * 1024 * 1024
 """Of all grammars whose verdicts are remembered."""
 
+_GONE = (OSError, EOFError, ValueError)
+"""What reading from a worker raises that hangs, has ended, or whose pipes ``close()`` has closed meanwhile."""
+
 
 class GrammarChecker:
     """Says which grammars may go to the engine. Any thread may call it.
@@ -87,7 +90,7 @@ class GrammarChecker:
             worker = self._start()
         try:
             verdict = worker.ask(grammar)
-        except (TimeoutError, OSError, EOFError, ValueError):  # ValueError: close() has closed its pipes
+        except _GONE:
             self._workers.discard(worker)
             worker.kill()
             return Verdict(
@@ -104,7 +107,7 @@ class GrammarChecker:
             if self._closed:
                 raise EOFError
             worker.wait_ready()
-        except (TimeoutError, EOFError):
+        except _GONE:
             self._workers.discard(worker)
             worker.kill()
             raise GrammarsUnavailable from None

@@ -101,3 +101,17 @@ def test_close_ends_what_runs() -> None:
     checker.close()
     assert running.done()
     assert running.cancelled() or isinstance(running.exception(), FlyballError)
+
+
+def test_close_ends_a_worker_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_ready = checker_module._Worker.wait_ready
+
+    def closed_meanwhile(worker: checker_module._Worker) -> None:
+        worker.kill()
+        wait_ready(worker)
+
+    monkeypatch.setattr(checker_module._Worker, "wait_ready", closed_meanwhile)
+    checker = GrammarChecker(CHECKPOINT, timeout_s=60.0)
+    with pytest.raises(GrammarsUnavailable):
+        checker.check(SLOW).result(WAIT_S)
+    checker.close()
