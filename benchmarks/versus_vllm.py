@@ -38,6 +38,7 @@ from machine import median_of
 
 LOADS = ("96x128x64", "64x32x128", "16x1024x16")
 CONCURRENCIES = (1, 8, 32)
+OFFLINE = Path(__file__).with_name("offline.py")
 START_S = 300.0
 VLLM_PACKAGES = ("vllm", "torch", "transformers", "triton")
 PREFIX_HITS = re.compile(
@@ -71,10 +72,12 @@ def awake(group: int) -> Iterator[None]:
 
 
 class OfflineEngine:
-    """`offline.py --serve` in a process."""
+    """`offline.py --serve` in a process; ``script`` is another checkout's."""
 
-    def __init__(self, python: str, engine: str, checkpoint: Path, variables: Mapping[str, str]) -> None:
-        command = [python, str(Path(__file__).with_name("offline.py")), engine, "--serve"]
+    def __init__(
+        self, python: str, engine: str, checkpoint: Path, variables: Mapping[str, str], script: Path = OFFLINE
+    ) -> None:
+        command = [python, str(script), engine, "--serve"]
         self._process = subprocess.Popen(
             [*command, "--checkpoint", str(checkpoint)],
             env=os.environ | variables,

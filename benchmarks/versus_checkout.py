@@ -1,0 +1,71 @@
+"""This checkout against another one of Flyball, e.g. an older commit: output tokens a second on three offline loads, in turns.
+
+    git worktree add ../before COMMIT && make -C ../before setup
+    python benchmarks/versus_checkout.py ../before [--runs 5]
+
+Each side runs the `offline.py` and the environment of its own checkout, with the same random weights. The side that is not
+measured is stopped (SIGSTOP); the one that goes first changes from run to run. Writes results/versus_checkout.json.
+"""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import make_checkpoint, save
+from machine import median_of
+from versus_vllm import LOADS, OfflineEngine, in_turns
+
+HERE = Path(__file__).parent
+
+
+def measure(before: Path, checkpoint: Path, runs: int) -> dict[str, Any]:
+    """Return the figures of each load, and of its median this checkout's over the other's."""
+    sides = {
+        "before": (str(before / ".venv/bin/python"), before / "benchmarks/offline.py"),
+        "now": (sys.executable, HERE / "offline.py"),
+    }
+    result = {}
+    with contextlib.ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(contextlib.closing(OfflineEngine(python, "flyball", checkpoint, {}, script)))
+            for name, (python, script) in sides.items()
+        }
+        for engine in engines.values():  # the first run of a shape is slower
+            for load in LOADS:
+                engine.measure(load)
+        for load in LOADS:
+            speeds: dict[str, list[float]] = {name: [] for name in engines}
+            for name, engine in in_turns(engines, runs):
+                speeds[name].append(engine.measure(load))
+            found: dict[str, Any] = {name: median_of(of_side) for name, of_side in speeds.items()}
+            ratio = found["now"]["median"] / found["before"]["median"]
+            print(f"offline {load} output tok/s: {ratio:.2f}x of before", flush=True)
+            result[load] = found | {"now_over_before": ratio}
+    return result
+
+
+def commit_of(checkout: Path) -> str:
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, metavar="CHECKOUT", help="a checkout of Flyball that is set up")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--shape", default="small")
+    args = parser.parse_args()
+    before = args.before.absolute()
+    checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
+    measured = measure(before, checkpoint, args.runs)
+    save(
+        "versus_checkout",
+        {"shape": args.shape, "before": commit_of(before), "offline_output_tokens_per_s": measured},
+    )
+
+
+if __name__ == "__main__":
+    main()
