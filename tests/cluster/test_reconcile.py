@@ -133,6 +133,7 @@ def containers(deployment: Object) -> dict[str, Object]:
     return {one["name"]: one for one in deployment["spec"]["template"]["spec"]["containers"]}
 
 
+@pytest.mark.slow
 def test_a_foreign_object_with_a_childs_name_is_left_alone_until_it_goes(
     operator: OperatorProcess, world: World
 ) -> None:

@@ -160,6 +160,7 @@ def served(source: "Replica | Operator") -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_real_prometheus_has_an_answer_to_every_query(tmp_path: Path) -> None:
     with served(Replica()) as replica, served(Operator()) as operator:
         targets = {replica: REPLICA, operator: OPERATOR}

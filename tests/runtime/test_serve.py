@@ -237,6 +237,7 @@ def test_a_killed_engine_fails_requests_turns_livez_red_and_ends_the_server(mode
         assert server.process.wait(30) == endpoints.EXIT_ENGINE_DIED
 
 
+@pytest.mark.slow
 def test_a_stuck_engine_says_where_and_holds_no_drain_up(model: Path, tmp_path: Path) -> None:
     """SIGSTOP is what a deadlock looks like from outside; the stacks come when it goes on."""
     with replica(model, "--max-heartbeat-age", "1", "--drain-timeout", "600", log=tmp_path / "log") as server:
