@@ -306,8 +306,10 @@ def vllm_environment(vllm: Vllm) -> dict[str, Any]:
         "print(json.dumps({name: found.get(name, 'none') for name in sys.argv[1:]}))"
     )
     done = subprocess.run([vllm.python, "-c", script, *VLLM_PACKAGES], check=True, capture_output=True, text=True)
-    variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
-    return json.loads(done.stdout) | {"variables": variables | vllm.variables}
+    variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")} | vllm.variables
+    if "LD_PRELOAD" in variables:  # where the libraries lie says nothing
+        variables["LD_PRELOAD"] = ":".join(Path(library).name for library in variables["LD_PRELOAD"].split(":"))
+    return json.loads(done.stdout) | {"variables": variables}
 
 
 def summary(values: dict[str, list[float]], *, higher_is_better: bool) -> dict[str, Any]:
