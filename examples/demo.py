@@ -342,9 +342,7 @@ async def send_traffic(
     screen.phase = "3/5  long prompts arrive, and the streams of the others stutter"
     await asyncio.sleep(BUSY_S)
     tally.end_of("beside long prompts", start)
-    objective_ms = math.ceil(
-        math.sqrt(calm_ms * seen_itl_ms(screen.snapshot))
-    )  # half of the harm, as a factor, has to go
+    objective_ms = math.ceil(math.sqrt(calm_ms * seen_itl_ms(screen.snapshot)))
     operator.set_objective(objective_ms)
     screen.phase = f"4/5  the manifest now asks for an inter-token latency p95 of {objective_ms} ms"
     start = await until_met(screen, tally, objective_ms)
