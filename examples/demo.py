@@ -341,30 +341,25 @@ async def send_traffic(
         traffic.create_task(client.read(random.Random(index)))
     screen.phase = "3/5  long prompts arrive, and the streams of the others stutter"
     await asyncio.sleep(BUSY_S)
-    tally.end_of("beside long prompts", start)
+    start = tally.end_of("beside long prompts", start)
     objective_ms = math.ceil(math.sqrt(calm_ms * seen_itl_ms(screen.snapshot)))
     operator.set_objective(objective_ms)
     screen.phase = f"4/5  the manifest now asks for an inter-token latency p95 of {objective_ms} ms"
-    start = await until_met(screen, tally, objective_ms)
-    tally.end_of("tuned", start)
+    await until_met(screen, tally, objective_ms)
+    tally.end_of("under the objective", start)
     screen.phase = "5/5  draining: answers under way are finished"
 
 
-async def until_met(screen: Screen, tally: Tally, objective_ms: int) -> int:
-    """Wait until the objective is met; return where the gaps under the last limits begin."""
-    start_s, start, last = time.monotonic(), len(tally.gaps_s), ""
+async def until_met(screen: Screen, tally: Tally, objective_ms: int) -> None:
+    start_s = time.monotonic()
     while (after_s := time.monotonic() - start_s) < MEET_S:
         await asyncio.sleep(0.5)
-        made = changes(screen.snapshot) if screen.snapshot else []
-        if made and made[-1] != last:
-            start, last = len(tally.gaps_s), made[-1]
         num, num_within = gaps_within(screen.snapshot, objective_ms)
         is_met = num >= ENOUGH_GAPS and num_within >= (1 - BUDGET) * num
         tally.objective = f"{num_within / max(1, num):.1%} of {num} gaps are within the objective of {objective_ms} ms"
         tally.objective += f": met after {after_s:.0f} s" if is_met else f": not met in {after_s:.0f} s"
         if is_met and after_s >= SHOW_S:
             break
-    return start
 
 
 def report(console: Console, tally: Tally, moves: list[str], exit_code: int) -> int:
