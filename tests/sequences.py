@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
+from flyball_runtime.core.pooling import Pooling
 from flyball_runtime.core.request import Request, Sequence
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.kv_cache import hash_prompt
@@ -24,6 +25,7 @@ def make_sequence(
     ttft_deadline_ms: float | None = None,
     e2e_deadline_ms: float | None = None,
     prompt_logprobs: int | None = None,
+    pooling: Pooling | None = None,
 ) -> Sequence:
     """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt.
 
@@ -41,5 +43,6 @@ def make_sequence(
         client=client,
         ttft_deadline_ms=ttft_deadline_ms,
         e2e_deadline_ms=e2e_deadline_ms,
+        pooling=pooling,
     )
     return Sequence(request, max_model_len=max_model_len, eos_token_ids=frozenset(eos_token_ids))

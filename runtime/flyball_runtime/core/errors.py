@@ -141,6 +141,16 @@ class InvalidLogits(RequestError):
         )
 
 
+class InvalidHiddenStates(RequestError):
+    status, code = 500, "invalid_hidden_states"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model gave no usable hidden states for this prompt: they hold NaN or infinity. This request was ended; "
+            "others go on. Check the checkpoint, or serve it with another --dtype (float16 overflows first)."
+        )
+
+
 class GrammarsBusy(RequestError):
     status, code = 429, "too_many_grammars"
 

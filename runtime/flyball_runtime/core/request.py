@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong, TokenOutOfVocabulary
+from flyball_runtime.core.pooling import Pooling
 from flyball_runtime.core.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -34,6 +35,7 @@ class Request(Struct, frozen=True, kw_only=True):
             with a Prompt, so the ids of a request that has them were checked.
         client: opaque name of the sender, among whose requests and other senders' the scheduler shares.
         cache_salt: prompts share KV blocks only when their salts are equal; None is a salt of its own. A secret.
+        pooling: nothing is sampled; the ending brings the pooled hidden states of the prompt instead.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class Request(Struct, frozen=True, kw_only=True):
     client: str = ""
     block_hashes: list[bytes] = []
     cache_salt: str | None = None
+    pooling: Pooling | None = None
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -75,12 +78,16 @@ class Tokens(Struct, frozen=True, tag=True):
 
 
 class Finished(Struct, frozen=True, tag=True):
-    """The ending of a request that ran."""
+    """The ending of a request that ran.
+
+    ``pooled``: of a request with ``pooling`` the vector, 32-bit floats in the machine's order; else empty.
+    """
 
     request_id: str
     reason: FinishReason
     num_prompt_tokens: int
     num_output_tokens: int
+    pooled: bytes = b""
 
 
 class Failed(Struct, frozen=True, tag=True):
@@ -177,6 +184,7 @@ class Sequence:
         cache_salt: what the first of those hashes starts from.
         row: index into the engine's persistent batch tensors while running, else None.
         num_cached_tokens: tokens found in the prefix cache at the first admission.
+        pooling: the request's; such a sequence ends when its prompt is computed.
         num_scored_tokens: tokens behind which the next one's log probability is known, or will be; see ``PromptSpan``.
         ttft_deadline_s, e2e_deadline_s: the request's, from ``arrived_s`` on.
         arrived_s: when it was submitted, by the engine's clock.
@@ -211,6 +219,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_scored_tokens",
         "num_tokens",
+        "pooling",
         "priority",
         "rank",
         "request_id",
@@ -225,6 +234,7 @@ class Sequence:
     def __init__(self, request: Request, *, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
         self.request_id = request.request_id
         self.sampling = request.sampling
+        self.pooling = request.pooling
         self.priority = request.priority
         self.ttft_deadline_s = _seconds(request.ttft_deadline_ms)
         self.e2e_deadline_s = _seconds(request.e2e_deadline_ms)
@@ -232,7 +242,7 @@ class Sequence:
         self.token_ids = array("I", request.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(self.token_ids)
         max_tokens = request.sampling.max_tokens
-        room = max_model_len - self.num_prompt_tokens
+        room = 0 if self.pooling is not None else max_model_len - self.num_prompt_tokens
         self.max_total_tokens = self.num_prompt_tokens + (room if max_tokens is None else min(max_tokens, room))
         own_stops = frozenset(request.sampling.stop_token_ids)
         self.stop_token_ids = own_stops if request.sampling.ignore_eos else own_stops | eos_token_ids
@@ -274,7 +284,10 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """How many of its first tokens need not be computed if they are cached: not those whose logits are wanted."""
+        """How many of its first tokens need not be computed if they are cached: not those whose logits or hidden states are
+        wanted."""
+        if self.pooling == "mean":
+            return 0
         return self.num_scored_tokens if self.num_unscored_tokens else len(self.token_ids) - 1
 
     @property

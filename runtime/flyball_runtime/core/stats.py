@@ -54,12 +54,14 @@ class Sampled(NamedTuple):
         logprobs: by index into ``token_ids``, for those that ask for them; None when nobody does.
         prompt_logprobs: by entry of the plan, those of prompt tokens; None when nobody asks for them.
         stuck: by index into ``token_ids``, why a grammar lets none follow, where that is so.
+        pooled: by entry of the plan, the vector of a prompt that ends there, 32-bit floats; None where it is not finite.
     """
 
     token_ids: list[int | None]
     logprobs: dict[int, TokenLogprobs] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     stuck: dict[int, str] | None = None
+    pooled: dict[int, bytes | None] = {}  # noqa: RUF012  never changed
 
 
 class StepOutput(Struct, frozen=True, tag=True):

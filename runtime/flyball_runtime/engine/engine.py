@@ -13,7 +13,7 @@ import msgspec
 from flyball_protocol import LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.errors import InvalidLogits, InvalidRequest, NoTokenLeft, RequestError
+from flyball_runtime.core.errors import InvalidHiddenStates, InvalidLogits, InvalidRequest, NoTokenLeft, RequestError
 from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, TokenLogprobs
 from flyball_runtime.core.sampling_params import with_seed
@@ -320,11 +320,17 @@ class Engine:
         oldest = self._in_flight.popleft()
         step = oldest.step
         sampled = self._executor.collect(oldest.handle)
-        results = self.scheduler.commit(step, sampled.token_ids)
+        spoiled = {entry for entry, vector in sampled.pooled.items() if vector is None}
+        results = self.scheduler.commit(step, sampled.token_ids, spoiled)
+        pooled = {step.sequences[entry].request_id: vector or b"" for entry, vector in sampled.pooled.items()}
         stuck = {step.sampled[index].request_id: reason for index, reason in (sampled.stuck or {}).items()}
-        endings = [self._end(seq, ending, stuck.get(seq.request_id)) for seq, ending in results if ending]
+        endings = [
+            self._end(seq, ending, stuck.get(seq.request_id), pooled.get(seq.request_id, b""))
+            for seq, ending in results
+            if ending
+        ]
         endings += self._take_refused()
-        tokens = [seq for seq, ending in results if ending != "failed"]
+        tokens = [seq for seq, ending in results if ending != "failed" and seq.pooling is None]
         now_s = self._clock.now()
         self._learn(oldest, now_s - self._last_end_s)
         # a step that was launched behind another one began when that ended
@@ -361,14 +367,16 @@ class Engine:
             seq.num_prompt_tokens, seq.num_output_tokens, num_cached_tokens=seq.num_cached_tokens, route=seq.client
         )
 
-    def _end(self, seq: Sequence, ending: Ending, stuck: str | None) -> Finished | Failed:
+    def _end(self, seq: Sequence, ending: Ending, stuck: str | None, pooled: bytes) -> Finished | Failed:
         del self._sequences[seq.request_id]
         self._grammars.pop(seq.request_id, None)
         if ending != "failed":
             self._learn_from(seq)
-            return _finished(seq, ending)
-        if seq.sampling.grammar is not None:
-            error: RequestError = NoTokenLeft(seq.num_output_tokens, stuck or BANNED)
+            return _finished(seq, ending, pooled)
+        if seq.pooling is not None:
+            error: RequestError = InvalidHiddenStates()
+        elif seq.sampling.grammar is not None:
+            error = NoTokenLeft(seq.num_output_tokens, stuck or BANNED)
         else:
             error = InvalidLogits(seq.num_output_tokens)
         logger.error("request_id=%s failed: %s", seq.request_id, error)
@@ -413,5 +421,5 @@ def _failed(request_id: str, error: RequestError) -> Failed:
     return Failed(request_id, error.status, error.code, error.message, error.retry_after_s)
 
 
-def _finished(seq: Sequence, reason: FinishReason) -> Finished:
-    return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens)
+def _finished(seq: Sequence, reason: FinishReason, pooled: bytes = b"") -> Finished:
+    return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens, pooled)

@@ -29,6 +29,7 @@ from flyball_runtime.grammar.cache import GrammarCache
 from flyball_runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
 from flyball_runtime.model.loader import TORCH_DTYPES, kernel_backend, load_model, resolve_dtype
 from flyball_runtime.model.logprobs import SampledLogprobs
+from flyball_runtime.model.pooled import PooledStates, Sums
 from flyball_runtime.model.prompt_logprobs import PromptLogprobs
 from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
 from flyball_runtime.model.transformer import StepInputs
@@ -124,6 +125,7 @@ class LaunchedStep:
         prompt_logprobs: likewise.
         done: None on a CPU, which has computed them.
         stuck: as in Sampled.
+        pooled: like ``token_ids``.
     """
 
     token_ids: Tensor
@@ -131,6 +133,7 @@ class LaunchedStep:
     prompt_logprobs: PromptLogprobs | None = None
     done: torch.cuda.Event | None = None
     stuck: dict[int, str] = field(default_factory=dict)
+    pooled: PooledStates | None = None
 
 
 class ModelRunner:
@@ -219,6 +222,7 @@ class ModelRunner:
             num_groups=len(layout.groups),
         )
         self._sampling = SamplingTensors(config.max_num_seqs, self._device, self._backend, self._grammars)
+        self._sums: Sums = {}
         self._stages.done("kv_cache")
         self.info = EngineInfo(
             model=config.served_model_name,
@@ -247,27 +251,45 @@ class ModelRunner:
         self._rows.apply(plan)
         for start in plan.row_starts:
             self._sampling.set_row(start.row, start.sampling, start.past)
+            self._sums.pop(start.row, None)
         scores = self._prompt_logprobs(plan) if plan.prompt_spans else None
-        score = None if scores is None else scores.score
-        logits = self._model.forward(self._rows.inputs(plan), self._pool.tensors, self._on_progress, score)
+        pooled = self._pooled(plan) if plan.pool_spans else None
+        logits = self._model.forward(
+            self._rows.inputs(plan),
+            self._pool.tensors,
+            self._on_progress,
+            None if scores is None else scores.score,
+            None if pooled is None else pooled.pool,
+        )
         if not logits.shape[0]:
-            return self._to_host(logits.new_empty(0, dtype=torch.int64), None, scores)
+            return self._to_host(logits.new_empty(0, dtype=torch.int64), None, scores, pooled)
         samples = np.array(plan.samples)
         rows = np.array(plan.rows)[samples]
         ends = np.array(plan.starts)[samples] + np.array(plan.num_scheduled)[samples]
         raw = self._sampling.raw_logprobs(logits, rows)
         token_ids = self._sampling.sample(logits, rows, ends)
         self._rows.remember(torch.from_numpy(rows).to(self._device, non_blocking=True), token_ids)
-        return self._to_host(token_ids, None if raw is None else raw.of_tokens(token_ids), scores)
+        return self._to_host(token_ids, None if raw is None else raw.of_tokens(token_ids), scores, pooled)
 
     def _prompt_logprobs(self, plan: BatchPlan) -> PromptLogprobs:
-        begins = np.cumsum(plan.num_scheduled) - np.array(plan.num_scheduled) - np.array(plan.starts)
+        begins = _begins(plan)
         return PromptLogprobs(
             plan.prompt_spans,
             [int(begins[span.entry]) + span.at for span in plan.prompt_spans],
             vocab_size=self._model_config.vocab_size,
             device=self._device,
             after_slice=self._on_progress,
+        )
+
+    def _pooled(self, plan: BatchPlan) -> PooledStates:
+        spans, begins = plan.pool_spans, _begins(plan)
+        return PooledStates(
+            spans,
+            first=[int(begins[span.entry]) + span.at for span in spans],
+            num_tokens=[plan.starts[span.entry] + plan.num_scheduled[span.entry] - span.at for span in spans],
+            rows=[plan.rows[span.entry] for span in spans],
+            sums=self._sums,
+            device=self._device,
         )
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
@@ -282,28 +304,40 @@ class ModelRunner:
         token_ids: list[int | None] = handle.token_ids.tolist()
         if NO_TOKEN in token_ids:
             token_ids = [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
-        logprobs, scores = handle.logprobs, handle.prompt_logprobs
+        logprobs, scores, pooled = handle.logprobs, handle.prompt_logprobs, handle.pooled
         return Sampled(
             token_ids,
             None if logprobs is None else logprobs.by_index(),
             None if scores is None else scores.by_entry(),
             handle.stuck,
+            {} if pooled is None else pooled.by_entry(),
         )
 
     def _to_host(
-        self, token_ids: Tensor, logprobs: SampledLogprobs | None, scores: PromptLogprobs | None
+        self,
+        token_ids: Tensor,
+        logprobs: SampledLogprobs | None,
+        scores: PromptLogprobs | None,
+        pooled: PooledStates | None,
     ) -> LaunchedStep:
         """Have the tokens copied as soon as they are there, before any step that is launched later."""
         if self._device.type != "cuda":
-            return LaunchedStep(token_ids, logprobs, scores, stuck=self._sampling.stuck)
+            return LaunchedStep(token_ids, logprobs, scores, stuck=self._sampling.stuck, pooled=pooled)
         host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
         host.copy_(token_ids, non_blocking=True)
         logprobs = None if logprobs is None else logprobs.on_host()
         if scores is not None:
             scores.to_host()
+        if pooled is not None:
+            pooled.to_host()
         done = torch.cuda.Event()
         done.record()
-        return LaunchedStep(host, logprobs, scores, done, self._sampling.stuck)
+        return LaunchedStep(host, logprobs, scores, done, self._sampling.stuck, pooled)
+
+
+def _begins(plan: BatchPlan) -> np.ndarray:
+    """Return, by entry, where its sequence's first token would be among the step's tokens."""
+    return np.cumsum(plan.num_scheduled) - np.array(plan.num_scheduled) - np.array(plan.starts)
 
 
 class _Stages:

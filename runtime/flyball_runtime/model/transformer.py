@@ -250,12 +250,14 @@ class CausalLM:
         kv: KVTensors,
         after_layer: Callable[[], object] = lambda: None,
         score: Callable[[Callable[[Tensor], Tensor]], object] | None = None,
+        pool: Callable[[Callable[[Tensor], Tensor]], object] | None = None,
     ) -> Tensor:
         """Run one step, writing K and V of its tokens into ``kv``.
 
         Args:
             after_layer: called after each layer: computed on a CPU, launched on a GPU.
             score: called with a function that returns the logits of any of the step's tokens, by their indices.
+            pool: likewise, of their hidden states after the last norm.
         Returns:
             Logits ``[num_sampled, vocab_size]`` fp32 of the tokens at ``inputs.logits_indices``.
         """
@@ -265,6 +267,8 @@ class CausalLM:
             after_layer()
         if score is not None:
             score(lambda wanted: self._logits(x[wanted], residual[wanted]))
+        if pool is not None:
+            pool(lambda wanted: self.norm.add(x[wanted], residual[wanted])[0])
         # most tokens of a prefill are not sampled from: drop them before the largest matmul of all
         wanted = inputs.logits_indices
         if not wanted.shape[0]:

@@ -103,7 +103,7 @@ class Outlook:
         gap_s = objectives.itl_s if objectives is not None and objectives.itl_s else 0.0
         seq.due_s = seq.arrived_s + min(
             inf if ttft_s is None else ttft_s,
-            inf if e2e_s is None else e2e_s - (seq.num_predicted_tokens - 1) * gap_s,
+            inf if e2e_s is None else e2e_s - max(0.0, seq.num_predicted_tokens - 1) * gap_s,
         )
 
     def is_too_late(self, seq: Sequence, step: Step, running: Iterable[Sequence], budget: int, now_s: float) -> bool:

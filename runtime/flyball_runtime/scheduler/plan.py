@@ -10,6 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from flyball_runtime.core.past import Past
+from flyball_runtime.core.pooling import PoolSpan
 from flyball_runtime.core.prompt_span import PromptSpan
 from flyball_runtime.core.request import FinishReason, Sequence
 from flyball_runtime.core.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ from flyball_runtime.kv_cache import Computed
 Ending = FinishReason | Literal["failed"]
 
 Results = list[tuple[Sequence, Ending | None]]
-"""Sequences that got a token, or failed, with the reason if that ended them."""
+"""Sequences that got a token or are pooled, or failed, with the reason if that ended them."""
 
 
 class RowStart(Struct, frozen=True, array_like=True):
@@ -70,7 +71,7 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
     Attributes:
         number: how many plans came before.
         samples: True where an entry reaches the sequence's last token, so that its logits give a new one, the
-            ``starts[i] + num_scheduled[i]``-th of the sequence. It becomes the row's last.
+            ``starts[i] + num_scheduled[i]``-th of the sequence. It becomes the row's last. Never of a pooled sequence.
         num_tokens: of all entries.
         num_context_tokens: K, the tokens in the cache that the decodes read, their own included.
         prefill_work: Q, the pairs of a token and one that it attends to, over all entries but the decodes.
@@ -90,6 +91,7 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
     table_writes: list[TableWrite]
     block_copies: list[BlockCopy]
     prompt_spans: list[PromptSpan] = []
+    pool_spans: list[PoolSpan] = []
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -148,6 +150,7 @@ class Step:
     table_writes: list[TableWrite] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
     prompt_spans: list[PromptSpan] = field(default_factory=list)
+    pool_spans: list[PoolSpan] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     lacks_blocks: bool = False
@@ -178,10 +181,12 @@ class Step:
         end = start + num_tokens
         if seq.num_unscored_tokens:
             self._add_span(seq, end)
+        if seq.pooling is not None:
+            self._add_pool_span(seq, start, end)
         self.sequences.append(seq)
         self.starts.append(start)
         self.num_scheduled.append(num_tokens)
-        self.samples.append(end == len(seq.token_ids))
+        self.samples.append(seq.pooling is None and end == len(seq.token_ids))
         self.token_ids += seq.token_ids[start:end]
         self.num_tokens += num_tokens
         self.prefill_work += num_tokens * start + num_tokens * (num_tokens + 1) // 2
@@ -193,6 +198,14 @@ class Step:
             targets = seq.token_ids[at + 1 : end + 1].tobytes()
             self.prompt_spans.append(PromptSpan(len(self.sequences), at, seq.sampling.prompt_logprobs or 0, targets))
             seq.num_scored_tokens = end
+
+    def _add_pool_span(self, seq: Sequence, start: int, end: int) -> None:
+        """Have hidden states of an entry that is about to be added pooled."""
+        ends = end == seq.num_prompt_tokens
+        if seq.pooling == "mean":
+            self.pool_spans.append(PoolSpan(len(self.sequences), start, end if ends else 0))
+        elif ends:
+            self.pool_spans.append(PoolSpan(len(self.sequences), end - 1, 1))
 
     def seal(self, number: int) -> None:
         """Make the plan. Nothing is added to the step afterwards."""
@@ -211,11 +224,16 @@ class Step:
             table_writes=self.table_writes,
             block_copies=self.block_copies,
             prompt_spans=self.prompt_spans,
+            pool_spans=self.pool_spans,
         )
 
-    def take(self, sampled_token_ids: Collection[int | None], block_size: int) -> tuple[Results, list[Computed]]:
+    def take(
+        self, sampled_token_ids: Collection[int | None], block_size: int, spoiled: Collection[int] = ()
+    ) -> tuple[Results, list[Computed]]:
         """Append to its sequences what the step has sampled, except to those that have ended since the plan.
 
+        Args:
+            spoiled: as for ``Scheduler.commit``.
         Returns:
             What ``Scheduler.commit`` does, and where tokens were computed that fill blocks.
         """
@@ -238,24 +256,28 @@ class Step:
                 results.append((seq, "length"))
             else:
                 results.append((seq, None))
-        self._take_chunks(tokens, results, filled)
+        self._take_chunks(tokens, results, filled, spoiled)
         return results, filled
 
-    def _take_chunks(self, tokens: Iterator[int | None], results: Results, filled: list[Computed]) -> None:
+    def _take_chunks(
+        self, tokens: Iterator[int | None], results: Results, filled: list[Computed], spoiled: Collection[int]
+    ) -> None:
         """Go on with the entries that are no decodes."""
         num = self.num_decodes
         chunks = zip(self.sequences[num:], self.starts[num:], self.num_scheduled[num:], self.samples[num:], strict=True)
-        for seq, start, num_tokens, samples in chunks:
+        for entry, (seq, start, num_tokens, samples) in enumerate(chunks, num):
             token = next(tokens) if samples else None
             if seq.row is None:
                 continue
-            if samples and token is None:
+            if (samples and token is None) or entry in spoiled:
                 results.append((seq, "failed"))
                 continue
             filled.append((seq, start, start + num_tokens))
             if token is not None:
                 seq.token_ids.append(token)
                 results.append((seq, _ending(seq, token)))
+            elif seq.pooling is not None and start + num_tokens == seq.num_prompt_tokens:
+                results.append((seq, "stop"))
 
 
 def _ending(seq: Sequence, last_token_id: int) -> Ending | None:

@@ -77,7 +77,7 @@ def dpr(seq: Sequence) -> Order:
     decodes fill the steps in which later prompts are computed, and a shared prefix is computed once and used while it is
     cached. Names of blocks cover all tokens before them, so sorting by them walks the tree of prefixes.
     """
-    ratio = seq.num_predicted_tokens / seq.num_prompt_tokens
+    ratio = max(1.0, seq.num_predicted_tokens) / seq.num_prompt_tokens  # pooled ones have no output
     names = seq.block_hashes[:NUM_NAMES] + seq.block_hashes[2 * NUM_NAMES - 1 :: NUM_NAMES]
     return Order((), (seq.arrived_s // WINDOW_S, -round(log2(ratio) / 2), *names, b"", seq.arrival_index))
 

@@ -188,7 +188,8 @@ class Scheduler:
         """
         if seq.num_prompt_tokens == 0:
             raise EmptyPrompt()
-        if not seq.num_prompt_tokens < seq.max_total_tokens <= self.config.max_model_len:
+        least = seq.num_prompt_tokens + (seq.pooling is None)
+        if not least <= seq.max_total_tokens <= self.config.max_model_len:
             raise PromptTooLong(seq.num_prompt_tokens, seq.sampling.max_tokens, self.config.max_model_len)
         if seq.request_id in self._unfinished:
             raise InvalidRequest(f"request_id {seq.request_id} is in use; wait for it to end or choose another.")
@@ -236,16 +237,19 @@ class Scheduler:
         self._advance(step)
         return step
 
-    def commit(self, step: Step, sampled_token_ids: Collection[int | None]) -> list[tuple[Sequence, Ending | None]]:
+    def commit(
+        self, step: Step, sampled_token_ids: Collection[int | None], spoiled: Collection[int] = ()
+    ) -> list[tuple[Sequence, Ending | None]]:
         """Record what the model computed in the oldest step in flight.
 
         Args:
             sampled_token_ids: one for each entry that samples, in the plan's order; None where the model's logits gave
                 none. Such a sequence has failed, and its blocks leave the prefix cache: what they hold cannot be trusted.
+            spoiled: entries whose hidden states are not finite; their pooled sequences have failed likewise.
 
         Returns:
-            Each sequence that got a token (its last) or failed, with the reason if that ended it. A stop token is kept as
-            the sequence's last token. Sequences that have ended since the plan are left out.
+            Each sequence that got a token (its last), is pooled or failed, with the reason if that ended it. A stop token is
+            kept as the sequence's last token. Sequences that have ended since the plan are left out.
 
         Raises:
             ValueError: not as many tokens as the plan samples, or another step is older.
@@ -257,7 +261,7 @@ class Scheduler:
                 f"got {len(sampled_token_ids)} sampled tokens for a plan that samples {sum(step.samples)}."
             )
         self._in_flight.popleft()
-        results, filled = step.take(sampled_token_ids, self._kv.block_size)
+        results, filled = step.take(sampled_token_ids, self._kv.block_size, spoiled)
         for seq, ending in results:
             if ending == "failed":
                 self._kv.forget(seq)
@@ -313,10 +317,13 @@ class Scheduler:
             start = seq.num_computed_tokens
             num_tokens = seq.num_tokens
             if num_tokens - start != 1:
-                prefills.append(seq)
+                if num_tokens != start:  # else it is pooled, and its last step is in flight
+                    prefills.append(seq)
                 continue
             if num_tokens >= seq.max_total_tokens:
-                continue  # its last token is pending
+                if seq.pooling is not None:
+                    prefills.append(seq)
+                continue  # else its last token is pending
             decodes.append(seq)
             starts.append(start)
             if start % block_size == 0 and start == len(seq.block_tables[0]) * block_size:
@@ -504,5 +511,5 @@ def _count_admission(step: Step, seq: Sequence, match: PrefixMatch, queried: boo
     seq.num_cached_tokens = match.num_tokens
     if match.num_tokens:
         step.num_cached_tokens[seq.request_id] = match.num_tokens
-    if queried and seq.sampling.prompt_logprobs is None:
+    if queried and seq.sampling.prompt_logprobs is None and seq.pooling != "mean":
         step.num_prefix_queried_tokens += seq.num_prompt_tokens

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fake_model import FakeModel, expected_output
 from flyball_protocol import Limits, StepModel
 from flyball_runtime.core.kv_layout import most_blocks
+from flyball_runtime.core.pooling import Pooling
 from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.governor import Governor, OutputLengths
 from flyball_runtime.kv_cache import KVCache
@@ -42,6 +43,8 @@ PROMPTS = st.builds(
 WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (3,), (None, 5), (6, None, 6), (2, 9))
 SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
 TARGETS_MS = st.sampled_from([None, 0.5, 1.5, 4.0])
+
+POOLINGS: tuple[Pooling | None, ...] = (None, "mean", None, None, "last", None, None)
 
 STEP_MODEL = StepModel(base_s=0.001, token_s=0.0001, context_token_s=0.00001)
 """A step takes some milliseconds, of the order of the targets and deadlines here."""
@@ -247,6 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=[STOP_TOKEN],
             hashed_by=self.kv.block_size if self.num_submitted % 2 else None,
             prompt_logprobs=2 if self.num_submitted % 3 == 0 else None,
+            pooling=POOLINGS[self.num_submitted % len(POOLINGS)],
         )
         seq.arrived_s = self.now_s
         self.scheduler.submit(seq)
@@ -288,7 +292,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def num_missing(self, seq: Sequence) -> int:
         """How many tokens a step could compute of it now."""
         num_tokens = len(seq.token_ids) + seq.num_pending_tokens
-        return 0 if num_tokens == seq.max_total_tokens else num_tokens - seq.num_computed_tokens
+        is_full = seq.pooling is None and num_tokens == seq.max_total_tokens
+        return 0 if is_full else num_tokens - seq.num_computed_tokens
 
     def check_shape(self, step: Step, computed: dict[str, int]) -> None:
         plan = step.plan
@@ -302,11 +307,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert start == computed[seq.request_id] or (computed[seq.request_id] == 0 and seq in self.admitted(plan))
             assert start + num == seq.num_computed_tokens
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens - plan.samples[index]  # as the step found it
-            assert plan.samples[index] == (start + num == num_tokens)
+            assert plan.samples[index] == (seq.pooling is None and start + num == num_tokens)
             assert len(seq.block_table) * self.kv.block_size >= start + num
             if index >= plan.num_decodes:
                 work += sum(position + 1 for position in range(start, start + num))
         self.check_spans(step)
+        self.check_pool_spans(step)
         assert plan.num_context_tokens == sum(start + 1 for start in plan.starts[: plan.num_decodes])
         assert plan.prefill_work == work
 
@@ -320,6 +326,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert targets == seq.token_ids[span.at + 1 : end + 1]
             self.scored[seq.request_id] = end
 
+    def check_pool_spans(self, step: Step) -> None:
+        """The last token of a prompt is pooled, or every token, which are then all computed."""
+        spans = {span.entry: span for span in step.plan.pool_spans}
+        admitted = self.admitted(step.plan)
+        for entry, seq in enumerate(step.sequences):
+            start, end = step.starts[entry], step.starts[entry] + step.num_scheduled[entry]
+            ends = end == seq.num_prompt_tokens
+            span = spans.pop(entry, None)
+            if seq.pooling == "mean":
+                assert span is not None
+                assert (span.at, span.num_pooled) == (start, seq.num_prompt_tokens if ends else 0)
+                assert seq not in admitted or start == 0
+            elif seq.pooling == "last" and ends:
+                assert span is not None
+                assert (span.at, span.num_pooled) == (end - 1, 1)
+            else:
+                assert span is None
+        assert not spans
+
     def admitted(self, plan: BatchPlan) -> list[Sequence]:
         rows = {start.row for start in plan.row_starts}
         return [seq for seq in self.running() if seq.row in rows]
@@ -328,7 +353,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Every running decode is in the plan, first; the rest keeps to the budget."""
         plan = step.plan
         decodes = {name for name, missing in before.items() if missing == 1} & {
-            one.request_id for one in self.running()
+            one.request_id for one in self.running() if one.pooling is None
         }
         assert {seq.request_id for seq in step.sequences[: plan.num_decodes]} == decodes
         assert set(plan.num_scheduled[: plan.num_decodes]) <= {1}
@@ -346,7 +371,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.num_running <= self.scheduler.limits.max_num_seqs
             assert self.kv.counts().used <= self.kv.capacity
         if not self.scheduler.config.enable_chunked_prefill:
-            assert all(step.samples)
+            assert all(
+                samples or seq.pooling is not None for seq, samples in zip(step.sequences, step.samples, strict=True)
+            )
         if step.preempted:
             assert self.scheduler.num_in_flight == 1, "the step itself"
         for seq in step.preempted:
@@ -370,7 +397,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def record(self, results: list[tuple[Sequence, Ending | None]]) -> None:
         for seq, reason in results:
             assert self.live[seq.request_id] is seq, "a sequence got a token after its end"
-            if reason != "failed":
+            if reason != "failed" and seq.pooling is None:
                 self.service[self.account(seq)] += OUTPUT_TOKEN_WEIGHT
             if reason is not None:
                 self.end(seq)
