@@ -15,7 +15,7 @@ from flyball_protocol import endpoints
 from flyball_protocol.quoting import quoted
 from flyball_runtime import __version__
 from flyball_runtime.core import config as settings
-from flyball_runtime.core import generation_config
+from flyball_runtime.core import embedder, generation_config
 from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig, read_boot_prior
 from flyball_runtime.core.errors import ConfigError
@@ -79,6 +79,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=generation_config.AUTO,
         metavar="SOURCE",
         help="sampling defaults: auto (the checkpoint's generation_config.json), none (vllm means the same), or a folder",
+    )
+    model.add_argument(
+        "--pooling-type",
+        type=str.lower,
+        default=embedder.AUTO,
+        choices=[embedder.AUTO, *embedder.POOLING_TYPES],
+        help="how a prompt becomes an embedding: its last token or the mean; auto does what the checkpoint says, or last",
     )
     model.add_argument(
         "--seed", type=int, metavar="N", help="seed for requests that have none (default: a random one at each start)"
@@ -310,7 +317,7 @@ def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
         text="bytes of all bodies that are being received; beyond that, the slowest get 503",
     )
     add("--max-messages", default=2048, unit="N", text="maximum number of messages in a chat")
-    add("--max-prompts", default=256, unit="N", text="maximum number of prompts in a completion request")
+    add("--max-prompts", default=256, unit="N", text="maximum number of prompts in a request")
     add("--max-choices", default=256, unit="N", text="maximum number of choices of a request: prompts times n")
     add(
         *("--max-header-bytes", "--h11-max-incomplete-event-size"),
@@ -373,6 +380,7 @@ def requests_from(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     return {
         "served_model_names": tuple(args.served_model_name or [args.model]),
         "default_sampling": generation_config.default_sampling(args.generation_config, path),
+        "embedder": embedder.Embedder.of_checkpoint(args.pooling_type, path),
         **bounds_from(args),
         **chats_from(args),
     }

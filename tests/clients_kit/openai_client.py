@@ -38,6 +38,12 @@ with client.responses.stream(model="test", input="Say hello.", temperature=0, st
     events.until_done()
     assert events.get_final_response().output_text.startswith(answer.output_text)
 
+packed = client.embeddings.create(model="test", input=["One, two,", "Red,"])
+plain = client.embeddings.create(model="test", input=["One, two,", "Red,"], encoding_format="float")
+for one, other in zip(packed.data, plain.data, strict=True):
+    assert abs(sum(entry * entry for entry in one.embedding) - 1.0) < 1e-4
+    assert max(abs(a - b) for a, b in zip(one.embedding, other.embedding, strict=True)) < 1e-3
+
 for error, wrong in (
     (openai.BadRequestError, {"temperature": 3}),
     (openai.NotFoundError, {"model": "another"}),

@@ -35,6 +35,7 @@ from flyball_protocol.limits import LIMITS_HTTP_STATUS
 from flyball_runtime import cli as runtime_cli
 from flyball_runtime.api import ApiSettings, MetricsCollector, create_admin_app, create_app
 from flyball_runtime.api import errors as api_errors
+from flyball_runtime.api.embeddings import EmbeddingRequest
 from flyball_runtime.api.metrics import VLLM_NAMES
 from flyball_runtime.api.schemas import CHAT_NOOPS, COMPLETION_NOOPS, ChatRequest, CompletionRequest
 from flyball_runtime.core.clock import FakeClock
@@ -224,7 +225,8 @@ def test_the_flags_of_bounds_are_the_settings_and_their_defaults() -> None:
 
 def test_every_field_of_a_request_is_documented() -> None:
     documented = {field for row in table("serving.md", "Field") for field in code(row[0])}
-    assert documented == {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    kinds = (ChatRequest, CompletionRequest, EmbeddingRequest)
+    assert documented == {field for kind in kinds for field in kind.__struct_fields__}
 
 
 def known_fields() -> set[str]:

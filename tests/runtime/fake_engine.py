@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from array import array
 from collections.abc import AsyncIterator, Callable
 
 from flyball_protocol import Envelope, KVBlocks, Limits, LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate, StepModel
@@ -54,6 +55,11 @@ def step_stats(**changes: object) -> StepStats:
         "max_num_seqs": 256,
     }
     return StepStats(**(fields | changes))  # type: ignore[arg-type]
+
+
+def pooled_states(prompt: list[int]) -> bytes:
+    """The made-up vector of a prompt."""
+    return array("f", (prompt[0], -prompt[-1], len(prompt), 0)).tobytes()
 
 
 class FakeEngine:
@@ -197,8 +203,14 @@ class FakeEngine:
     def finish(self, reason: FinishReason = "stop", request_id: str | None = None) -> None:
         request_id = request_id or self.requests[-1].request_id
         if (queue := self._streams.pop(request_id, None)) is not None:
-            num_prompt = next(len(one.prompt_token_ids) for one in self.requests if one.request_id == request_id)
-            queue.put_nowait(Finished(request_id, reason, num_prompt, self._num_output_tokens[request_id]))
+            request = next(one for one in self.requests if one.request_id == request_id)
+            num_prompt = len(request.prompt_token_ids)
+            pooled = b"" if request.pooling is None or reason == "abort" else pooled_states(request.prompt_token_ids)
+            queue.put_nowait(
+                Finished(
+                    request_id, reason, num_prompt, self._num_output_tokens[request_id], pooled, self.num_cached_tokens
+                )
+            )
 
     def fail(self, status: int, code: str, message: str, request_id: str | None = None) -> None:
         request_id = request_id or self.requests[-1].request_id
@@ -232,6 +244,9 @@ class FakeEngine:
                 raise TokenOutOfVocabulary(token_id, self.info.vocab_size)
 
     def _answer(self, request: Request, token_ids: list[int]) -> None:
+        if request.pooling is not None:
+            self.finish("stop", request.request_id)
+            return
         most = request.sampling.max_tokens or len(token_ids)
         for token_id in token_ids[:most]:
             self.tokens([token_id], request.request_id)

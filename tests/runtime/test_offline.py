@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModel
 
 from checkpoints import make_checkpoint
 from flyball_clients import cli as clients_cli
@@ -21,7 +23,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def url_of(body: dict[str, Any]) -> str:
-    urls = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/responses"}
+    urls = {
+        "prompt": "/v1/completions",
+        "messages": "/v1/chat/completions",
+        "encoding_format": "/v1/embeddings",
+        "input": "/v1/responses",
+        "text_1": "/v1/score",
+    }
     return next(url for field, url in urls.items() if field in body)
 
 
@@ -42,22 +50,36 @@ def test_a_batch_with_its_own_engine_answers_like_the_library(
     requests["chat"] = {"messages": [{"role": "user", "content": "Hello. " * 700}]} | greedy
     requests["fork"] = {"prompt": PROMPTS[0], "n": 3} | greedy
     requests["response"] = {"model": "tiny", "input": "Hello.", "max_output_tokens": 6, "temperature": 0}
+    requests["embed"] = {"model": "tiny", "input": [[5, 6, 7], [8] * 100], "encoding_format": "float"}
+    requests["score"] = {"model": "tiny", "text_1": "Hello.", "text_2": ["Hello.", "steam"]}
     requests["bad"] = {"prompt": "x", "temperature": -1}
     files = [str(write(tmp_path / "in.jsonl", requests)), str(tmp_path / "out.jsonl")]
     command = ["batch", *files, "--model", str(model), "--served-model-name", "tiny", *SETTINGS]
     assert clients_cli.main(command) == 1
-    assert "16 of 16 requests done, 1 failed" in capfd.readouterr().out
+    assert "18 of 18 requests done, 1 failed" in capfd.readouterr().out
     rows = {row["custom_id"]: row for row in map(json.loads, Path(files[1]).read_text().splitlines())}
     assert rows.keys() == requests.keys()
     assert rows["bad"]["error"]["code"] == "http_400"
     assert rows["chat"]["response"]["body"]["usage"]["completion_tokens"] == 6
     assert rows["response"]["response"]["body"]["usage"]["output_tokens"] <= 6
+    check_embeddings(model, rows["embed"]["response"]["body"])
+    same, other = (one["score"] for one in rows["score"]["response"]["body"]["data"])
+    assert same == pytest.approx(1.0) and other < 0.999
     library = LLM(model, dtype="float32", kv_cache_memory_bytes=2**26, num_threads=1)
     expected = library.generate(PROMPTS, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     for prompt, output in zip(PROMPTS, expected, strict=True):
         assert rows[prompt]["response"]["body"]["choices"][0]["text"] == output.text
     forks = rows["fork"]["response"]["body"]["choices"]
     assert [choice["text"] for choice in forks] == [expected[0].text] * 3
+
+
+@torch.inference_mode()
+def check_embeddings(model: Path, answer: dict[str, Any]) -> None:
+    reference = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
+    assert answer["usage"]["prompt_tokens"] == 103
+    for prompt, one in zip(([5, 6, 7], [8] * 100), answer["data"], strict=True):
+        expected = reference(torch.tensor([prompt])).last_hidden_state[0, -1]
+        assert one["embedding"] == pytest.approx((expected / expected.norm()).tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from flyball_clients.errors import ConfigError
 from flyball_protocol.quoting import one_line, quoted
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score")
 MAX_SHOWN = 10
 """Wrong lines that an error lists."""
 

@@ -187,6 +187,52 @@ class CompletionAnswer(Struct, kw_only=True):
     usage: Usage | UnsetType = UNSET
 
 
+class PromptUsage(Struct, kw_only=True):
+    """How many tokens a request without output took."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+
+
+class Embedding(Struct, kw_only=True):
+    """A vector of length 1: numbers, or with ``encoding_format`` base64 a text."""
+
+    index: int
+    object: Literal["embedding"]
+    embedding: list[float] | str
+
+
+class EmbeddingList(Struct, kw_only=True):
+    """The embeddings of the prompts, in their order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PromptUsage
+
+
+class Score(Struct, kw_only=True):
+    """The cosine of the embeddings of two texts."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(Struct, kw_only=True):
+    """The scores of the pairs, in their order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: PromptUsage
+
+
 class InputTokenDetails(Struct, kw_only=True):
     """Attributes:
     cached_tokens: tokens of the input that the prefix cache had.

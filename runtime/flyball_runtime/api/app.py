@@ -13,6 +13,7 @@ from flyball_protocol import endpoints
 from flyball_runtime import __version__
 from flyball_runtime.api.completions import CompletionRoutes
 from flyball_runtime.api.docs_page import page
+from flyball_runtime.api.embeddings import EmbeddingRoutes
 from flyball_runtime.api.errors import HttpRefusal, install_error_handlers, json_response
 from flyball_runtime.api.identity import RequestIdMiddleware
 from flyball_runtime.api.keys import ApiKeyAuth, ApiKeys
@@ -278,9 +279,12 @@ def bare_app(title: str, *, inner: Sequence[Middleware] = (), outer: Sequence[Mi
 
 def _add_openai_routes(app: FastAPI, server: Server) -> None:
     completions, models, tokenize = CompletionRoutes(server), ModelRoutes(server), TokenizeRoutes(server)
+    embeddings = EmbeddingRoutes(server)
     app.add_api_route("/v1/chat/completions", completions.chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", completions.completions, methods=["POST"])
     app.add_api_route("/v1/responses", completions.responses, methods=["POST"])
+    app.add_api_route("/v1/embeddings", embeddings.embeddings, methods=["POST"])
+    app.add_api_route("/v1/score", embeddings.score, methods=["POST"])
     app.add_api_route("/v1/models", models.list_models)
     app.add_api_route("/v1/models/{model:path}", models.retrieve_model)
     app.add_api_route("/tokenize", tokenize.tokenize, methods=["POST"])

@@ -6,8 +6,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Request, Response
@@ -35,12 +34,10 @@ from flyball_runtime.api.schemas import (
     without_noops,
 )
 from flyball_runtime.api.server import Json, Server, convert, convert_chat
-from flyball_runtime.core.errors import InvalidRequest, RequestError, UnfitPrompt
+from flyball_runtime.core.errors import InvalidRequest, RequestError
 from flyball_runtime.core.request import Prompt, validate_cache_salt, validate_deadlines
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.text.token_text import TokenText
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -233,16 +230,16 @@ class CompletionRoutes:
         self._server = server
 
     async def chat_completions(self, request: Request) -> Response:
-        arrival_s, understood = await self._read(request, self._chat)
+        arrival_s, understood = await self._server.read_to_queue(request, self._chat)
         format = ChatFormat(self._server.codec.token_text, understood.parsing)
         return await self._answer(request, format, understood, arrival_s)
 
     async def completions(self, request: Request) -> Response:
-        arrival_s, understood = await self._read(request, self._completion)
+        arrival_s, understood = await self._server.read_to_queue(request, self._completion)
         return await self._answer(request, CompletionFormat(self._server.codec.token_text), understood, arrival_s)
 
     async def responses(self, request: Request) -> Response:
-        arrival_s, (body, understood) = await self._read(request, self._response)
+        arrival_s, (body, understood) = await self._server.read_to_queue(request, self._response)
         try:
             generation = await self._generation(request, understood, arrival_s)
         except InvalidRequest as error:
@@ -255,21 +252,6 @@ class CompletionRoutes:
         async with generation.running(request.receive):
             await generation.wait_all()
             return json_response(whole_response(generation, frame, parsing))
-
-    async def _read(self, request: Request, understand: Callable[[Json], T]) -> tuple[float, T]:
-        """Like Server.read, but nothing is done for a body that cannot wait now. What the engine refuses is counted."""
-        try:
-            return await self._server.read(request, understand, lambda: self._check_queue(request))
-        except UnfitPrompt as error:
-            self._server.measured.rejected(error.code)
-            raise
-
-    def _check_queue(self, request: Request) -> None:
-        try:
-            self._server.front.check_queue(client_of(request))
-        except RequestError as error:
-            self._server.measured.rejected(error.code)
-            raise
 
     def _chat(self, fields: Json) -> Understood:
         self._server.check_chat(fields)

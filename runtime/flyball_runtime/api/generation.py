@@ -20,6 +20,7 @@ from flyball_runtime.api.schemas import Urgency, choice_sampling
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import EngineError, RequestError
 from flyball_runtime.core.measurements import Measurements, RequestOutcome, RequestTimes
+from flyball_runtime.core.pooling import Pooling
 from flyball_runtime.core.request import Failed, Finished, Prompt, Request, RequestEvent, TokenLogprobs, Tokens
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.front import EngineFront
@@ -46,6 +47,7 @@ class Choice:
         prompt_token_ids: None unless the answer tells token ids.
         prompt_logprobs: a prompt's, if the request asks for them, with the first token, which has none.
         finish_reason: set once, when the request has ended well.
+        pooled: as in Finished.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Choice:
         self.num_cached_tokens = 0
         self.finish_reason: Literal["stop", "length"] | None = None
         self.ended = False
+        self.pooled = b""
         self._events = events
         self._has_output = False
         self._output = output
@@ -168,6 +171,8 @@ class Choice:
             raise from_failed(event)
         if event.reason == "abort":
             return "abort"
+        if event.pooled:
+            self.pooled, self.num_cached_tokens = event.pooled, event.num_cached_tokens
         self._pieces.append(self._output.finish())
         ends_early = self._echo is not None and self._echo.alone
         self.finish_reason = "length" if ends_early else "stop" if self._output.stopped else event.reason
@@ -189,6 +194,7 @@ class CheckedRequest:
         markers: special tokens that the text of the output shall have.
         return_token_ids, prompt_logprobs: whether the answer tells them.
         echoes: one for each prompt, or none.
+        pooling: as in Request.
     """
 
     request_id: str
@@ -204,6 +210,7 @@ class CheckedRequest:
     markers: tuple[str, ...] = ()
     prompt_logprobs: bool = False
     echoes: Sequence[Echo] = ()
+    pooling: Pooling | None = None
 
     def engine_requests(self) -> list[Request]:
         """One per choice, prompt by prompt: choice ``index`` answers prompt ``index // num_choices``."""
@@ -219,6 +226,7 @@ class CheckedRequest:
                 e2e_deadline_ms=self.urgency.e2e_deadline_ms,
                 client=self.client,
                 cache_salt=self.cache_salt,
+                pooling=self.pooling,
             )
             for index, (prompt, choice) in enumerate(pairs)
         ]

@@ -9,10 +9,11 @@ import msgspec
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
-from flyball_runtime.api import answers, responses, schemas
+from flyball_runtime.api import answers, embeddings, responses, schemas
 from flyball_runtime.api.keys import OPEN_PATHS
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.core import sampling_params as sampling
+from flyball_runtime.core.embedder import Embedder
 from flyball_runtime.core.request import MAX_CACHE_SALT_CHARS, MAX_DEADLINE_MS
 
 Schema = dict[str, Any]
@@ -83,6 +84,22 @@ OPERATIONS = (
         answers.ResponseEvent,
         has_done=False,
     ),
+    Operation(
+        "/v1/embeddings",
+        "post",
+        "Make embeddings of prompts.",
+        answers.EmbeddingList,
+        (embeddings.EmbeddingRequest,),
+        _BODY_ERRORS,
+    ),
+    Operation(
+        "/v1/score",
+        "post",
+        "Compare texts by their embeddings.",
+        answers.ScoreList,
+        embeddings.SCORE_KINDS,
+        _BODY_ERRORS,
+    ),
     Operation("/v1/models", "get", "List the served models.", answers.ModelList),
     Operation("/v1/models/{model}", "get", "Describe a served model.", answers.ModelCard, errors=(400, 404, 500, 503)),
     Operation(
@@ -107,10 +124,14 @@ OPERATIONS = (
     Operation(endpoints.METRICS_PATH, "get", "Metrics for Prometheus.", TEXT_FORMATS, errors=(400,)),
 )
 
-_NOOPS = {
+_NOOPS: dict[type, dict[str, tuple[Any, ...]]] = {
     schemas.ChatRequest: schemas.CHAT_NOOPS,
     schemas.CompletionRequest: schemas.COMPLETION_NOOPS,
     responses.ResponseRequest: responses.RESPONSE_NOOPS | responses.STATELESS,
+    embeddings.EmbeddingRequest: embeddings.EMBEDDING_NOOPS,
+    embeddings.ScoreRequest: embeddings.SCORE_NOOPS,
+    embeddings.ScoreDocumentsRequest: embeddings.SCORE_NOOPS,
+    embeddings.ScoreDataRequest: embeddings.SCORE_NOOPS,
 }
 """Fields that are let through with these values only, by the kind of request that they may be sent with."""
 
@@ -154,6 +175,8 @@ def _complete(schema: Schema, kind: type[msgspec.Struct], settings: ApiSettings)
     if kind is schemas.CompletionRequest:
         bounds["logprobs"] = bounds["top_logprobs"]  # in a chat it is a switch
         bounds["max_tokens"] = {"minimum": 0}  # with echo
+    if kind is embeddings.EmbeddingRequest:
+        bounds |= {"input": bounds["prompt"], "dimensions": _dimensions(settings.embedder)}
     for name, field in schema["properties"].items():
         if name in meanings:
             field["description"] = meanings[name]
@@ -220,6 +243,12 @@ def _bounds(settings: ApiSettings) -> dict[str, Schema]:
     }
 
 
+def _dimensions(embedder: Embedder) -> Schema:
+    if embedder.dimensions is None:
+        return {"minimum": 1, "maximum": embedder.size}
+    return {"enum": [None, *sorted({*embedder.dimensions, embedder.size})]}
+
+
 def _operation(operation: Operation, needs_key: bool) -> Schema:
     checked = needs_key and operation.path not in OPEN_PATHS
     errors = sorted({*operation.errors, *([401] if checked else [])})
@@ -243,7 +272,7 @@ def _parameters(operation: Operation) -> list[Schema]:
     found: list[Schema] = [{"name": "X-Request-Id", "in": "header", "schema": request_id}]
     if "{model}" in operation.path:
         found.append({"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
-    if operation.chunk is not None:
+    if any(issubclass(kind, schemas.RequestFields) for kind in operation.bodies):
         limit = schemas.MAX_PRIORITY
         milliseconds = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_MS}
         found += [

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from flyball_protocol.quoting import quoted
-from flyball_runtime.api.schemas import RequestFields, is_same, without_noops
+from flyball_runtime.api.schemas import SamplingFields, is_same, without_noops
 from flyball_runtime.core.errors import InvalidRequest
 
 RESPONSE_NOOPS: dict[str, tuple[Any, ...]] = {
@@ -23,7 +23,7 @@ RESPONSE_NOOPS: dict[str, tuple[Any, ...]] = {
     "truncation": (None, "disabled"),
 }
 
-_AS_IN_CHATS = (*RequestFields.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
+_AS_IN_CHATS = (*SamplingFields.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 
 STATELESS: dict[str, tuple[Any, ...]] = {"store": (None, False), "previous_response_id": (None,)}
 
@@ -71,7 +71,7 @@ class ResponseStreamOptions(_Fields, frozen=True, kw_only=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponseRequest(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResponseRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a response shall answer. Nothing is stored, so ``input`` has the whole conversation.
 
     Attributes:

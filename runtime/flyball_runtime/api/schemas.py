@@ -112,17 +112,29 @@ class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RequestFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What chats, completions and responses have in common; see SamplingParams for meanings and ranges.
+    """What all requests have in common whose prompts the engine computes.
 
     Attributes:
-        top_k: -1 is off too, as vLLM's clients send it.
-        logit_bias: by token id, written as a text, as JSON has it.
         priority: lower runs first, under ``--scheduling-policy priority`` and ``edf``.
         ttft_deadline_ms, e2e_deadline_ms: milliseconds to the first and to the last token, under ``edf``.
         cache_salt: keeps the prefix cache of those who share it apart from everyone else's.
     """
 
     model: str | None = None
+    priority: Priority | None = None
+    ttft_deadline_ms: float | None = None
+    e2e_deadline_ms: float | None = None
+    cache_salt: str | None = None
+
+
+class SamplingFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What chats, completions and responses have in common; see SamplingParams for meanings and ranges.
+
+    Attributes:
+        top_k: -1 is off too, as vLLM's clients send it.
+        logit_bias: by token id, written as a text, as JSON has it.
+    """
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -139,13 +151,9 @@ class RequestFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     stream: bool | None = None
-    priority: Priority | None = None
-    ttft_deadline_ms: float | None = None
-    e2e_deadline_ms: float | None = None
-    cache_salt: str | None = None
 
 
-class GenerationFields(RequestFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and plain completions have in common.
 
     Attributes:
@@ -202,7 +210,7 @@ _URGENCY_HEADERS = {
 }
 
 
-def urgency_of(body: GenerationFields, headers: Mapping[str, str]) -> Urgency:
+def urgency_of(body: RequestFields, headers: Mapping[str, str]) -> Urgency:
     """Return what the headers say, and the body where they say nothing: a gateway knows better than its clients.
 
     Raises:
@@ -250,24 +258,29 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
         return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self) -> tuple[list[str], list[list[int]]]:
-        """Return the prompts as texts, or as lists of ids. One of the two is empty.
+        """Like ``texts_or_ids``."""
+        return texts_or_ids("prompt", self.prompt)
 
-        Raises:
-            InvalidRequest: no prompts, or kinds mixed.
-        """
-        items: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        kinds = set(map(type, items))  # without a turn of Python's for each of a million ids
-        if kinds == {str}:
-            return items, []
-        if kinds == {int}:
-            return [], [items]
-        if kinds == {list}:
-            return [], items
-        raise InvalidRequest(
-            "prompt is empty, or mixes texts, token ids and lists of token ids. Send a text, a list of texts, a list of "
-            "token ids, or a list of such lists.",
-            param="prompt",
-        )
+
+def texts_or_ids(param: str, value: str | list[str | int | list[int]]) -> tuple[list[str], list[list[int]]]:
+    """Return the prompts of a field as texts, or as lists of ids. One of the two is empty.
+
+    Raises:
+        InvalidRequest: no prompts, or kinds mixed.
+    """
+    items: list[Any] = [value] if isinstance(value, str) else value
+    kinds = set(map(type, items))  # without a turn of Python's for each of a million ids
+    if kinds == {str}:
+        return items, []
+    if kinds == {int}:
+        return [], [items]
+    if kinds == {list}:
+        return [], items
+    raise InvalidRequest(
+        f"{param} is empty, or mixes texts, token ids and lists of token ids. Send a text, a list of texts, a list of "
+        "token ids, or a list of such lists.",
+        param=param,
+    )
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

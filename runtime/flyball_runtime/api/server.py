@@ -26,6 +26,7 @@ from flyball_runtime.api.errors import (
     UnknownModel,
 )
 from flyball_runtime.api.http_protocol import DROP_TIMEOUT_S
+from flyball_runtime.api.identity import client_of
 from flyball_runtime.api.lane import Lanes
 from flyball_runtime.api.message_formats import MessageFormats
 from flyball_runtime.api.messages import MAX_TOOLS, arguments_in, check_tools
@@ -33,7 +34,7 @@ from flyball_runtime.api.metrics import MetricsCollector
 from flyball_runtime.api.schemas import ChatRequest, TokenizeChatRequest
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.api.text import TextCodec
-from flyball_runtime.core.errors import EngineDead, InvalidRequest, PromptTooLong, RequestError
+from flyball_runtime.core.errors import EngineDead, InvalidRequest, PromptTooLong, RequestError, UnfitPrompt
 from flyball_runtime.core.measurements import Measurements
 from flyball_runtime.core.room import Room, RoomFull, RoomShare
 from flyball_runtime.core.sampling_params import SamplingParams
@@ -230,6 +231,21 @@ class Server:
         check()
         return arrival_s, await self.lanes.run(request, len(body), lambda: understand(parse_object(body)))
 
+    async def read_to_queue(self, request: Request, understand: Callable[[Json], T]) -> tuple[float, T]:
+        """Like ``read``, but nothing is done for a body that cannot wait now. What the engine refuses is counted."""
+        try:
+            return await self.read(request, understand, lambda: self._check_queue(request))
+        except UnfitPrompt as error:
+            self.measured.rejected(error.code)
+            raise
+
+    def _check_queue(self, request: Request) -> None:
+        try:
+            self.front.check_queue(client_of(request))
+        except RequestError as error:
+            self.measured.rejected(error.code)
+            raise
+
     async def with_checked_grammar(self, sampling: SamplingParams) -> SamplingParams:
         """Return the settings with their grammar in the engine's form, once it is known to do no harm there.
 
@@ -258,18 +274,18 @@ class Server:
         if model is not None and model not in self.settings.served_model_names:
             raise UnknownModel(model, self.settings.served_model_names)
 
-    def check_prompt(self, prompt: object) -> None:
+    def check_prompt(self, prompt: object, param: str = "prompt") -> None:
         """Raise PromptTooLong or InvalidRequest for more prompts or token ids than can run, before they are looked at.
 
         Args:
-            prompt: the field as it came; what is no list is not judged.
+            prompt: the field ``param`` as it came; what is no list is not judged.
         """
         if not isinstance(prompt, list) or not prompt:
             return
         if isinstance(prompt[0], int):
             self._check_num_ids(prompt)
             return
-        self.check_count("prompt", len(prompt), self.settings.max_prompts)
+        self.check_count(param, len(prompt), self.settings.max_prompts)
         for one in prompt:
             self._check_num_ids(one)
 

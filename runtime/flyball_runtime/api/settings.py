@@ -11,6 +11,7 @@ from flyball_protocol.quoting import quoted
 from flyball_runtime.api.cors import NO_CORS, Cors
 from flyball_runtime.api.http_protocol import BoundedH11Protocol
 from flyball_runtime.core.config import LOOPBACK_PROXIES
+from flyball_runtime.core.embedder import Embedder
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.sampling_params import DEFAULT_SAMPLING, SamplingParams
 from flyball_runtime.text.parsing.message import AUTO, CALL_PARSERS, NONE, REASONING_PARSERS
@@ -23,6 +24,7 @@ class ApiSettings:
     Attributes:
         served_model_names: names that ``model`` may have; the first is the one in answers and metrics.
         default_sampling: settings of a request that brings none of its own; each field of a request wins over it.
+        embedder: how embeddings are made.
         max_body_bytes: longest request body, enforced while reading, chunked bodies too; beyond it 413.
         max_total_body_bytes: most bytes of all bodies that are being received. Beyond it the body that has been arriving for
             longest gets 503. Those that wait in a lane to be tokenized may have as many again.
@@ -49,6 +51,7 @@ class ApiSettings:
 
     served_model_names: tuple[str, ...]
     default_sampling: SamplingParams = DEFAULT_SAMPLING
+    embedder: Embedder = Embedder()  # noqa: RUF009  frozen
     max_body_bytes: int = 4 * 1024 * 1024
     max_total_body_bytes: int = 64 * 1024 * 1024
     max_messages: int = 2048

@@ -81,6 +81,7 @@ class Finished(Struct, frozen=True, tag=True):
     """The ending of a request that ran.
 
     ``pooled``: of a request with ``pooling`` the vector, 32-bit floats in the machine's order; else empty.
+    ``num_cached_tokens``: of such a request, which has no Tokens that say it.
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class Finished(Struct, frozen=True, tag=True):
     num_prompt_tokens: int
     num_output_tokens: int
     pooled: bytes = b""
+    num_cached_tokens: int = 0
 
 
 class Failed(Struct, frozen=True, tag=True):

@@ -372,7 +372,10 @@ class Engine:
         self._grammars.pop(seq.request_id, None)
         if ending != "failed":
             self._learn_from(seq)
-            return _finished(seq, ending, pooled)
+            finished = _finished(seq, ending)
+            if seq.pooling is None:
+                return finished
+            return msgspec.structs.replace(finished, pooled=pooled, num_cached_tokens=seq.num_cached_tokens)
         if seq.pooling is not None:
             error: RequestError = InvalidHiddenStates()
         elif seq.sampling.grammar is not None:
@@ -421,5 +424,5 @@ def _failed(request_id: str, error: RequestError) -> Failed:
     return Failed(request_id, error.status, error.code, error.message, error.retry_after_s)
 
 
-def _finished(seq: Sequence, reason: FinishReason, pooled: bytes = b"") -> Finished:
-    return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens, pooled)
+def _finished(seq: Sequence, reason: FinishReason) -> Finished:
+    return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens)

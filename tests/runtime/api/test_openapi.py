@@ -58,7 +58,24 @@ async def test_smaller_answers_are_of_the_documented_kinds(client: httpx.AsyncCl
     is_a(answers.Status, (await client.get("/livez")).json())
     is_a(answers.Tokens, (await client.post("/tokenize", json={"prompt": "a", "return_token_strs": True})).json())
     is_a(answers.DetokenizedText, (await client.post("/detokenize", json={"tokens": [5]})).json())
+    is_a(answers.EmbeddingList, (await client.post("/v1/embeddings", json={"input": "a"})).json())
+    is_a(answers.ScoreList, (await client.post("/v1/score", json={"text_1": "a", "text_2": "b"})).json())
     is_a(answers.Error, (await client.get("/v1/models/other")).json())
+
+
+async def test_embeddings_and_scores_keep_to_their_bounds(client: httpx.AsyncClient) -> None:
+    fields = DOCUMENT["components"]["schemas"]["EmbeddingRequest"]["properties"]
+    assert fields["dimensions"]["enum"] == [None, SETTINGS.embedder.size], "this one cannot be cut"
+    for path, body in (("/v1/embeddings", {"input": [5]}), ("/v1/score", {"text_1": "a", "text_2": "b"})):
+        kind = {"/v1/embeddings": "EmbeddingRequest", "/v1/score": "ScoreRequest"}[path]
+        fields = DOCUMENT["components"]["schemas"][kind]["properties"]
+        for name in set(fields) - {"dimensions", "model"}:
+            for value in beyond(fields[name]):
+                response = await client.post(path, json=body | {name: value})
+                assert (response.status_code, error_of(response)["param"]) == (400, name), value
+            for value in [*within(fields[name]), *fields[name].get("enum", ())]:
+                response = await client.post(path, json=body | {name: value})
+                assert response.status_code == 200, (name, value, response.text)
 
 
 async def test_metrics_come_in_the_documented_formats(client: httpx.AsyncClient) -> None:
@@ -109,7 +126,8 @@ async def test_bounds_are_those_that_are_checked(client: httpx.AsyncClient, kind
 
 def test_each_field_says_what_it_is_for() -> None:
     obvious = {"model", "n", "stream", "stream_options", "max_completion_tokens", "messages", "top_logprobs"}
-    for kind in ("ChatRequest", "CompletionRequest", "ResponseRequest"):
+    kinds = ("EmbeddingRequest", "ScoreRequest", "ScoreDocumentsRequest", "ScoreDataRequest")
+    for kind in ("ChatRequest", "CompletionRequest", "ResponseRequest", *kinds):
         fields = DOCUMENT["components"]["schemas"][kind]["properties"]
         assert {name for name, field in fields.items() if "description" not in field} <= obvious
 
