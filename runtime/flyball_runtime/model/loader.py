@@ -213,9 +213,10 @@ def _check_headers(files: list[Path], empty: CausalLM) -> None:
     for header in iter_headers(files):
         if _is_ignorable(header.name, config):
             continue
-        if header.name not in waiting:
-            raise ConfigError(f"{header.file}: {_why_not_wanted(header.name, expected, config)}")
-        _check(header, waiting.pop(header.name))
+        name = _full_name(header.name)
+        if name not in waiting:
+            raise ConfigError(f"{header.file}: {_why_not_wanted(name, expected, config)}")
+        _check(header, waiting.pop(name))
     if waiting:
         names = sorted(waiting)
         shown = ", ".join(names[:MAX_NAMES_IN_MESSAGE])
@@ -250,8 +251,14 @@ def _too_large(config: ModelConfig, num_parameters: int, place: Place, why: str)
 
 def _fill(destinations: dict[str, Tensor], files: list[Path]) -> None:
     for name, tensor in iter_weights(files):
-        if name in destinations:  # else it is one that the model has without the file
-            destinations[name].copy_(tensor)
+        destination = destinations.get(_full_name(name))
+        if destination is not None:  # else it is one that the model has without the file
+            destination.copy_(tensor)
+
+
+def _full_name(name: str) -> str:
+    """Return the name of a tensor in a model with a head. Embedding models are saved without one, and without ``model.``."""
+    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:

@@ -85,6 +85,24 @@ def test_shards_hold_the_same_as_one_file(tmp_path: Path, checkpoint: Callable, 
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux which file an address is mapped from")
+def test_an_embedding_model_has_the_same_tensors_under_shorter_names(
+    checkpoint: Callable, broken: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shorten(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    whole = _weights_in_place(checkpoint("llama3"), torch.float32, monkeypatch)
+    short = _weights_in_place(broken(shorten, "llama3"), torch.float32, monkeypatch)
+    assert whole.keys() == short.keys()
+    assert all(torch.equal(whole[name], short[name]) for name in whole)
+
+
+def test_a_tensor_under_both_names_is_there_twice(broken: Callable) -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        _load(broken(lambda tensors: tensors.update({"norm.weight": tensors["model.norm.weight"].clone()})))
+
+
 def test_tensors_come_straight_from_the_mapped_file(checkpoint: Callable) -> None:
     files = weight_files(checkpoint("qwen3"))
     for _, tensor in iter_weights(files):
