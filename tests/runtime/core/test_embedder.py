@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flyball_runtime.cli import build_parser
 from flyball_runtime.core.embedder import Embedder
 from flyball_runtime.core.errors import ConfigError
 
@@ -42,6 +43,10 @@ def test_sentence_transformers_files_choose_the_pooling_and_the_flag_comes_befor
     (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling | dict.fromkeys(pooling, False)))
     with pytest.raises(ConfigError, match="asks for no pooling_mode"):
         Embedder.of_checkpoint("auto", path)
+
+
+def test_the_flag_takes_vllms_capital_letters() -> None:
+    assert build_parser().parse_args(["serve", "m", "--pooling-type", "MEAN"]).pooling_type == "mean"
 
 
 def test_dimensions_that_a_model_was_trained_for(tmp_path: Path) -> None:
