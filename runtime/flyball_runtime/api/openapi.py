@@ -210,6 +210,7 @@ def _bounds(settings: ApiSettings) -> dict[str, Schema]:
         {"type": "array", "items": {"type": "string", **text}, "maxItems": sampling.MAX_STOP_STRINGS},
     )
     token_id = {"type": "integer", "minimum": 0}
+    texts = {"minItems": 1, "maxItems": settings.max_prompts}
     biases = {"maxProperties": sampling.MAX_LOGIT_BIASES, "propertyNames": {"pattern": "^[0-9]{1,10}$"}}
     return {
         "model": {"examples": list(settings.served_model_names)},
@@ -239,6 +240,7 @@ def _bounds(settings: ApiSettings) -> dict[str, Schema]:
         "cache_salt": {"minLength": 1, "maxLength": MAX_CACHE_SALT_CHARS},
         "prompt": {"minItems": 1, "items": {"minimum": 0, "items": token_id}},
         "messages": {"minItems": 1, "maxItems": settings.max_messages},
+        **{side: texts for kind in embeddings.SCORE_KINDS for side in kind.sides},
         "include_obfuscation": {"enum": [None, False]},
     }
 

@@ -286,8 +286,8 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """How many of its first tokens need not be computed if they are cached: not those whose logits or hidden states are
-        wanted."""
+        """How many of its first tokens need not be computed if they are cached: not those that more than K and V are
+        wanted of."""
         if self.pooling == "mean":
             return 0
         return self.num_scored_tokens if self.num_unscored_tokens else len(self.token_ids) - 1
