@@ -372,10 +372,7 @@ class Engine:
         self._grammars.pop(seq.request_id, None)
         if ending != "failed":
             self._learn_from(seq)
-            finished = _finished(seq, ending)
-            if seq.pooling is None:
-                return finished
-            return msgspec.structs.replace(finished, pooled=pooled, num_cached_tokens=seq.num_cached_tokens)
+            return _finished(seq, ending, pooled)
         if seq.pooling is not None:
             error: RequestError = InvalidHiddenStates()
         elif seq.sampling.grammar is not None:
@@ -424,5 +421,6 @@ def _failed(request_id: str, error: RequestError) -> Failed:
     return Failed(request_id, error.status, error.code, error.message, error.retry_after_s)
 
 
-def _finished(seq: Sequence, reason: FinishReason) -> Finished:
-    return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens)
+def _finished(seq: Sequence, reason: FinishReason, pooled: bytes = b"") -> Finished:
+    num_cached = seq.num_cached_tokens if pooled else 0
+    return Finished(seq.request_id, reason, seq.num_prompt_tokens, seq.num_output_tokens, pooled, num_cached)

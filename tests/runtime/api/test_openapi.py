@@ -66,8 +66,10 @@ async def test_smaller_answers_are_of_the_documented_kinds(client: httpx.AsyncCl
 async def test_embeddings_and_scores_keep_to_their_bounds(client: httpx.AsyncClient) -> None:
     fields = DOCUMENT["components"]["schemas"]["EmbeddingRequest"]["properties"]
     assert fields["dimensions"]["enum"] == [None, SETTINGS.embedder.size], "this one cannot be cut"
-    for path, body in (("/v1/embeddings", {"input": [5]}), ("/v1/score", {"text_1": "a", "text_2": "b"})):
-        kind = {"/v1/embeddings": "EmbeddingRequest", "/v1/score": "ScoreRequest"}[path]
+    for path, kind, body in (
+        ("/v1/embeddings", "EmbeddingRequest", {"input": [5]}),
+        ("/v1/score", "ScoreRequest", {"text_1": "a", "text_2": "b"}),
+    ):
         fields = DOCUMENT["components"]["schemas"][kind]["properties"]
         for name in set(fields) - {"dimensions", "model"}:
             for value in beyond(fields[name]):
