@@ -17,7 +17,7 @@ from flyball_runtime.api.generation import CheckedRequest, Generation, TokenUsag
 from flyball_runtime.api.identity import client_of
 from flyball_runtime.api.schemas import RequestFields, texts_or_ids, urgency_of, without_noops
 from flyball_runtime.api.server import Json, Server, convert
-from flyball_runtime.core.errors import InvalidRequest, UnfitPrompt
+from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, UnfitPrompt
 from flyball_runtime.core.request import Prompt, validate_cache_salt, validate_deadlines
 from flyball_runtime.core.sampling_params import SamplingParams
 
@@ -151,7 +151,7 @@ class EmbeddingRoutes:
         texts, ids = texts_or_ids("input", body.input)
         self._check(body, "input", len(texts) + len(ids))
         dimensions = self._dimensions(body.dimensions)
-        prompts = self._prompts(body, "input", texts, ids)
+        prompts = self._prompts(body, "input", ids or self._ids(body, "input", texts))
         is_base64 = body.encoding_format == "base64"
         return Understood(body, prompts, lambda vectors: _embedding_data(vectors[:, :dimensions], is_base64))
 
@@ -168,7 +168,10 @@ class EmbeddingRoutes:
                 param=kind.sides[0],
             )
         self._check(body, kind.sides[1], len(one) + len(other))
-        prompts = self._prompts(body, kind.sides[1], one + other, [])
+        ids = [
+            ids for side, texts in zip(kind.sides, (one, other), strict=True) for ids in self._ids(body, side, texts)
+        ]
+        prompts = self._prompts(body, kind.sides[1], ids)
         return Understood(body, prompts, lambda vectors: _score_data(vectors[: len(one)], vectors[len(one) :]))
 
     def _check_prompt(self, fields: Json, param: str) -> None:
@@ -196,13 +199,19 @@ class EmbeddingRoutes:
             allowed = f"this model was not trained to be cut from {embedder.size}, and a part of a vector says little"
         raise InvalidRequest(f"dimensions is {quoted(dimensions)}; {allowed}. Leave it out.", param="dimensions")
 
-    def _prompts(self, body: PooledRequest, param: str, texts: list[str], ids: list[list[int]]) -> list[Prompt]:
+    def _ids(self, body: PooledRequest, param: str, texts: list[str]) -> list[list[int]]:
         with _at(param):
-            ids = ids or self._server.codec.encode(
+            ids = self._server.codec.encode(
                 texts,
                 add_special_tokens=body.add_special_tokens is not False,
                 max_tokens=self._server.engine_info().max_model_len,
             )
+            if not all(ids):
+                raise EmptyPrompt
+            return ids
+
+    def _prompts(self, body: PooledRequest, param: str, ids: list[list[int]]) -> list[Prompt]:
+        with _at(param):
             return self._server.front.prepare(ids, 1, body.cache_salt)
 
     def _call(self, request: Request, understood: Understood, arrival_s: float) -> CheckedRequest:

@@ -53,10 +53,12 @@ class PromptTooLong(UnfitPrompt):
         self, num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, at_least: bool = False
     ) -> None:
         asked = f"prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens"
+        way_out = "Shorten the prompt"
         if max_tokens is not None:
             asked += f" and max_tokens is {quoted(max_tokens)}, {quoted(num_prompt_tokens + max_tokens)} together"
+            way_out += ", lower max_tokens,"
         super().__init__(
-            f"{asked}; this model takes {max_model_len}. Shorten the prompt, lower max_tokens, or raise --max-model-len.",
+            f"{asked}; this model takes {max_model_len}. {way_out} or raise --max-model-len.",
             param="messages" if max_tokens is None else "max_tokens",
         )
 

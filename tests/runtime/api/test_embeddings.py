@@ -157,6 +157,8 @@ EMBED, SCORE = "/v1/embeddings", "/v1/score"
         (SCORE, {"text_1": "a", "text_2": ["b"] * 3}, "text_2", "text_2 has 4 entries"),
         (SCORE, {"text_1": "a", "text_2": ["b"] * 4}, "text_2", "text_2 has 4 entries"),
         (SCORE, {"text_1": "a", "text_2": ""}, "text_2", "0 tokens"),
+        (SCORE, {"text_1": "", "text_2": "a"}, "text_1", "0 tokens"),
+        (SCORE, {"text_1": "a " * 2000, "text_2": "b"}, "text_1", "takes 1024. Shorten the prompt or raise"),
         (SCORE, {"text_1": "a", "text_2": [5]}, "text_2[0]", "Expected `str`"),
     ],
 )
