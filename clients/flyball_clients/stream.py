@@ -20,7 +20,7 @@ from flyball_clients.errors import BadAnswer, Disconnected, HttpError, RequestTi
 KEEPALIVE_TIMEOUT_S = 2.0
 
 
-class Usage(Struct, frozen=True):
+class ReportedUsage(Struct, frozen=True):
     """Token counts of one request, by the server's own tokenizer."""
 
     prompt_tokens: int
@@ -47,7 +47,7 @@ class Chunk(Struct):
     """A completions or chat chunk. Fields that are not listed are skipped while decoding."""
 
     choices: list[_Choice] = field(default_factory=list)
-    usage: Usage | None = None
+    usage: ReportedUsage | None = None
     error: Any = None
 
     @property

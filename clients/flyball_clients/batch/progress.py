@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from flyball_clients.batch.output import Row
-from flyball_clients.stream import Usage
+from flyball_clients.stream import ReportedUsage
 
 LINE_INTERVAL_S = 10.0
 
@@ -43,7 +43,7 @@ class Counts:
     def stop_clock(self) -> None:
         self._end_s = time.monotonic()
 
-    def note(self, row: Row, usage: Usage | None) -> None:
+    def note(self, row: Row, usage: ReportedUsage | None) -> None:
         if row.error is not None:
             self.failures[row.error.code] += 1
             return

@@ -17,7 +17,7 @@ from flyball_clients.batch.progress import Counts, Progress
 from flyball_clients.batch.requests import BatchRequest, Index, InputFile
 from flyball_clients.batch.settings import BatchSettings
 from flyball_clients.errors import ConfigError, EndpointError, HttpError, RequestTimeout, Unreachable
-from flyball_clients.stream import Usage, error_message
+from flyball_clients.stream import ReportedUsage, error_message
 
 BUSY = frozenset({429, 503})
 """Statuses that say something of the server and nothing of the request, which waits and comes again."""
@@ -133,7 +133,7 @@ class _Batch:
             self._target.write(row)
             self._counts.note(row, usage)
 
-    async def _row(self, request: BatchRequest) -> tuple[Row, Usage | None]:
+    async def _row(self, request: BatchRequest) -> tuple[Row, ReportedUsage | None]:
         row_id = f"batch_req_{uuid.uuid4().hex}"
         try:
             answer = await self._ask(request)
@@ -217,11 +217,11 @@ def _failure(answer: Answer, body: msgspec.Raw | None) -> Failure | None:
     return None
 
 
-def _usage(answer: Answer) -> Usage | None:
+def _usage(answer: Answer) -> ReportedUsage | None:
     try:
         found = msgspec.json.decode(answer.body, type=_Counted).usage
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     if found is None:
         return None
-    return Usage(found.prompt_tokens or found.input_tokens, found.completion_tokens or found.output_tokens)
+    return ReportedUsage(found.prompt_tokens or found.input_tokens, found.completion_tokens or found.output_tokens)
