@@ -107,7 +107,7 @@ ScoreKind = type[ScoreRequest] | type[ScoreDocumentsRequest] | type[ScoreDataReq
 SCORE_KINDS: tuple[ScoreKind, ...] = (ScoreRequest, ScoreDocumentsRequest, ScoreDataRequest)
 
 
-class Understood(NamedTuple):
+class PromptsToPool(NamedTuple):
     """A body, its prompts, and what makes data of their vectors."""
 
     body: PooledRequest
@@ -127,7 +127,7 @@ class EmbeddingRoutes:
     async def score(self, request: Request) -> Response:
         return await self._answer(request, self._score, "score-")
 
-    async def _answer(self, request: Request, understand: Callable[[Json], Understood], prefix: str) -> Response:
+    async def _answer(self, request: Request, understand: Callable[[Json], PromptsToPool], prefix: str) -> Response:
         arrival_s, understood = await self._server.read_to_queue(request, understand)
         call = self._call(request, understood, arrival_s)
         frame = {
@@ -144,7 +144,7 @@ class EmbeddingRoutes:
             pooled = [choice.pooled for choice in generation.choices]
             return await asyncio.to_thread(_whole, pooled, understood, frame | {"usage": usage_dict(generation.usage)})
 
-    def _embeddings(self, fields: Json) -> Understood:
+    def _embeddings(self, fields: Json) -> PromptsToPool:
         self._check_prompt(fields, "input")
         known = without_noops(fields, EmbeddingRequest.__struct_fields__, EMBEDDING_NOOPS)
         body = convert(known, EmbeddingRequest)
@@ -153,9 +153,9 @@ class EmbeddingRoutes:
         dimensions = self._dimensions(body.dimensions)
         prompts = self._prompts(body, "input", ids or self._ids(body, "input", texts))
         is_base64 = body.encoding_format == "base64"
-        return Understood(body, prompts, lambda vectors: _embedding_data(vectors[:, :dimensions], is_base64))
+        return PromptsToPool(body, prompts, lambda vectors: _embedding_data(vectors[:, :dimensions], is_base64))
 
-    def _score(self, fields: Json) -> Understood:
+    def _score(self, fields: Json) -> PromptsToPool:
         kind = next((one for one in SCORE_KINDS if not fields.keys().isdisjoint(one.sides)), ScoreRequest)
         for side in kind.sides:
             self._check_prompt(fields, side)
@@ -172,7 +172,7 @@ class EmbeddingRoutes:
             ids for side, texts in zip(kind.sides, (one, other), strict=True) for ids in self._ids(body, side, texts)
         ]
         prompts = self._prompts(body, kind.sides[1], ids)
-        return Understood(body, prompts, lambda vectors: _score_data(vectors[: len(one)], vectors[len(one) :]))
+        return PromptsToPool(body, prompts, lambda vectors: _score_data(vectors[: len(one)], vectors[len(one) :]))
 
     def _check_prompt(self, fields: Json, param: str) -> None:
         with _at(param):
@@ -214,7 +214,7 @@ class EmbeddingRoutes:
         with _at(param):
             return self._server.front.prepare(ids, 1, body.cache_salt)
 
-    def _call(self, request: Request, understood: Understood, arrival_s: float) -> CheckedRequest:
+    def _call(self, request: Request, understood: PromptsToPool, arrival_s: float) -> CheckedRequest:
         return CheckedRequest(
             request_id=request.state.request_id,
             unique=uuid.uuid4().hex,
@@ -253,7 +253,7 @@ def usage_dict(usage: TokenUsage) -> dict[str, Any]:
     }
 
 
-def _whole(pooled: list[bytes], understood: Understood, frame: dict[str, Any]) -> Response:
+def _whole(pooled: list[bytes], understood: PromptsToPool, frame: dict[str, Any]) -> Response:
     """The answer, in time that grows with the number and the size of the vectors: 1 ms for 10,000 entries."""
     vectors = np.stack([np.frombuffer(one, np.float32) for one in pooled]).astype(np.float64)
     return json_response(frame | {"data": understood.data(vectors)})
