@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import venv
 from collections.abc import Iterator, Mapping
@@ -15,11 +17,11 @@ from flyball_protocol import endpoints
 from replicas import Replica
 
 HERE = Path(__file__).parent
-MODEL = HERE.parents[1] / "examples" / "demo_model" / "checkpoint"
+CHECKPOINT = HERE.parents[1] / "examples" / "demo_model" / "checkpoint"
 ENVIRONMENTS = Path.home() / ".cache" / "flyball" / "clients"
 KEY = "a-key-for-outside-clients"
 TIMEOUT_S = 1200
-OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_DISABLE_TELEMETRY": "1"}
 """Clients load nothing while they run."""
 SERVER_FLAGS = ("--max-model-len=256", "--max-num-seqs=32", "--max-choices=4")
 
@@ -29,6 +31,8 @@ class Client(NamedTuple):
 
     requirement: str
     command: tuple[str, ...]
+    shares_torch: bool = False
+    """Whether its environment sees Flyball's packages behind its own, so that torch is not installed again."""
 
 
 def script(name: str) -> tuple[str, ...]:
@@ -47,18 +51,24 @@ CLIENTS = {
     "openai": Client("openai==3.54.0", script("openai")),
     "litellm": Client("litellm==1.106.2", script("litellm")),
     "langchain-openai": Client("langchain-openai==1.7.3", script("langchain")),
+    "openai-agents": Client("openai-agents==0.24.0", script("openai_agents")),
+    "guidellm": Client("guidellm==0.8.1", script("guidellm"), shares_torch=True),
+    "aiperf": Client("aiperf==0.13.0", script("aiperf")),
 }
 
 
-def environment(name: str, requirement: str) -> Path:
+def environment(name: str, client: Client) -> Path:
     """Return the folder of programs of a client's environment, which is made anew when its version changes."""
     folder = ENVIRONMENTS / name
     stamp = folder / "installed"
-    if not stamp.exists() or stamp.read_text() != requirement:
-        print(f"{name}: installing {requirement}", flush=True)
+    if not stamp.exists() or stamp.read_text() != client.requirement:
+        print(f"{name}: installing {client.requirement}", flush=True)
         venv.create(folder, clear=True, with_pip=True)
-        subprocess.run([folder / "bin" / "pip", "install", "--quiet", requirement], check=True)
-        stamp.write_text(requirement)
+        if client.shares_torch:
+            packages = next(folder.glob("lib/python*/site-packages"))
+            (packages / "flyball_packages.pth").write_text(sysconfig.get_path("purelib"))
+        subprocess.run([folder / "bin" / "pip", "install", "--quiet", client.requirement], check=True)
+        stamp.write_text(client.requirement)
     return folder / "bin"
 
 
@@ -71,13 +81,21 @@ def run(client: Client, programs: Path, url: str, num_examples: int) -> bool:
     return done.returncode == 0
 
 
+def model_with_tools(folder: Path) -> Path:
+    """Make a checkpoint of the demo model whose chat template shows tools; return its folder."""
+    shutil.copytree(CHECKPOINT, folder)
+    shutil.copy(HERE / "chat_template.jinja", folder)
+    return folder
+
+
 @contextmanager
 def served() -> Iterator[Replica]:
     """A server of the demo model that needs a key, as outside clients send one."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text(KEY)
-        server = Replica(MODEL, *SERVER_FLAGS, f"--api-key-file={keys}", log=Path(folder) / "log")
+        model = model_with_tools(Path(folder) / "model")
+        server = Replica(model, *SERVER_FLAGS, f"--api-key-file={keys}", log=Path(folder) / "log")
         try:
             server.wait_ready()
             yield server
@@ -96,7 +114,7 @@ def main() -> int:
     if unknown := set(args.names) - set(CLIENTS):
         parser.error(f"{', '.join(sorted(unknown))} is not one of {', '.join(CLIENTS)}")
     names = args.names or list(CLIENTS)
-    programs = {name: environment(name, CLIENTS[name].requirement) for name in names}
+    programs = {name: environment(name, CLIENTS[name]) for name in names}
     with served() as server:
         passed = {name: run(CLIENTS[name], programs[name], server.url, args.examples) for name in names}
     for name in names:
