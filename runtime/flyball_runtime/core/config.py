@@ -9,6 +9,7 @@ import msgspec
 
 from flyball_protocol import BootPrior
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.speculation import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class EngineConfig:
         num_threads: CPU threads of the engine; None takes the cores this process may use.
         seed: of the seeds that requests without one get; None draws it, so that each start and each replica differ.
         boot_prior: live limits to start with; None starts with the whole envelope.
+        speculative: how tokens are drafted; None drafts none.
     """
 
     model: str
@@ -74,6 +76,7 @@ class EngineConfig:
     seed: int | None = None
     log_level: str = "info"
     boot_prior: BootPrior | None = None
+    speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -99,6 +102,21 @@ class EngineConfig:
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}: "
                 "a step could not give each running sequence its token. Raise the first or lower the second."
             )
+        if self.speculative is not None:
+            self.speculative.validate()
+            if self.async_scheduling:
+                raise ConfigError(
+                    "--speculative-config and --async-scheduling exclude each other: tokens are drafted from those of the "
+                    "step before, which the next step would not wait for. Leave one of them out."
+                )
+
+    @property
+    def max_num_sampled(self) -> int:
+        """Most tokens of one step whose logits are wanted."""
+        if self.speculative is None:
+            return self.max_num_seqs
+        num_drafting = min(self.max_num_seqs, self.speculative.disable_by_batch_size)
+        return max(self.max_num_seqs, num_drafting * (1 + self.speculative.num_speculative_tokens))
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
