@@ -56,8 +56,8 @@ class FakeModel:
         self._epoch = 0
         self._num_plans = 0
 
-    def run(self, plan: BatchPlan) -> list[int]:
-        """Compute a step; return a token for each entry that samples.
+    def run(self, plan: BatchPlan) -> tuple[list[int], list[int]]:
+        """Compute a step; return a token for each entry that samples, and how many drafts are accepted.
 
         Raises:
             AssertionError: the plan does not go on where the last one ended, or reads a slot that nobody has written.
@@ -67,16 +67,22 @@ class FakeModel:
         self._num_plans += 1
         self._apply(plan)
         known = iter(array("I", plan.token_ids))
-        sampled = []
+        sampled: list[int] = []
+        num_accepted: list[int] = []
+        num_plain = len(plan.rows) - len(plan.num_drafts)
         for index, row in enumerate(plan.rows):
             start, num = plan.starts[index], plan.num_scheduled[index]
             tokens = [self._last[row]] if index < plan.num_decodes else [next(known) for _ in range(num)]
-            content = self._compute(self._tables[row], start, tokens)
+            held = self._compute(self._tables[row], start, tokens)
+            if index >= num_plain:
+                assert tokens[0] == self._last[row] and num == 1 + plan.num_drafts[index - num_plain]
+                num_accepted.append(_num_accepted(held, tokens[1:]))
+                held = held[: num_accepted[-1] + 1]
             if plan.samples[index]:
-                self._last[row] = next_token(content)
+                self._last[row] = next_token(held[-1])
                 sampled.append(self._last[row])
         assert next(known, None) is None
-        return sampled
+        return sampled, num_accepted
 
     def resize(self, num_blocks: int) -> None:
         """Lose what the blocks from ``num_blocks`` on hold, and refuse to touch them until there is memory again."""
@@ -109,7 +115,9 @@ class FakeModel:
             assert write.at <= len(table), "tables grow at their end"
             table[write.at : write.at + len(write.blocks)] = write.blocks
 
-    def _compute(self, tables: list[list[int]], start: int, tokens: list[int]) -> int:
+    def _compute(self, tables: list[list[int]], start: int, tokens: list[int]) -> list[int]:
+        """Return what the cache then holds at each of the tokens."""
+        result = []
         content = self._slots[self._slot(tables[0], start - 1)] if start else 0
         for position, token_id in enumerate(tokens, start):
             assert content is not None, f"position {position - 1} was never computed"
@@ -117,8 +125,8 @@ class FakeModel:
             content = extend(content, token_id)
             for table in tables:
                 self._slots[self._slot(table, position)] = content
-        assert content is not None
-        return content
+            result.append(content)
+        return result
 
     def _read(self, tables: list[list[int]], position: int) -> None:
         """Read what a token attends to: all groups hold the same for a position, and lack nothing of their windows."""
@@ -138,6 +146,12 @@ class FakeModel:
         slot = table[block] * self._block_size + offset
         assert slot < self._size, f"block {table[block]} is not there"
         return slot
+
+
+def _num_accepted(held: list[int], drafts: list[int]) -> int:
+    """Return how many drafts are what the model samples in their place, up to the first that is not."""
+    agree = [next_token(content) == draft for content, draft in zip(held, drafts, strict=False)]
+    return (*agree, False).index(False)
 
 
 def _first(window: int | None, position: int) -> int:

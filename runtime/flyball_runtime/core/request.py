@@ -197,6 +197,8 @@ class Sequence:
         due_s: when its first token has to be there for its deadlines to be met, by the engine's clock; infinity without one.
         level, rank: its place among others; see ``scheduler/policies.py``.
         is_late: whether it was found unable to meet its deadline; see WaitingQueue.
+        draft_acceptance: mean share of its drafted tokens that were accepted; None before it is asked for drafts.
+        min_tokens_to_draft: nothing is drafted while it has fewer tokens; see ``scheduler/drafts.py``.
     """
 
     __slots__ = (
@@ -206,11 +208,13 @@ class Sequence:
         "block_tables",
         "cache_salt",
         "client",
+        "draft_acceptance",
         "due_s",
         "e2e_deadline_s",
         "is_late",
         "level",
         "max_total_tokens",
+        "min_tokens_to_draft",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
@@ -267,6 +271,8 @@ class Sequence:
         self.level: tuple[float | bytes, ...] = ()
         self.rank: tuple[float | bytes, ...] = ()
         self.is_late = False
+        self.draft_acceptance: float | None = None
+        self.min_tokens_to_draft = 0
 
     @property
     def block_table(self) -> list[int]:

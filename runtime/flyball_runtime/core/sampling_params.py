@@ -89,6 +89,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def allows_drafts(self) -> bool:
+        """Whether several tokens of it may be verified at once: nothing looks at how each comes about."""
+        return not self.changes_logits and self.logprobs is None
+
+    @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 

@@ -138,6 +138,26 @@ class Governor:
         num_steps = -(-num_tokens // chunk)
         return num_steps * model.predict(chunk, decodes, context, chunk * (num_tokens + 1) // 2)
 
+    def pays(self, step: Planned, num_drafts: int, num_accepted: float) -> bool:
+        """Return whether a step gives more tokens a second with some drafts; True if nothing is known.
+
+        Args:
+            step: without them, one token of each of its decodes.
+            num_accepted: how many more tokens it gives with them.
+        """
+        model = self._learner.coefficients
+        if model is None or not step.num_decodes:
+            return True
+        work, start = work_of(step), step.num_context_tokens // step.num_decodes
+        without_s = model.predict(*work)
+        with_s = model.predict(
+            work.prefill_tokens + num_drafts,
+            work.decodes,
+            work.context_tokens,
+            work.attention_pairs + num_drafts * start,
+        )
+        return num_accepted * without_s > (with_s - without_s) * step.num_decodes
+
     def _available_s(self, target_s: float, model: StepModel, decodes: int, context_tokens: int) -> float:
         """Return the time that a step may be predicted to take.
 

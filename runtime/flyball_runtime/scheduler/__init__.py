@@ -1,5 +1,6 @@
 """Which tokens the next step computes: waiting and running sequences in, one BatchPlan out."""
 
+from flyball_runtime.scheduler.drafts import Drafter
 from flyball_runtime.scheduler.limits import LimitsLedger, SchedulerConfig
 from flyball_runtime.scheduler.plan import (
     BatchPlan,
@@ -17,6 +18,7 @@ __all__ = [
     "BatchPlan",
     "BlockCopy",
     "BlockedBy",
+    "Drafter",
     "Ending",
     "LimitsLedger",
     "Order",

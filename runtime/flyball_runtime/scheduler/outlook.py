@@ -32,6 +32,10 @@ class Forecast(Protocol):
         """Return the seconds in which so many prompt tokens are computed, ``most`` a step, beside a step's decodes."""
         ...
 
+    def pays(self, step: Step, num_drafts: int, num_accepted: float) -> bool:
+        """Return whether a step with so many drafts, of which so many are accepted, gives more tokens a second."""
+        ...
+
 
 class Lengths(Protocol):
     """What is known about the lengths of outputs: ``governor.OutputLengths``."""
@@ -161,3 +165,17 @@ class Outlook:
         if self._pace is None or not self._chunked:
             return num_tokens
         return self._pace.chunk(step, start, num_tokens, least)
+
+    def num_drafts(self, step: Step, num_drafts: int, num_accepted: float, budget: int) -> int:
+        """Return how many drafts a step has tokens and time for; 0 if so many are not worth their time.
+
+        Args:
+            num_drafts: at least 1, for decodes of the step.
+            num_accepted: how many of them the model is expected to accept.
+        """
+        if self._forecast is not None and not self._forecast.pays(step, num_drafts, num_accepted):
+            return 0
+        num_fitting = max(0, min(num_drafts, budget))
+        if self._pace is None:
+            return num_fitting
+        return self._pace.chunk(step, step.num_context_tokens // step.num_decodes, num_fitting)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from flyball_runtime.core.past import Past
 from flyball_runtime.core.pooling import PoolSpan
@@ -75,6 +75,7 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
         num_tokens: of all entries.
         num_context_tokens: K, the tokens in the cache that the decodes read, their own included.
         prefill_work: Q, the pairs of a token and one that it attends to, over all entries but the decodes.
+        num_drafts: at least 1 each.
     """
 
     number: int
@@ -92,10 +93,11 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
     block_copies: list[BlockCopy]
     prompt_spans: list[PromptSpan] = []
     pool_spans: list[PoolSpan] = []
+    num_drafts: list[int] = []
 
     @property
     def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_decodes
+        return self.num_tokens - self.num_decodes - len(self.num_drafts) - sum(self.num_drafts)
 
 
 class BlockedBy(StrEnum):
@@ -135,6 +137,9 @@ class Step:
         num_prefix_queried_tokens: prompt tokens of the sequences first admitted in this step.
         num_recomputed_tokens: tokens that sequences readmitted in this step had computed before their preemption and
             must compute again.
+        drafts: of the last entries.
+        num_accepted: of each of them, once the step is committed.
+        num_taken: how many tokens sequences with drafts have got, by request id, likewise.
     """
 
     sequences: list[Sequence]
@@ -158,6 +163,9 @@ class Step:
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     num_prefix_queried_tokens: int = 0
     num_recomputed_tokens: int = 0
+    drafts: "list[array[int]]" = field(default_factory=list)
+    num_accepted: Collection[int] = ()
+    num_taken: dict[str, int] = field(default_factory=dict)
     plan: BatchPlan = field(init=False)
 
     @classmethod
@@ -175,6 +183,11 @@ class Step:
         """The sequences that sample, in the plan's order."""
         return [seq for seq, samples in zip(self.sequences, self.samples, strict=True) if samples]
 
+    @property
+    def drafted(self) -> "list[tuple[Sequence, array[int]]]":
+        """The sequences with drafts, in the plan's order."""
+        return list(zip(self.sequences[len(self.sequences) - len(self.drafts) :], self.drafts, strict=True))
+
     def add_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Add ``num_tokens`` more of a sequence, whose tokens are all known."""
         start = seq.num_computed_tokens
@@ -183,13 +196,8 @@ class Step:
             self._add_span(seq, end)
         if seq.pooling is not None:
             self._add_pool_span(seq, start, end)
-        self.sequences.append(seq)
-        self.starts.append(start)
-        self.num_scheduled.append(num_tokens)
+        self._add_entry(seq, start, seq.token_ids[start:end])
         self.samples.append(seq.pooling is None and end == len(seq.token_ids))
-        self.token_ids += seq.token_ids[start:end]
-        self.num_tokens += num_tokens
-        self.prefill_work += num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
     def _add_span(self, seq: Sequence, end: int) -> None:
         """Have prompt tokens scored in an entry that is about to be added and computes those up to ``end``."""
@@ -206,6 +214,29 @@ class Step:
             self.pool_spans.append(PoolSpan(len(self.sequences), start, end if ends else 0))
         elif ends:
             self.pool_spans.append(PoolSpan(len(self.sequences), end - 1, 1))
+
+    def verify(self, index: int, drafts: "array[int]") -> None:
+        """Have the decode at ``index`` compute drafts too. Nothing but further drafts is added to the step afterwards."""
+        seq, start = self.sequences.pop(index), self.starts.pop(index)
+        self.num_scheduled.pop(index)
+        self.samples.pop(index)
+        self.num_decodes -= 1
+        self.num_tokens -= 1
+        self.num_context_tokens -= start + 1
+        self.prompt_spans = [structs.replace(span, entry=span.entry - 1) for span in self.prompt_spans]
+        self.pool_spans = [structs.replace(span, entry=span.entry - 1) for span in self.pool_spans]
+        self.drafts.append(drafts)
+        self._add_entry(seq, start, seq.token_ids[start:] + drafts)
+        self.samples.append(True)
+
+    def _add_entry(self, seq: Sequence, start: int, token_ids: "array[int]") -> None:
+        num_tokens = len(token_ids)
+        self.sequences.append(seq)
+        self.starts.append(start)
+        self.num_scheduled.append(num_tokens)
+        self.token_ids += token_ids
+        self.num_tokens += num_tokens
+        self.prefill_work += num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
     def seal(self, number: int) -> None:
         """Make the plan. Nothing is added to the step afterwards."""
@@ -225,10 +256,15 @@ class Step:
             block_copies=self.block_copies,
             prompt_spans=self.prompt_spans,
             pool_spans=self.pool_spans,
+            num_drafts=[len(drafts) for drafts in self.drafts],
         )
 
     def take(
-        self, sampled_token_ids: Collection[int | None], block_size: int, spoiled: Collection[int] = ()
+        self,
+        sampled_token_ids: Collection[int | None],
+        block_size: int,
+        spoiled: Collection[int] = (),
+        num_accepted: Collection[int] = (),
     ) -> tuple[Results, list[Computed]]:
         """Append to its sequences what the step has sampled, except to those that have ended since the plan.
 
@@ -257,14 +293,18 @@ class Step:
             else:
                 results.append((seq, None))
         self._take_chunks(tokens, results, filled, spoiled)
+        if self.drafts:
+            self.num_accepted = num_accepted
+            self._take_verified(tokens, results, filled)
         return results, filled
 
     def _take_chunks(
         self, tokens: Iterator[int | None], results: Results, filled: list[Computed], spoiled: Collection[int]
     ) -> None:
-        """Go on with the entries that are no decodes."""
+        """Go on with the entries behind the decodes."""
         num = self.num_decodes
-        chunks = zip(self.sequences[num:], self.starts[num:], self.num_scheduled[num:], self.samples[num:], strict=True)
+        part = slice(num, len(self.sequences) - len(self.drafts))
+        chunks = zip(self.sequences[part], self.starts[part], self.num_scheduled[part], self.samples[part], strict=True)
         for entry, (seq, start, num_tokens, samples) in enumerate(chunks, num):
             token = next(tokens) if samples else None
             if seq.row is None:
@@ -278,6 +318,25 @@ class Step:
                 results.append((seq, _ending(seq, token)))
             elif seq.pooling is not None and start + num_tokens == seq.num_prompt_tokens:
                 results.append((seq, "stop"))
+
+    def _take_verified(self, tokens: Iterator[int | None], results: Results, filled: list[Computed]) -> None:
+        """Go on with the entries that verify drafts. What comes behind the token that ends a sequence is dropped."""
+        for (seq, drafts), num_accepted, token in zip(self.drafted, self.num_accepted, tokens, strict=True):
+            if seq.row is None:
+                continue
+            if token is None:
+                results.append((seq, "failed"))
+                continue
+            start, ending = len(seq.token_ids), None
+            for one in (*drafts[:num_accepted], token):
+                seq.token_ids.append(one)
+                if ending := _ending(seq, one):
+                    break
+            results.append((seq, ending))
+            end = len(seq.token_ids)
+            filled.append((seq, start - 1, min(start + num_accepted, end)))
+            self.num_taken[seq.request_id] = end - start
+            seq.num_tokens, seq.num_computed_tokens = end, end - 1
 
 
 def _ending(seq: Sequence, last_token_id: int) -> Ending | None:

@@ -12,6 +12,7 @@ from flyball_runtime.core.past import Past
 from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.governor import MIN_CHUNK
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
+from flyball_runtime.scheduler.drafts import Drafter
 from flyball_runtime.scheduler.limits import SchedulerConfig, inside, violations
 from flyball_runtime.scheduler.outlook import Forecast, Lengths, Outlook, Pace
 from flyball_runtime.scheduler.plan import BlockCopy, BlockedBy, Ending, RowStart, Step, TableWrite
@@ -43,6 +44,10 @@ class Scheduler:
     preemption never takes the first sequence in policy order while another one runs, and every admission gives each
     running sequence at least one token of the budget, so decodes never outnumber it.
 
+    Drafts come last: what budget, time and blocks are left over, decodes take to have further tokens of theirs verified. How
+    many tokens such a step gives is known when it is committed, so nothing is planned before, and nothing is drafted while
+    other steps are in flight.
+
     Lowered limits drain: running sequences go on, all of them decode in every step, and nobody is admitted until what
     runs is under the new limit. Not thread-safe; sequences are changed here only.
     """
@@ -56,6 +61,7 @@ class Scheduler:
         pace: Pace | None = None,
         forecast: Forecast | None = None,
         lengths: Lengths | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Start with nothing to do.
 
@@ -65,6 +71,7 @@ class Scheduler:
             forecast: tells whether a deadline can be met; without it, one is lost when it has passed.
             lengths: of outputs; without it, requests are expected to get all tokens that they may, and no KV blocks are
                 held back for what runs.
+            drafter: guesses tokens of sequences that decode, to have several verified at once; without it none are.
         Raises:
             ConfigError: the KV cache cannot hold one sequence of ``max_model_len`` tokens.
         """
@@ -75,6 +82,7 @@ class Scheduler:
         self._outlook = Outlook(
             kv_cache, chunked=config.enable_chunked_prefill, pace=pace, forecast=forecast, lengths=lengths
         )
+        self._drafter = drafter
         self._waiting = WaitingQueue(self._policy, config.fair_share)
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._unfinished: dict[str, Sequence] = {}
@@ -217,6 +225,8 @@ class Scheduler:
         Args:
             now_s: by the clock of the sequences' ``arrived_s``.
         """
+        if self._in_flight and self._in_flight[-1].drafts:
+            return None
         planned = self._plan_decodes()
         if planned is None:
             return None
@@ -234,11 +244,17 @@ class Scheduler:
         self._blocked_by = step.blocked_by
         if not step.sequences:
             return None
+        if self._drafter is not None and not self._in_flight and not step.preempted:
+            self._add_drafts(step, self._drafter, self._limits.max_num_batched_tokens - step.num_tokens)
         self._advance(step)
         return step
 
     def commit(
-        self, step: Step, sampled_token_ids: Collection[int | None], spoiled: Collection[int] = ()
+        self,
+        step: Step,
+        sampled_token_ids: Collection[int | None],
+        spoiled: Collection[int] = (),
+        num_accepted: Collection[int] = (),
     ) -> list[tuple[Sequence, Ending | None]]:
         """Record what the model computed in the oldest step in flight.
 
@@ -246,13 +262,15 @@ class Scheduler:
             sampled_token_ids: one for each entry that samples, in the plan's order; None where the model's logits gave
                 none. Such a sequence has failed, and its blocks leave the prefix cache: what they hold cannot be trusted.
             spoiled: entries whose hidden states are not finite; their pooled sequences have failed likewise.
+            num_accepted: how many drafts are what the model chose, up to the first that is not, for each entry with drafts.
 
         Returns:
             Each sequence that got a token (its last), is pooled or failed, with the reason if that ended it. A stop token is
-            kept as the sequence's last token. Sequences that have ended since the plan are left out.
+            kept as the sequence's last token. Sequences that have ended since the plan are left out. Where drafts were
+            accepted, ``step.num_taken`` says how many tokens a sequence got.
 
         Raises:
-            ValueError: not as many tokens as the plan samples, or another step is older.
+            ValueError: not as many tokens or counts as the plan asks for, or another step is older.
         """
         if not self._in_flight or self._in_flight[0] is not step:
             raise ValueError("commit() takes steps in the order in which they were planned, each once.")
@@ -260,8 +278,13 @@ class Scheduler:
             raise ValueError(
                 f"got {len(sampled_token_ids)} sampled tokens for a plan that samples {sum(step.samples)}."
             )
+        if len(num_accepted) != len(step.drafts):
+            raise ValueError(f"got {len(num_accepted)} counts of accepted drafts for {len(step.drafts)} entries.")
         self._in_flight.popleft()
-        results, filled = step.take(sampled_token_ids, self._kv.block_size, spoiled)
+        results, filled = step.take(sampled_token_ids, self._kv.block_size, spoiled, num_accepted)
+        if self._drafter is not None:
+            for (seq, drafts), num in zip(step.drafted, num_accepted, strict=True):
+                self._drafter.verified(seq, len(drafts), num)
         for seq, ending in results:
             if ending == "failed":
                 self._kv.forget(seq)
@@ -279,7 +302,7 @@ class Scheduler:
     def _slide(self, step: Step) -> None:
         for seq, start, num in zip(step.sequences, step.starts, step.num_scheduled, strict=True):
             if seq.row is not None:
-                self._kv.slide(seq, start + num)
+                self._kv.slide(seq, min(start + num, seq.num_computed_tokens))  # less where drafts were rejected
 
     def _plan_decodes(self) -> tuple[Step, list[Sequence]] | None:
         """Return a step of all decodes, each with a block for its token, and the sequences with more to compute.
@@ -330,6 +353,36 @@ class Scheduler:
                 growing.append(seq)
         return Step.of_decodes(decodes, starts), growing, prefills
 
+    def _add_drafts(self, step: Step, drafter: Drafter, budget: int) -> None:
+        """Have decodes compute drafts behind their tokens, with what is left of budget, time and blocks."""
+        if budget <= 0 or len(self._running) > drafter.max_batch_size:
+            return
+        drafted = [(seq, drafts) for seq in step.sequences[: step.num_decodes] if (drafts := drafter.draft(seq))]
+        if not drafted:
+            return
+        num_wanted = sum(len(drafts) for _, drafts in drafted)
+        num_accepted = sum(len(drafts) * (seq.draft_acceptance or 0.0) for seq, drafts in drafted)
+        num_left = self._outlook.num_drafts(step, num_wanted, num_accepted, budget)
+        for seq, drafts in drafted:
+            if fitting := drafts[: self._grow_for_drafts(step, seq, min(num_left, len(drafts)))]:
+                step.verify(step.sequences.index(seq, 0, step.num_decodes), fitting)
+                num_left -= len(fitting)
+
+    def _grow_for_drafts(self, step: Step, seq: Sequence, num_drafts: int) -> int:
+        """Return for how many drafts a decode has blocks, after giving it more if each running sequence can still take one."""
+        num_fitting = len(seq.block_table) * self._kv.block_size - seq.num_computed_tokens - 1
+        num_new = -(-(num_drafts - num_fitting) // self._kv.block_size)
+        if num_new <= 0:
+            return num_drafts
+        if (num_new + len(self._running)) * self._kv.num_groups > self._kv.num_growable_blocks:
+            return num_fitting
+        self._kv.grow([seq] * num_new)
+        step.table_writes += [
+            TableWrite(_row(seq), len(table) - num_new, table[-num_new:], group)
+            for group, table in enumerate(seq.block_tables)
+        ]
+        return num_drafts
+
     def _compact(self, step: Step) -> None:
         """Have blocks moved out of memory that a lowered limit gives up, where the step can do it."""
         self._last_look_up = None  # it names blocks
@@ -361,6 +414,8 @@ class Scheduler:
         ):
             seq.num_computed_tokens += num
             seq.num_tokens += samples
+        for seq, drafts in step.drafted:
+            seq.num_tokens += len(drafts)
 
     def _admit(self, step: Step, budget: int, now_s: float) -> BlockedBy:
         """Admit from the head of the queue while limits allow; return what keeps the next one out."""

@@ -183,3 +183,25 @@ def test_the_first_token_takes_the_steps_that_its_chunks_need():
     assert paced.first_token_s(step, 1000, 2048) > free.first_token_s(step, 1000, 2048) > alone
     assert governor(None, None).first_token_s(step, 1000, 2048) == 0.0, "nothing is known"
     assert free.first_token_s(step, 0, 2048) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "num_accepted", "pays"),
+    [
+        (1, 0.3, False),
+        (1, 0.4, True),
+        (8, 1.7, False),
+        (8, 1.8, True),
+        (64, 3.4, False),
+        (64, 3.5, True),
+        (0, 0.0, True),
+    ],
+)
+def test_drafts_pay_where_a_step_gives_more_tokens_a_second(num_decodes: int, num_accepted: float, pays: bool):
+    """Four drafts take 4 ms. A step of 1 decode takes 11 ms: 4 are worth 0.37 tokens. One of 8 takes 18 ms: 1.78."""
+    made = governor(None, StepModel(base_s=0.010, token_s=0.001, knee_tokens=0.0))
+    assert made.pays(Step(num_decodes, num_decodes, 100 * num_decodes), 4, num_accepted) == pays
+
+
+def test_drafts_pay_as_long_as_nothing_is_known():
+    assert governor(None, None).pays(Step(8, 8, 800), 4, 0.1)

@@ -13,14 +13,15 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fake_model import FakeModel, expected_output
+from fake_model import VOCAB_SIZE, FakeModel, expected_output
 from flyball_protocol import Limits, StepModel
 from flyball_runtime.core.kv_layout import most_blocks
 from flyball_runtime.core.pooling import Pooling
 from flyball_runtime.core.request import Sequence, SequenceStatus
+from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.governor import Governor, OutputLengths
 from flyball_runtime.kv_cache import KVCache
-from flyball_runtime.scheduler import BatchPlan, BlockedBy, Ending, Scheduler, SchedulerConfig, Step
+from flyball_runtime.scheduler import BatchPlan, BlockedBy, Drafter, Ending, Scheduler, SchedulerConfig, Step
 from flyball_runtime.scheduler.policies import POLICIES
 from flyball_runtime.scheduler.queue import OUTPUT_TOKEN_WEIGHT
 from sequences import make_sequence
@@ -50,6 +51,29 @@ STEP_MODEL = StepModel(base_s=0.001, token_s=0.0001, context_token_s=0.00001)
 """A step takes some milliseconds, of the order of the targets and deadlines here."""
 
 
+class Oracle(Drafter):
+    """Knows what comes, also behind a stop token, and is wrong now and then."""
+
+    def draft(self, seq: Sequence) -> "array[int]":
+        if not (drafts := super().draft(seq)):
+            return drafts
+        most = min(len(drafts), seq.max_total_tokens - len(seq.token_ids) - 1)
+        coming = expected_output(seq.token_ids.tolist(), most, frozenset())
+        if len(seq.token_ids) % 3 == 0:
+            wrong = len(seq.token_ids) // 3 % most
+            coming[wrong] = (coming[wrong] + 1) % VOCAB_SIZE
+        return array("I", coming)
+
+
+def drafter(num_tokens: int, max_batch_size: int) -> Oracle | None:
+    if not num_tokens:
+        return None
+    config = SpeculativeConfig(
+        num_speculative_tokens=num_tokens, prompt_lookup_max=1, disable_by_batch_size=max_batch_size
+    )
+    return Oracle(config)
+
+
 def between(low: float, high: float, share: float) -> float:
     return min(high, low + (high - low) * share)
 
@@ -66,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
         fair_share=st.booleans(),
         learns=st.booleans(),
+        drafts=st.sampled_from([0, 0, 1, 3, 6]),
         prompts=st.lists(PROMPTS, min_size=4, max_size=MAX_WAITING),
     )
     def start(
@@ -80,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         fair_share: bool,
         learns: bool,
+        drafts: int,
         prompts: list[list[int]],
     ) -> None:
         config = SchedulerConfig(
@@ -96,16 +122,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.kv = KVCache(num_blocks, block_size, caching, windows)
         governor = Governor(STEP_MODEL) if learns else None
         self.lengths = OutputLengths() if learns else None
-        self.scheduler = Scheduler(config, self.kv, pace=governor, forecast=governor, lengths=self.lengths)
+        self.scheduler = Scheduler(
+            config,
+            self.kv,
+            pace=governor,
+            forecast=governor,
+            lengths=self.lengths,
+            drafter=drafter(drafts, max_num_seqs - spare_budget % 2),
+        )
         self.model = FakeModel(num_blocks, block_size, windows)
         self.num_blocks_there = num_blocks
-        self.in_flight: deque[tuple[Step, list[int | None]]] = deque()
+        self.in_flight: deque[tuple[Step, list[int | None], list[int]]] = deque()
         self.ceiling = num_blocks
         self.live: dict[str, Sequence] = {}
         self.scored: Counter[str] = Counter()  # prompt tokens, by request
         self.num_submitted = 0
         self.now_s = 0.0
         self.ended: Counter[str] = Counter()
+        self.num_verified: Counter[bool] = Counter()  # drafts, by whether they were accepted
         self.service: Counter[tuple[int, str]] = Counter()
         self.ahead: dict[tuple[tuple[int, str], tuple[int, str]], int] = {}
         self.submit(prompts, 16, 1, "a")
@@ -143,7 +177,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step is not None:
             if self.kv.size > self.num_blocks_there:
                 self.resize()
-            self.in_flight.append((step, [*self.model.run(step.plan)]))
+            sampled, num_accepted = self.model.run(step.plan)
+            self.in_flight.append((step, [*sampled], num_accepted))
             self.resize()
 
     @precondition(lambda self: not self.in_flight)
@@ -166,8 +201,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         if self.in_flight:
-            step, sampled = self.in_flight.popleft()
-            self.record(self.scheduler.commit(step, sampled))
+            step, sampled, num_accepted = self.in_flight.popleft()
+            self.record(step, self.scheduler.commit(step, sampled, num_accepted=num_accepted))
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 20))
@@ -178,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20))
     def fail_one_of_a_step(self, pick: int) -> None:
         """The model gave no token for one sequence: it ends, what it computed is forgotten, and the others go on."""
-        step, sampled = self.in_flight[0]
+        step, sampled, _ = self.in_flight[0]
         failed = step.sampled[pick % len(step.sampled)]
         sampled[step.sampled.index(failed)] = None
         is_alive, blocks = failed.request_id in self.live, set(self.blocks_of(failed))
@@ -193,7 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Everybody in a step is aborted before it is collected."""
         if len(self.in_flight) < MAX_IN_FLIGHT:
             self.launch()
-        for step, _ in self.in_flight:
+        for step, *_ in self.in_flight:
             for seq in step.sequences:
                 if seq.request_id in self.live:
                     self.abort_one(seq.request_id)
@@ -306,8 +341,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert num > 0
             assert start == computed[seq.request_id] or (computed[seq.request_id] == 0 and seq in self.admitted(plan))
             assert start + num == seq.num_computed_tokens
-            num_tokens = len(seq.token_ids) + seq.num_pending_tokens - plan.samples[index]  # as the step found it
+            num_drafts = self.num_drafts(plan, index)
+            # as the step found it, and the drafts
+            num_tokens = len(seq.token_ids) + seq.num_pending_tokens - plan.samples[index]
             assert plan.samples[index] == (seq.pooling is None and start + num == num_tokens)
+            assert num_drafts == 0 or (num == 1 + num_drafts and start + 1 == len(seq.token_ids) < seq.max_total_tokens)
             assert len(seq.block_table) * self.kv.block_size >= start + num
             if index >= plan.num_decodes:
                 work += sum(position + 1 for position in range(start, start + num))
@@ -315,6 +353,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_pool_spans(step)
         assert plan.num_context_tokens == sum(start + 1 for start in plan.starts[: plan.num_decodes])
         assert plan.prefill_work == work
+
+    def num_drafts(self, plan: BatchPlan, index: int) -> int:
+        num_plain = len(plan.rows) - len(plan.num_drafts)
+        return 0 if index < num_plain else plan.num_drafts[index - num_plain]
 
     def check_spans(self, step: Step) -> None:
         """Each prompt token is scored once, in order, behind tokens that the step computes."""
@@ -355,7 +397,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         decodes = {name for name, missing in before.items() if missing == 1} & {
             one.request_id for one in self.running() if one.pooling is None
         }
-        assert {seq.request_id for seq in step.sequences[: plan.num_decodes]} == decodes
+        drafted = [seq for seq, _ in step.drafted]
+        assert {seq.request_id for seq in (*step.sequences[: plan.num_decodes], *drafted)} == decodes
+        assert not drafted or self.scheduler.num_in_flight == 1, "the step itself"
         assert set(plan.num_scheduled[: plan.num_decodes]) <= {1}
         assert plan.num_tokens <= max(self.scheduler.limits.max_num_batched_tokens, plan.num_decodes)
         assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
@@ -394,11 +438,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step.blocked_by is BlockedBy.BUDGET and scheduler.config.enable_chunked_prefill:
             assert step.num_tokens >= scheduler.limits.max_num_batched_tokens
 
-    def record(self, results: list[tuple[Sequence, Ending | None]]) -> None:
+    def record(self, step: Step, results: list[tuple[Sequence, Ending | None]]) -> None:
+        num_accepted = sum(step.num_accepted)
+        self.num_verified += Counter({True: num_accepted, False: sum(step.plan.num_drafts) - num_accepted})
         for seq, reason in results:
             assert self.live[seq.request_id] is seq, "a sequence got a token after its end"
             if reason != "failed" and seq.pooling is None:
-                self.service[self.account(seq)] += OUTPUT_TOKEN_WEIGHT
+                self.service[self.account(seq)] += OUTPUT_TOKEN_WEIGHT * step.num_taken.get(seq.request_id, 1)
             if reason is not None:
                 self.end(seq)
 
@@ -497,7 +543,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def tables_reach_far_enough(self, seq: Sequence) -> None:
         """A whole prompt has blocks in groups that see all of it; in the others what has been computed, and a step's tokens."""
         most = self.scheduler.config.max_num_batched_tokens
-        in_flight = any(seq in step.sequences for step, _ in self.in_flight)
+        in_flight = any(seq in step.sequences for step, *_ in self.in_flight)
         tables = zip(self.kv.windows, seq.block_tables, seq.num_freed_blocks, strict=True)
         for window, table, num_freed in tables:
             reach = len(seq.token_ids) - 1 if window is None else min(seq.num_computed_tokens, len(seq.token_ids) - 1)
@@ -507,7 +553,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def windows_are_kept(self, seq: Sequence) -> None:
         """What lies behind a window is given back when the step that went past it is committed."""
-        in_flight = (step for step, _ in self.in_flight if seq in step.sequences)
+        in_flight = (step for step, *_ in self.in_flight if seq in step.sequences)
         oldest = next(in_flight, None)
         start = seq.num_computed_tokens if oldest is None else oldest.starts[oldest.sequences.index(seq)]
         for window, num_freed in zip(self.kv.windows, seq.num_freed_blocks, strict=True):
@@ -516,6 +562,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 def test_long_histories_under_load() -> None:
     """Hypothesis favours short histories; these keep the pool full for hundreds of calls."""
+    num_verified: Counter[bool] = Counter()
     for seed in range(NUM_LONG_HISTORIES):
         rng = random.Random(seed)
         machine = SchedulerMachine()
@@ -530,12 +577,15 @@ def test_long_histories_under_load() -> None:
             policy=rng.choice(sorted(POLICIES)),
             fair_share=rng.random() < 0.7,
             learns=rng.random() < 0.5,
+            drafts=rng.choice([0, 0, 1, 3, 6]),
             prompts=[[1, 2, 1]],
         )
         for _ in range(200):
             random_call(machine, rng)
             machine.holds()
         machine.teardown()
+        num_verified += machine.num_verified
+    assert num_verified[True] > 10 and num_verified[False] > 10
 
 
 def random_call(machine: SchedulerMachine, rng: random.Random) -> None:

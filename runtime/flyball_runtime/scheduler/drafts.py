@@ -1,0 +1,98 @@
+"""Drafts: tokens that may come next, guessed from the sequence itself, of which the model verifies several in one step.
+
+A run of last tokens is looked up in what came before them (prompt lookup: Saxena 2023), and what followed it there is
+drafted. It costs no model, and helps where an output repeats its prompt or itself. Elsewhere it stops by itself: a sequence
+whose drafts are rejected is only tried again from time to time, and new sequences begin with what is usual for all.
+"""
+
+from array import array
+from typing import Any
+
+import numpy as np
+
+from flyball_runtime.core.request import Sequence
+from flyball_runtime.core.speculation import SpeculativeConfig
+
+MIN_ACCEPTANCE = 0.15
+"""A sequence of whose drafts a smaller share is accepted gets none for a while. Where the step time is known, much more may be
+asked for (see ``Governor.pays``)."""
+
+PAUSE_TOKENS = 32
+"""Tokens that such a sequence gets before it is tried again."""
+
+SEQUENCE_WEIGHT = 0.2
+ALL_WEIGHT = 0.02
+"""Weight of the latest verification in the mean of its sequence, and in that of all."""
+
+FIRST_ACCEPTANCE = 0.5
+
+MAX_OCCURRENCES = 1024
+"""Earlier places of the last token that are looked at, the latest ones. A prompt of equal tokens takes no longer for it."""
+
+
+class Drafter:
+    """Drafts tokens, and learns for which sequences it is worth it.
+
+    Attributes:
+        acceptance: mean share of drafted tokens that are accepted, of all sequences; where new ones begin.
+        max_batch_size: nothing is to be drafted while more sequences run.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
+        self.acceptance = FIRST_ACCEPTANCE
+        self.max_batch_size = config.disable_by_batch_size
+
+    def draft(self, seq: Sequence) -> "array[int]":
+        """Return what may follow the tokens of a sequence that decodes, all of them known; often nothing."""
+        if seq.draft_acceptance is None:
+            self._begin(seq)
+        if len(seq.token_ids) < seq.min_tokens_to_draft or not seq.sampling.allows_drafts:
+            return array("I")
+        # the model gives one more token, behind the last draft
+        most = min(self._config.num_speculative_tokens, seq.max_total_tokens - len(seq.token_ids) - 1)
+        return look_up(seq.token_ids, self._config.shortest_lookup, self._config.longest_lookup, most)
+
+    def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Take in how many of the drafts were accepted."""
+        share = num_accepted / num_drafts
+        before = self.acceptance if seq.draft_acceptance is None else seq.draft_acceptance
+        seq.draft_acceptance = before + SEQUENCE_WEIGHT * (share - before)
+        self.acceptance += ALL_WEIGHT * (share - self.acceptance)
+        self._pause_if_poor(seq, seq.draft_acceptance)
+
+    def _begin(self, seq: Sequence) -> None:
+        seq.draft_acceptance = self.acceptance
+        self._pause_if_poor(seq, seq.draft_acceptance)
+
+    def _pause_if_poor(self, seq: Sequence, acceptance: float) -> None:
+        if acceptance < MIN_ACCEPTANCE:
+            seq.min_tokens_to_draft = len(seq.token_ids) + PAUSE_TOKENS
+
+
+def look_up(token_ids: "array[int]", shortest: int, longest: int, most: int) -> "array[int]":
+    """Return up to ``most`` tokens that followed the last tokens where these occurred before.
+
+    The longest run of ``longest`` to ``shortest`` last tokens that occurred counts, in its latest occurrence. If that is so
+    late that too few tokens follow, they are repeated, as in LZ77.
+    """
+    behind = _behind_latest(np.frombuffer(token_ids, np.uint32), shortest, longest) if most > 0 else None
+    if behind is None:
+        return array("I")
+    period = token_ids[behind : behind + most]
+    return (period * -(-most // len(period)))[:most]
+
+
+def _behind_latest(tokens: "np.ndarray[Any, np.dtype[np.uint32]]", shortest: int, longest: int) -> int | None:
+    """Return the index behind the latest earlier occurrence of the longest run of last tokens that has one."""
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])[-MAX_OCCURRENCES:]
+    found = None
+    for length in range(1, longest + 1):
+        ends = ends[ends >= length - 1]
+        if ends.size:
+            ends = ends[tokens[ends - length + 1] == tokens[-length]]
+        if not ends.size:
+            break
+        if length >= shortest:
+            found = int(ends[-1]) + 1
+    return found
