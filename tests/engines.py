@@ -1,6 +1,7 @@
 """Engines on tiny checkpoints, and what transformers says of the same prompts."""
 
 import random
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from transformers import AutoModelForCausalLM
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.kv_layout import KVLayout
 from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.core.request import Finished, Request
+from flyball_runtime.core.request import Finished, Request, Sequence
 from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.engine.runner import start_engine
+from flyball_runtime.scheduler import Drafter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
@@ -61,6 +64,41 @@ def generate(engine: Engine, prompts: list[list[int]], sampling: SamplingParams 
             ended.append(ending.request_id)
     assert sorted(ended) == sorted(outputs)
     return list(outputs.values())
+
+
+class Oracle(Drafter):
+    """Knows the outputs, and is wrong now and then.
+
+    Args:
+        num_tokens: most drafts of a sequence in one step.
+        sequences: prompts and the outputs behind them.
+    """
+
+    def __init__(self, num_tokens: int, sequences: list[list[int]]) -> None:
+        super().__init__(SpeculativeConfig(num_speculative_tokens=num_tokens))
+        self._num_tokens = num_tokens
+        self._sequences = sequences
+        self._num_calls = self.num_drafts = self.num_accepted = 0
+
+    def draft(self, seq: Sequence) -> "array[int]":
+        num, token_ids = len(seq.token_ids), seq.token_ids.tolist()
+        known = next((one for one in self._sequences if one[:num] == token_ids), [])
+        drafts = known[num : min(num + self._num_tokens, seq.max_total_tokens - 1)]
+        self._num_calls += 1
+        if drafts and self._num_calls % 3 == 0:
+            drafts[self._num_calls // 3 % len(drafts)] ^= 1
+        return array("I", drafts)
+
+    def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        self.num_drafts += num_drafts
+        self.num_accepted += num_accepted
+
+
+def have_drafted(engine: Engine, oracle: Oracle) -> None:
+    """Have the drafts of an engine come from an oracle, and pay whatever they cost. It was made with ``speculative``."""
+    assert engine.scheduler._drafter is not None
+    engine.scheduler._drafter = oracle
+    engine.governor.pays = lambda *_: True
 
 
 class Reference:

@@ -1,5 +1,6 @@
 """What the engine reports after its steps; the API process turns it into metrics and evidence."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -19,6 +20,8 @@ class StepStats(Struct, frozen=True, kw_only=True):
         max_num_seqs: most running sequences that live limits may allow.
         num_allocated_kv_blocks: those that there is memory for.
         predicted_s: time from the end of the step before to its own, as predicted when it was launched; None without a model.
+        num_drafts: sequences with drafts; ``num_decodes`` counts them too.
+        num_draft_tokens, num_accepted_tokens: drafts that the step verified, and those that the model agreed with.
         step_model, lengths, prefix_hits: what has been learned so far; None, or empty, if it was reported a few steps
             before, or nothing is known.
     """
@@ -44,6 +47,9 @@ class StepStats(Struct, frozen=True, kw_only=True):
     lengths: Lengths | None = None
     prefix_hits: tuple[HitPoint, ...] = ()
     num_allocated_kv_blocks: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Sampled(NamedTuple):
@@ -55,6 +61,7 @@ class Sampled(NamedTuple):
         prompt_logprobs: by entry of the plan, those of prompt tokens; None when nobody asks for them.
         stuck: by index into ``token_ids``, why a grammar lets none follow, where that is so.
         pooled: by entry of the plan, the vector of a prompt that ends there, 32-bit floats; None where it is not finite.
+        num_accepted: how many drafts are accepted, for each entry of the plan that has some.
     """
 
     token_ids: list[int | None]
@@ -62,10 +69,13 @@ class Sampled(NamedTuple):
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     stuck: dict[int, str] | None = None
     pooled: dict[int, bytes | None] = {}  # noqa: RUF012  never changed
+    num_accepted: Sequence[int] = ()
 
 
 class StepOutput(Struct, frozen=True, tag=True):
-    """Everything one step produced: ``token_ids[i]`` is the new token of ``request_ids[i]``; endings come after tokens.
+    """Everything one step produced: ``token_ids[i]`` is a new token of ``request_ids[i]``; endings come after tokens.
+
+    A request has several in a row if drafts of it were accepted.
 
     ``num_cached_tokens``: prompt tokens found in the prefix cache, of the requests first admitted in this step that had any.
     ``logprobs``: of the new tokens of the requests that ask for them. ``prompt_logprobs``: of more of their prompts' tokens.

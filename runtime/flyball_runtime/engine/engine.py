@@ -20,7 +20,7 @@ from flyball_runtime.core.sampling_params import with_seed
 from flyball_runtime.core.stats import EngineInfo, Sampled, StepOutput, StepStats
 from flyball_runtime.governor import GhostCache, Governor, OutputLengths, usable_prior
 from flyball_runtime.kv_cache import KVCache
-from flyball_runtime.scheduler import BatchPlan, Ending, LimitsLedger, Scheduler, SchedulerConfig, Step
+from flyball_runtime.scheduler import BatchPlan, Drafter, Ending, LimitsLedger, Scheduler, SchedulerConfig, Step
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Executor(Protocol):
         ...
 
     def collect(self, handle: Handle) -> Sampled:
-        """Wait for a step; return a token for each entry that samples."""
+        """Wait for a step; return a token for each entry that samples, and how many drafts are accepted."""
         ...
 
 
@@ -156,6 +156,7 @@ class Engine:
             pace=self.governor,
             forecast=self.governor,
             lengths=self.lengths,
+            drafter=None if config.speculative is None else Drafter(config.speculative),
         )
         self._ledger = LimitsLedger(self.scheduler, self._clock, config.boot_prior)
         self._sequences: dict[str, Sequence] = {}
@@ -321,7 +322,7 @@ class Engine:
         step = oldest.step
         sampled = self._executor.collect(oldest.handle)
         spoiled = {entry for entry, vector in sampled.pooled.items() if vector is None}
-        results = self.scheduler.commit(step, sampled.token_ids, spoiled)
+        results = self.scheduler.commit(step, sampled.token_ids, spoiled, sampled.num_accepted)
         pooled = {step.sequences[entry].request_id: vector or b"" for entry, vector in sampled.pooled.items()}
         stuck = {step.sampled[index].request_id: reason for index, reason in (sampled.stuck or {}).items()}
         endings = [
@@ -330,19 +331,20 @@ class Engine:
             if ending
         ]
         endings += self._take_refused()
-        tokens = [seq for seq, ending in results if ending != "failed" and seq.pooling is None]
+        going = [seq for seq, ending in results if ending != "failed" and seq.pooling is None]
+        request_ids, token_ids = _new_tokens(step, going)
         now_s = self._clock.now()
         self._learn(oldest, now_s - self._last_end_s)
         # a step that was launched behind another one began when that ended
         duration_s, self._last_end_s = now_s - max(oldest.started_s, self._last_end_s), now_s
         self._idle = not self.has_work()
         return StepOutput(
-            request_ids=[seq.request_id for seq in tokens],
-            token_ids=[seq.token_ids[-1] for seq in tokens],
+            request_ids=request_ids,
+            token_ids=token_ids,
             endings=endings,
             stats=self._stats(step, duration_s, oldest.predicted_s),
             num_cached_tokens=step.num_cached_tokens,
-            logprobs=_by_request(step, sampled.logprobs, tokens) if sampled.logprobs else {},
+            logprobs=_by_request(step, sampled.logprobs, going) if sampled.logprobs else {},
             prompt_logprobs={
                 step.sequences[entry].request_id: scores for entry, scores in (sampled.prompt_logprobs or {}).items()
             },
@@ -394,7 +396,10 @@ class Engine:
             prefix_hits=self._ghost.curve() if is_due and self._ghost is not None else (),
             num_tokens=step.num_tokens if step else 0,
             num_prefill_tokens=step.plan.num_prefill_tokens if step else 0,
-            num_decodes=step.num_decodes if step else 0,
+            num_decodes=step.num_decodes + len(step.drafts) if step else 0,
+            num_drafts=len(step.drafts) if step else 0,
+            num_draft_tokens=sum(step.plan.num_drafts) if step else 0,
+            num_accepted_tokens=sum(step.num_accepted) if step else 0,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(self._compiling),
             blocked_by=step.blocked_by if step else "none",
@@ -408,6 +413,15 @@ class Engine:
             effective=scheduler.effective,
             max_num_seqs=scheduler.envelope.max_num_seqs,
         )
+
+
+def _new_tokens(step: Step, going: list[Sequence]) -> tuple[list[str], list[int]]:
+    """Return what a step gave the sequences that have got tokens: the request id of each token, and the token."""
+    if not step.drafts:
+        return [seq.request_id for seq in going], [seq.token_ids[-1] for seq in going]
+    counts = [step.num_taken.get(seq.request_id, 1) for seq in going]
+    request_ids = [seq.request_id for seq, count in zip(going, counts, strict=True) for _ in range(count)]
+    return request_ids, [token for seq, count in zip(going, counts, strict=True) for token in seq.token_ids[-count:]]
 
 
 def _by_request(step: Step, logprobs: dict[int, TokenLogprobs], going: list[Sequence]) -> dict[str, TokenLogprobs]:

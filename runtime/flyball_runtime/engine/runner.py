@@ -33,6 +33,7 @@ from flyball_runtime.model.pooled import PooledStates, Sums
 from flyball_runtime.model.prompt_logprobs import PromptLogprobs
 from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
 from flyball_runtime.model.transformer import StepInputs
+from flyball_runtime.model.verify import verify
 from flyball_runtime.scheduler import BatchPlan
 
 
@@ -84,7 +85,11 @@ class Rows:
 
         entry_of_token = np.repeat(np.arange(num_seqs), query_lens)
         positions = np.arange(plan.num_tokens) - cu_query_lens[entry_of_token] + starts[entry_of_token]
-        samples = np.array(plan.samples, bool)
+        logits_indices = cu_query_lens[1:][np.array(plan.samples, bool)] - 1
+        if plan.num_drafts:  # of the last entries, the logits of all tokens are wanted
+            num_plain = num_seqs - len(plan.num_drafts)
+            drafted = np.arange(cu_query_lens[num_plain], plan.num_tokens)
+            logits_indices = np.concatenate((logits_indices[: -len(plan.num_drafts)], drafted))
         table_entries = self._tensor(entry_of_token * num_blocks + positions // self._block_size)
         offsets = self._tensor(positions % self._block_size)
 
@@ -103,7 +108,7 @@ class Rows:
             context_lens=self._tensor(context_lens.astype(np.int32)),
             max_query_len=int(query_lens.max()),
             max_context_len=max_context_len,
-            logits_indices=self._tensor(cu_query_lens[1:][samples].astype(np.int64) - 1),
+            logits_indices=self._tensor(logits_indices.astype(np.int64)),
         )
 
     def remember(self, rows: Tensor, token_ids: Tensor) -> None:
@@ -126,6 +131,7 @@ class LaunchedStep:
         done: None on a CPU, which has computed them.
         stuck: as in Sampled.
         pooled: like ``token_ids``.
+        num_accepted: ``[num_drafted]`` int64 on the host, likewise; None when nothing was drafted.
     """
 
     token_ids: Tensor
@@ -134,6 +140,7 @@ class LaunchedStep:
     done: torch.cuda.Event | None = None
     stuck: dict[int, str] = field(default_factory=dict)
     pooled: PooledStates | None = None
+    num_accepted: Tensor | None = None
 
 
 class ModelRunner:
@@ -264,12 +271,16 @@ class ModelRunner:
         if not logits.shape[0]:
             return self._to_host(logits.new_empty(0, dtype=torch.int64), None, scores, pooled)
         samples = np.array(plan.samples)
-        rows = np.array(plan.rows)[samples]
+        entries = np.array(plan.rows)[samples]
         ends = np.array(plan.starts)[samples] + np.array(plan.num_scheduled)[samples]
+        rows, positions = _each_draft(entries, ends, plan.num_drafts) if plan.num_drafts else (entries, ends)
         raw = self._sampling.raw_logprobs(logits, rows)
-        token_ids = self._sampling.sample(logits, rows, ends)
-        self._rows.remember(torch.from_numpy(rows).to(self._device, non_blocking=True), token_ids)
-        return self._to_host(token_ids, None if raw is None else raw.of_tokens(token_ids), scores, pooled)
+        token_ids = self._sampling.sample(logits, rows, positions)
+        logprobs, num_accepted = None if raw is None else raw.of_tokens(token_ids), None
+        if plan.num_drafts:
+            token_ids, num_accepted = verify(token_ids, _drafts_of(plan), plan.num_drafts)
+        self._rows.remember(torch.from_numpy(entries).to(self._device, non_blocking=True), token_ids)
+        return self._to_host(token_ids, logprobs, scores, pooled, num_accepted)
 
     def _prompt_logprobs(self, plan: BatchPlan) -> PromptLogprobs:
         begins = _begins(plan)
@@ -311,6 +322,7 @@ class ModelRunner:
             None if scores is None else scores.by_entry(),
             handle.stuck,
             {} if pooled is None else pooled.by_entry(),
+            () if handle.num_accepted is None else handle.num_accepted.tolist(),
         )
 
     def _to_host(
@@ -319,12 +331,14 @@ class ModelRunner:
         logprobs: SampledLogprobs | None,
         scores: PromptLogprobs | None,
         pooled: PooledStates | None,
+        num_accepted: Tensor | None = None,
     ) -> LaunchedStep:
         """Have the tokens copied as soon as they are there, before any step that is launched later."""
+        stuck = self._sampling.stuck
         if self._device.type != "cuda":
-            return LaunchedStep(token_ids, logprobs, scores, stuck=self._sampling.stuck, pooled=pooled)
-        host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-        host.copy_(token_ids, non_blocking=True)
+            return LaunchedStep(token_ids, logprobs, scores, None, stuck, pooled, num_accepted)
+        token_ids = _pinned(token_ids)
+        num_accepted = None if num_accepted is None else _pinned(num_accepted)
         logprobs = None if logprobs is None else logprobs.on_host()
         if scores is not None:
             scores.to_host()
@@ -332,12 +346,37 @@ class ModelRunner:
             pooled.to_host()
         done = torch.cuda.Event()
         done.record()
-        return LaunchedStep(host, logprobs, scores, done, self._sampling.stuck, pooled)
+        return LaunchedStep(token_ids, logprobs, scores, done, stuck, pooled, num_accepted)
 
 
 def _begins(plan: BatchPlan) -> np.ndarray:
     """Return, by entry, where its sequence's first token would be among the step's tokens."""
     return np.cumsum(plan.num_scheduled) - np.array(plan.num_scheduled) - np.array(plan.starts)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, which is whole when what was launched so far is done."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _each_draft(rows: np.ndarray, ends: np.ndarray, num_drafts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return row and position of each token to choose; the last entries choose one behind each of their tokens.
+
+    Args:
+        rows, ends: of each entry that samples, its row and the tokens that its sequence then has.
+    """
+    counts = np.ones(len(rows), np.int64)
+    counts[-len(num_drafts) :] += num_drafts
+    num_following = np.repeat(np.cumsum(counts), counts) - np.arange(counts.sum()) - 1
+    return np.repeat(rows, counts), np.repeat(ends, counts) - num_following
+
+
+def _drafts_of(plan: BatchPlan) -> np.ndarray:
+    """Return the drafts of all entries as int64: their tokens but the first of each."""
+    num_drafts = np.array(plan.num_drafts)
+    token_ids = np.frombuffer(plan.token_ids, np.uint32)[-int(num_drafts.sum()) - len(num_drafts) :]
+    return np.delete(token_ids, np.cumsum(num_drafts + 1) - num_drafts - 1).astype(np.int64)
 
 
 class _Stages:

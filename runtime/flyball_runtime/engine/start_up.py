@@ -132,26 +132,28 @@ class WarmUp:
         self._config = config
         self._max_model_len = max_model_len
         self._max_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+        self._num_rows = min(config.max_num_sampled, self._max_tokens)
         self._device = device
         self._kv = SoftPool(model.config, model.layout.num_tensors, 1, config.block_size, dtype, device).tensors
-        self._sampling = SamplingTensors(config.max_num_seqs, device, model.backend)
-        for row in range(config.max_num_seqs):
+        self._sampling = SamplingTensors(self._num_rows, device, model.backend)
+        for row in range(self._num_rows):
             self._sampling.set_row(row, ALL_FILTERS)
 
     def largest_step(self) -> None:
-        """As many tokens and sequences as the settings allow, each sequence sampled with every filter.
+        """As many tokens as the settings allow, and as many sampled ones, each with every filter.
 
         Raises:
             ConfigError: the device has no room for it.
         """
         config = self._config
-        num_seqs, num_tokens = config.max_num_seqs, self._max_tokens
+        num_rows, num_tokens = self._num_rows, self._max_tokens
         try:
-            self._run([num_tokens // num_seqs + (index < num_tokens % num_seqs) for index in range(num_seqs)])
+            self._run([num_tokens // num_rows + (index < num_tokens % num_rows) for index in range(num_rows)])
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"a step of --max-num-batched-tokens {config.max_num_batched_tokens} and --max-num-seqs {num_seqs} does "
-                f"not fit beside the weights on {self._device} ({error}). Lower one of the two, or use a smaller model."
+                f"a step of --max-num-batched-tokens {config.max_num_batched_tokens} and --max-num-seqs "
+                f"{config.max_num_seqs} does not fit beside the weights on {self._device} ({error}). Lower one of the two, "
+                "or use a smaller model."
             ) from error
 
     def small_steps(self) -> None:
@@ -170,7 +172,7 @@ class WarmUp:
         """
         model, clock = self._model, clock or MonotonicClock()
         num_tokens = min(TIMED_TOKENS, self._max_tokens, self._max_model_len)
-        num_rows = min(num_tokens, self._config.max_num_seqs)
+        num_rows = min(num_tokens, self._num_rows)
         inputs = self._inputs([num_tokens], num_computed_tokens=self._max_model_len - num_tokens)
         x = model.embedding[inputs.positions % model.config.vocab_size]
         index, rows = _longest_reach(model.config.sliding_windows), np.arange(num_rows)
@@ -181,7 +183,7 @@ class WarmUp:
         layer_s = self._least_s(lambda: layer(x, None, inputs, kv), clock)
         head_s = self._least_s(lambda: self._sampling.sample(model.lm_head(x[:num_rows]).float(), rows, rows), clock)
         layer_s *= self._max_tokens / num_tokens
-        head_s *= self._config.max_num_seqs / num_rows
+        head_s *= self._num_rows / num_rows
         if self._device.type == "cuda":
             return len(model.layers) * layer_s + head_s
         return max(layer_s, head_s)

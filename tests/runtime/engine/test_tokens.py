@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from checkpoints import ARCHITECTURES, MORE_ARCHITECTURES, make_checkpoint
-from engines import GREEDY, Reference, generate, kv_block_bytes, make_engine, random_prompts
+from engines import GREEDY, Oracle, Reference, generate, have_drafted, kv_block_bytes, make_engine, random_prompts
 from flyball_runtime.core.kv_layout import KVGroup, KVLayout
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Request
+from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.engine.engine import Engine
+from flyball_runtime.scheduler.drafts import FIRST_ACCEPTANCE
 
 LENGTHS = [1, 5, 16, 17, 40, 100]
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -105,6 +108,58 @@ def test_planned_ahead_and_preempted(case: Case) -> None:
     kv_bytes = _bytes_of_blocks(case, 10)
     engine = case.engine(async_scheduling=True, max_model_len=144, kv_cache_memory_bytes=kv_bytes)
     assert generate(engine, case.prompts) == case.expected
+
+
+def test_speculated(case: Case) -> None:
+    """Beside chunks, prefix hits and preemptions, with drafts across the edges of blocks."""
+    engine = case.engine(
+        speculative=SpeculativeConfig(num_speculative_tokens=7),
+        max_num_batched_tokens=40,
+        max_model_len=144,
+        kv_cache_memory_bytes=_bytes_of_blocks(case, 12),
+    )
+    oracle = Oracle(7, [prompt + output for prompt, output in zip(case.prompts, case.expected, strict=True)])
+    have_drafted(engine, oracle)
+    assert generate(engine, case.prompts) == case.expected
+    assert generate(engine, case.prompts) == case.expected
+    assert 0 < oracle.num_accepted < oracle.num_drafts
+
+
+def test_speculated_and_alone(case: Case) -> None:
+    engine = case.engine(speculative=SpeculativeConfig(num_speculative_tokens=5))
+    have_drafted(engine, Oracle(5, [case.prompts[2] + case.expected[2]]))
+    engine.submit(Request(request_id="a", prompt_token_ids=case.prompts[2], sampling=GREEDY))
+    steps = []
+    while engine.has_work():
+        steps.append(engine.step())
+    assert [token for step in steps for token in step.token_ids] == case.expected[2]
+    assert len(steps) < len(case.expected[2]) * 2 / 3
+    stats = [step.stats for step in steps]
+    assert sum(one.num_draft_tokens for one in stats) > sum(one.num_accepted_tokens for one in stats)
+    num_tokens = sum(one.num_accepted_tokens + one.num_drafts for one in stats)
+    assert num_tokens == sum(len(step.token_ids) for step in steps if step.stats.num_drafts)
+    assert all(one.num_decodes == 1 and one.num_prefill_tokens == 0 for one in stats if one.num_drafts)
+
+
+def test_speculated_and_sampled(case: Case) -> None:
+    """A seed gives the same tokens, whether they are verified or come one at a time."""
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=24)
+    outputs = generate(case.engine(), case.prompts, sampling)
+    engine = case.engine(speculative=SpeculativeConfig(num_speculative_tokens=4))
+    oracle = Oracle(4, [prompt + output for prompt, output in zip(case.prompts, outputs, strict=True)])
+    have_drafted(engine, oracle)
+    assert generate(engine, case.prompts, sampling) == outputs
+    assert 0 < oracle.num_accepted < oracle.num_drafts
+
+
+def test_drafts_from_the_sequence_itself(case: Case) -> None:
+    """With two tokens to choose from, an output soon repeats itself."""
+    sampling = SamplingParams(temperature=1.0, top_k=2, ignore_eos=True, seed=3, max_tokens=100)
+    prompts = [prompt[:30] for prompt in case.prompts]
+    engine = case.engine(speculative=SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1))
+    engine.governor.pays = lambda *_: True
+    assert generate(engine, prompts, sampling) == generate(case.engine(), prompts, sampling)
+    assert engine.scheduler._drafter is not None and engine.scheduler._drafter.acceptance != FIRST_ACCEPTANCE
 
 
 def _bytes_of_blocks(case: Case, num_blocks: int) -> int:
