@@ -19,6 +19,7 @@ from flyball_runtime.core import embedder, generation_config
 from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig, read_boot_prior
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.text.parsing.message import AUTO, CALL_PARSERS, NONE, REASONING_PARSERS
 
 if TYPE_CHECKING:
@@ -140,6 +141,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         action=on_off,
         help="plan the next step while the present one runs; on a CPU, a separate thread computes the steps",
+    )
+    engine.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help='have several tokens verified in one step, e.g. {"method": "ngram", "num_speculative_tokens": 4} '
+        "(default: one token of a sequence per step)",
     )
     engine.add_argument("--fair-share", default=True, action=on_off, help="clients take turns, measured in tokens")
     engine.add_argument(
@@ -498,6 +505,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         num_threads=args.num_threads,
         seed=args.seed,
         log_level=args.log_level,
+        speculative=None if args.speculative_config is None else SpeculativeConfig.parse(args.speculative_config),
         boot_prior=None if args.boot_prior is None else read_boot_prior(args.boot_prior),
     )
 

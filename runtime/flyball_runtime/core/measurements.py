@@ -40,6 +40,9 @@ PREFIX_QUERIED = "prefix_cache_queried_tokens"
 PREFIX_HITS = "prefix_cache_hit_tokens"
 PREEMPTIONS = "preemptions"
 RECOMPUTED = "recomputed_tokens"
+DRAFTS = "spec_decode_num_drafts"
+DRAFT_TOKENS = "spec_decode_num_draft_tokens"
+ACCEPTED_TOKENS = "spec_decode_num_accepted_tokens"
 ARRIVED = "requests_arrived"
 REQUESTS = "requests"
 REJECTED = "requests_rejected"
@@ -133,6 +136,9 @@ class Measurements:
                 self.predicted_step_time.add(now, [stats.predicted_s])
         count(now, PREEMPTIONS, stats.num_preemptions)
         count(now, RECOMPUTED, stats.num_recomputed_tokens)
+        count(now, DRAFTS, stats.num_drafts)
+        count(now, DRAFT_TOKENS, stats.num_draft_tokens)
+        count(now, ACCEPTED_TOKENS, stats.num_accepted_tokens)
         count(now, PREFIX_QUERIED, stats.num_prefix_queried_tokens)
         count(now, PREFIX_HITS, stats.num_prefix_hit_tokens)
 

@@ -33,6 +33,8 @@ vllm:cache_config_info vllm:request_success vllm:prompt_tokens vllm:generation_t
 vllm:prefix_cache_hits vllm:num_preemptions vllm:time_to_first_token_seconds vllm:inter_token_latency_seconds
 vllm:request_time_per_output_token_seconds vllm:e2e_request_latency_seconds vllm:request_prompt_tokens
 vllm:request_generation_tokens
+flyball_spec_decode_num_drafts flyball_spec_decode_num_draft_tokens flyball_spec_decode_num_accepted_tokens
+vllm:spec_decode_num_drafts vllm:spec_decode_num_draft_tokens vllm:spec_decode_num_accepted_tokens
 """
 
 VLLM_DASHBOARD = """
@@ -88,8 +90,13 @@ def test_latencies_of_a_request(metrics: MetricsCollector, clock: FakeClock) -> 
 
 def test_vllms_dashboard_finds_its_series_and_our_values(metrics: MetricsCollector, clock: FakeClock) -> None:
     metrics.measured.step(step_stats(num_tokens=1, num_preemptions=2))
+    metrics.measured.step(step_stats(num_tokens=9, num_drafts=2, num_draft_tokens=7, num_accepted_tokens=3))
     run_one_request(metrics, clock)
     values = scrape(metrics)
+    drafted = [
+        values[f"vllm:spec_decode_num_{what}_total", MODEL] for what in ("drafts", "draft_tokens", "accepted_tokens")
+    ]
+    assert drafted == [2, 7, 3]
     series = {key[0] for key in values if MODEL in key}
     assert set(re.findall(r"vllm:\w+", VLLM_DASHBOARD)) <= series
     assert values["vllm:request_success_total", "stop", MODEL] == values["flyball_requests_total", "stop"] == 1
