@@ -505,7 +505,9 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         num_threads=args.num_threads,
         seed=args.seed,
         log_level=args.log_level,
-        speculative=None if args.speculative_config is None else SpeculativeConfig.parse(args.speculative_config),
+        speculative_config=None
+        if args.speculative_config is None
+        else SpeculativeConfig.parse(args.speculative_config),
         boot_prior=None if args.boot_prior is None else read_boot_prior(args.boot_prior),
     )
 

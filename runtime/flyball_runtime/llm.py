@@ -10,6 +10,7 @@ from flyball_runtime.core.errors import InvalidRequest, RequestError
 from flyball_runtime.core.generation_config import AUTO, default_sampling
 from flyball_runtime.core.request import Failed, Request, TokenLogprobs, validate_request
 from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.engine.runner import start_engine
 from flyball_runtime.model.hub import find_checkpoint
 from flyball_runtime.text.bad_words import with_bad_words
@@ -43,6 +44,7 @@ class LLM:
     Args:
         model: directory of a Hugging Face checkpoint, or a Hugging Face id.
         generation_config: where sampling defaults come from: ``auto`` (the checkpoint), ``none``, or a folder.
+        speculative_config: the fields of SpeculativeConfig, e.g. ``{"method": "ngram", "num_speculative_tokens": 4}``.
         settings: fields of EngineConfig, e.g. ``max_num_seqs=64, dtype="bfloat16"``.
     Attributes:
         default_sampling: used by ``generate`` and ``chat`` when they are given no settings.
@@ -50,7 +52,16 @@ class LLM:
         ConfigError: the model cannot be loaded, or a setting is out of range.
     """
 
-    def __init__(self, model: str | Path, *, generation_config: str = AUTO, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        generation_config: str = AUTO,
+        speculative_config: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if speculative_config is not None:
+            settings["speculative_config"] = SpeculativeConfig.of(speculative_config)
         path = find_checkpoint(str(model), settings.pop("revision", None))
         self.default_sampling = default_sampling(generation_config, path)
         self.tokenizer = load_tokenizer(path)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import make_checkpoint, poison
-from engines import Reference, random_prompts
+from engines import Oracle, Reference, have_drafted, random_prompts
 from flyball_runtime.core.errors import ConfigError, RequestError
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.llm import LLM
@@ -39,6 +39,27 @@ def test_one_prompt_may_be_text_or_ids_and_settings_may_differ(llm: LLM) -> None
     short, long = llm.generate(["a", "a"], [SamplingParams(max_tokens=2, ignore_eos=True), GREEDY])
     assert (len(short.token_ids), short.finish_reason) == (2, "length")
     assert len(long.token_ids) > 2
+
+
+def test_a_stop_string_among_accepted_drafts(llm: LLM, path: Path) -> None:
+    """What was accepted behind it is neither shown nor counted."""
+    settings = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    (whole,) = llm.generate(["One, two"], settings)
+    stop = whole.text[10:13]
+    settings = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop=(stop,))
+    (expected,) = llm.generate(["One, two"], settings)
+    speculating = LLM(path, max_num_seqs=4, speculative_config={"method": "ngram", "num_speculative_tokens": 16})
+    oracle = Oracle(16, [[*expected.prompt_token_ids, *whole.token_ids]])
+    have_drafted(speculating.engine, oracle)
+    for _ in range(2):
+        assert speculating.generate(["One, two"], settings) == [expected]
+    assert oracle.num_accepted > 0
+    assert not speculating.engine.has_work()
+
+
+def test_a_draft_model_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown field `model`"):
+        LLM(path, speculative_config={"model": "draft", "num_speculative_tokens": 4})
 
 
 def test_a_stop_string_cuts_the_text_and_ends_the_request(llm: LLM) -> None:

@@ -49,7 +49,7 @@ class EngineConfig:
         num_threads: CPU threads of the engine; None takes the cores this process may use.
         seed: of the seeds that requests without one get; None draws it, so that each start and each replica differ.
         boot_prior: live limits to start with; None starts with the whole envelope.
-        speculative: how tokens are drafted; None drafts none.
+        speculative_config: how tokens are drafted; None drafts none.
     """
 
     model: str
@@ -76,7 +76,7 @@ class EngineConfig:
     seed: int | None = None
     log_level: str = "info"
     boot_prior: BootPrior | None = None
-    speculative: SpeculativeConfig | None = None
+    speculative_config: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -102,8 +102,8 @@ class EngineConfig:
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}: "
                 "a step could not give each running sequence its token. Raise the first or lower the second."
             )
-        if self.speculative is not None:
-            self.speculative.validate()
+        if self.speculative_config is not None:
+            self.speculative_config.validate()
             if self.async_scheduling:
                 raise ConfigError(
                     "--speculative-config and --async-scheduling exclude each other: tokens are drafted from those of the "
@@ -113,10 +113,10 @@ class EngineConfig:
     @property
     def max_num_sampled(self) -> int:
         """Most tokens of one step whose logits are wanted."""
-        if self.speculative is None:
+        if self.speculative_config is None:
             return self.max_num_seqs
-        num_drafting = min(self.max_num_seqs, self.speculative.disable_by_batch_size)
-        return max(self.max_num_seqs, num_drafting * (1 + self.speculative.num_speculative_tokens))
+        num_drafting = min(self.max_num_seqs, self.speculative_config.disable_by_batch_size)
+        return max(self.max_num_seqs, num_drafting * (1 + self.speculative_config.num_speculative_tokens))
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -1,5 +1,7 @@
 """Settings of speculative decoding, under vLLM's names."""
 
+from typing import Any
+
 import msgspec
 from msgspec import Struct
 
@@ -39,11 +41,23 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeEncodeError) as error:
-            raise ConfigError(
-                f"--speculative-config {quoted(text)} cannot be read: {one_line(str(error))}. Write a JSON object like "
-                '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}; '
-                f"its fields are {', '.join(cls.__struct_fields__)}."
-            ) from None
+            raise cls._unreadable(text, error) from None
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "SpeculativeConfig":
+        """Return the settings that a dictionary names. Raises ConfigError."""
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            raise cls._unreadable(fields, error) from None
+
+    @classmethod
+    def _unreadable(cls, value: object, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"--speculative-config {quoted(value)} cannot be read: {one_line(str(error))}. Write a JSON object like "
+            '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}; '
+            f"its fields are {', '.join(cls.__struct_fields__)}."
+        )
 
     @property
     def longest_lookup(self) -> int:

@@ -156,7 +156,7 @@ class Engine:
             pace=self.governor,
             forecast=self.governor,
             lengths=self.lengths,
-            drafter=None if config.speculative is None else Drafter(config.speculative),
+            drafter=None if config.speculative_config is None else Drafter(config.speculative_config),
         )
         self._ledger = LimitsLedger(self.scheduler, self._clock, config.boot_prior)
         self._sequences: dict[str, Sequence] = {}

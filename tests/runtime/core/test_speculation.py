@@ -1,5 +1,8 @@
+from pathlib import Path
+
 import pytest
 
+from flyball_runtime.cli import build_parser, engine_config_from
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.speculation import SpeculativeConfig
@@ -49,19 +52,31 @@ def test_a_config_that_is_none_is_refused(text: str, named: str):
 def test_values_out_of_range_are_named(fields: dict, named: str):
     config = SpeculativeConfig(**({"num_speculative_tokens": 4} | fields))
     with pytest.raises(ConfigError, match=named):
-        EngineConfig(model="", served_model_name="", speculative=config)
+        EngineConfig(model="", served_model_name="", speculative_config=config)
+
+
+def test_the_flag_is_read():
+    def config(*flags: str) -> EngineConfig:
+        args = build_parser().parse_args(["serve", "model", *flags])
+        return engine_config_from(args, Path("model"))
+
+    assert config().speculative_config is None
+    read = config("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}').speculative_config
+    assert read == SpeculativeConfig(num_speculative_tokens=4)
+    with pytest.raises(ConfigError, match="--speculative-config 'ngram' cannot be read"):
+        config("--speculative-config", "ngram")
 
 
 def test_planning_ahead_excludes_drafts():
     with pytest.raises(ConfigError, match="--speculative-config and --async-scheduling exclude each other"):
         config = SpeculativeConfig(num_speculative_tokens=4)
-        EngineConfig(model="", served_model_name="", speculative=config, async_scheduling=True)
+        EngineConfig(model="", served_model_name="", speculative_config=config, async_scheduling=True)
 
 
 def test_logits_of_drafts_count_towards_the_largest_step():
     settings = {"model": "", "served_model_name": "", "max_num_seqs": 40}
     assert EngineConfig(**settings).max_num_sampled == 40
     config = SpeculativeConfig(num_speculative_tokens=4, disable_by_batch_size=16)
-    assert EngineConfig(**settings, speculative=config).max_num_sampled == 16 * 5
+    assert EngineConfig(**settings, speculative_config=config).max_num_sampled == 16 * 5
     config = SpeculativeConfig(num_speculative_tokens=1, disable_by_batch_size=16)
-    assert EngineConfig(**settings, speculative=config).max_num_sampled == 40
+    assert EngineConfig(**settings, speculative_config=config).max_num_sampled == 40

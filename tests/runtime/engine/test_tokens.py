@@ -113,7 +113,7 @@ def test_planned_ahead_and_preempted(case: Case) -> None:
 def test_speculated(case: Case) -> None:
     """Beside chunks, prefix hits and preemptions, with drafts across the edges of blocks."""
     engine = case.engine(
-        speculative=SpeculativeConfig(num_speculative_tokens=7),
+        speculative_config=SpeculativeConfig(num_speculative_tokens=7),
         max_num_batched_tokens=40,
         max_model_len=144,
         kv_cache_memory_bytes=_bytes_of_blocks(case, 12),
@@ -126,7 +126,7 @@ def test_speculated(case: Case) -> None:
 
 
 def test_speculated_and_alone(case: Case) -> None:
-    engine = case.engine(speculative=SpeculativeConfig(num_speculative_tokens=5))
+    engine = case.engine(speculative_config=SpeculativeConfig(num_speculative_tokens=5))
     have_drafted(engine, Oracle(5, [case.prompts[2] + case.expected[2]]))
     engine.submit(Request(request_id="a", prompt_token_ids=case.prompts[2], sampling=GREEDY))
     steps = []
@@ -145,7 +145,7 @@ def test_speculated_and_sampled(case: Case) -> None:
     """A seed gives the same tokens, whether they are verified or come one at a time."""
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=24)
     outputs = generate(case.engine(), case.prompts, sampling)
-    engine = case.engine(speculative=SpeculativeConfig(num_speculative_tokens=4))
+    engine = case.engine(speculative_config=SpeculativeConfig(num_speculative_tokens=4))
     oracle = Oracle(4, [prompt + output for prompt, output in zip(case.prompts, outputs, strict=True)])
     have_drafted(engine, oracle)
     assert generate(engine, case.prompts, sampling) == outputs
@@ -156,7 +156,7 @@ def test_drafts_from_the_sequence_itself(case: Case) -> None:
     """With two tokens to choose from, an output soon repeats itself."""
     sampling = SamplingParams(temperature=1.0, top_k=2, ignore_eos=True, seed=3, max_tokens=100)
     prompts = [prompt[:30] for prompt in case.prompts]
-    engine = case.engine(speculative=SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1))
+    engine = case.engine(speculative_config=SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1))
     engine.governor.pays = lambda *_: True
     assert generate(engine, prompts, sampling) == generate(case.engine(), prompts, sampling)
     assert engine.scheduler._drafter is not None and engine.scheduler._drafter.acceptance != FIRST_ACCEPTANCE
