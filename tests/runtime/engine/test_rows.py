@@ -1,15 +1,17 @@
 """The index arithmetic of a step's tensors, against one written naively, token by token."""
 
 import random
+from array import array
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.engine.runner import Rows
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.model.transformer import StepInputs
-from flyball_runtime.scheduler import Scheduler, SchedulerConfig, Step
+from flyball_runtime.scheduler import Drafter, Scheduler, SchedulerConfig, Step
 from sequences import make_sequence
 
 BLOCK_SIZE, MAX_LEN, MAX_SEQS = 4, 64, 5
@@ -17,12 +19,16 @@ BLOCK_SIZE, MAX_LEN, MAX_SEQS = 4, 64, 5
 
 def check(inputs: StepInputs, step: Step) -> None:
     token_ids, positions, slots, last = [], [], [], []
+    drafts = dict(step.drafted)
     for seq, start, num, samples in zip(step.sequences, step.starts, step.num_scheduled, step.samples, strict=True):
+        known = seq.token_ids + drafts.get(seq, array("I"))
         for position in range(start, start + num):
-            token_ids.append(seq.token_ids[position])
+            token_ids.append(known[position])
             positions.append(position)
             slots.append(seq.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
-        if samples:
+        if seq in drafts:
+            last += range(len(token_ids) - num, len(token_ids))
+        elif samples:
             last.append(len(token_ids) - 1)
     assert inputs.token_ids.tolist() == token_ids
     assert inputs.positions.tolist() == positions
@@ -48,7 +54,9 @@ def test_inputs_match_a_naive_layout_over_many_steps(seed: int) -> None:
     """Sequences start, chunk, decode, get preempted and leave, so that rows change owners."""
     rng = random.Random(seed)
     config = SchedulerConfig(max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, max_num_batched_tokens=rng.randint(5, 30))
-    scheduler = Scheduler(config, KVCache(rng.randint(16, 30), BLOCK_SIZE, enable_prefix_caching=rng.random() < 0.5))
+    kv_cache = KVCache(rng.randint(16, 30), BLOCK_SIZE, enable_prefix_caching=rng.random() < 0.5)
+    drafting = SpeculativeConfig(num_speculative_tokens=rng.randint(1, 6), prompt_lookup_min=1)
+    scheduler = Scheduler(config, kv_cache, drafter=Drafter(drafting) if rng.random() < 0.5 else None)
     rows = Rows(max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, device=torch.device("cpu"))
     names = []
     for _ in range(60):
@@ -64,10 +72,10 @@ def test_inputs_match_a_naive_layout_over_many_steps(seed: int) -> None:
             continue
         rows.apply(step.plan)
         check(rows.inputs(step.plan), step)
-        tokens = [rng.randrange(100) for _ in step.sampled]
+        tokens = [rng.randrange(6) for _ in step.sampled]
         sampled_rows = torch.tensor([seq.row for seq in step.sampled], dtype=torch.int64)
         rows.remember(sampled_rows, torch.tensor(tokens, dtype=torch.int64))
-        scheduler.commit(step, tokens)
+        scheduler.commit(step, tokens, num_accepted=[rng.randint(0, len(drafts)) for drafts in step.drafts])
 
 
 def test_a_row_without_a_token_goes_on_with_one_that_a_model_can_take() -> None:

@@ -126,16 +126,17 @@ def test_speculated(case: Case) -> None:
 
 
 def test_speculated_and_alone(case: Case) -> None:
+    prompt, expected = max(zip(case.prompts, case.expected, strict=True), key=lambda one: len(one[1]))
     engine = case.engine(speculative_config=SpeculativeConfig(num_speculative_tokens=5))
-    have_drafted(engine, Oracle(5, [case.prompts[2] + case.expected[2]]))
-    engine.submit(Request(request_id="a", prompt_token_ids=case.prompts[2], sampling=GREEDY))
+    have_drafted(engine, Oracle(5, [prompt + expected]))
+    engine.submit(Request(request_id="a", prompt_token_ids=prompt, sampling=GREEDY))
     steps = []
     while engine.has_work():
         steps.append(engine.step())
-    assert [token for step in steps for token in step.token_ids] == case.expected[2]
-    assert len(steps) < len(case.expected[2]) * 2 / 3
+    assert [token for step in steps for token in step.token_ids] == expected
+    assert len(steps) < len(expected)
     stats = [step.stats for step in steps]
-    assert sum(one.num_draft_tokens for one in stats) > sum(one.num_accepted_tokens for one in stats)
+    assert sum(one.num_draft_tokens for one in stats) >= sum(one.num_accepted_tokens for one in stats)
     num_tokens = sum(one.num_accepted_tokens + one.num_drafts for one in stats)
     assert num_tokens == sum(len(step.token_ids) for step in steps if step.stats.num_drafts)
     assert all(one.num_decodes == 1 and one.num_prefill_tokens == 0 for one in stats if one.num_drafts)
