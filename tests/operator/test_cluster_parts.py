@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import logging
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from flyball_operator.cluster.api_server import (
     NotFound,
     from_answer,
 )
+from flyball_operator.cluster.command import tell_unhandled
 from flyball_operator.cluster.events import Recorder, event_of
 from flyball_operator.cluster.monitoring import Health
 from flyball_operator.cluster.reconciler import problem_of
@@ -212,3 +215,31 @@ def test_without_a_cluster_the_way_out_is_told(
     monkeypatch.delenv("KUBECONFIG", raising=False)
     assert cli.main(["run", "--all-namespaces", "--metrics-port=0"]) == 2
     assert "set KUBECONFIG, or run in a pod" in capsys.readouterr().err
+
+
+def test_a_generator_that_raises_when_the_loop_closes_it_is_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def cut_off() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+        finally:
+            raise RuntimeError("closed before it")
+
+    async def leave(generator: AsyncGenerator[int, None]) -> None:
+        asyncio.get_running_loop().set_exception_handler(tell_unhandled)
+        await anext(generator)
+
+    caplog.set_level(logging.DEBUG, logger="flyball_operator")
+    asyncio.run(leave(generator := cut_off()))
+    assert not [record for record in caplog.records if record.exc_info], generator
+    assert [record.levelname for record in caplog.records if "closed before it" in record.getMessage()] == ["DEBUG"]
+
+
+def test_other_errors_that_nobody_handles_are_told_with_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(tell_unhandled)
+        loop.call_soon(lambda: 1 / 0)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 import socket
+from typing import Any
 
 from flyball_operator import names
 from flyball_operator.cluster.connection import SERVICE_ACCOUNT, Connection
@@ -97,8 +98,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(options: OperatorOptions) -> None:
+    asyncio.get_running_loop().set_exception_handler(tell_unhandled)
     metrics = Metrics()
     await Operator(await Connection.find(metrics), metrics, options).run()
+
+
+def tell_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error that no task handles.
+
+    In the end asyncio closes all generators at once. One of Kopf's that is cut off with an event in its hands then finds its
+    inner one closed before it and raises; nothing is lost by that, so it is a word for ``--verbose``, not a traceback.
+    """
+    if "asyncgen" in context:
+        log.debug("%s: %s", context["message"], context.get("exception"))
+    else:
+        loop.default_exception_handler(context)
 
 
 def own_namespace() -> str:
