@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 CHECKPOINT = HERE.parents[1] / "examples" / "demo_model" / "checkpoint"
 ENVIRONMENTS = Path.home() / ".cache" / "flyball" / "clients"
 KEY = "a-key-for-outside-clients"
-TIMEOUT_S = 1200
+TIMEOUT_S = 3600
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_DISABLE_TELEMETRY": "1"}
 """Clients load nothing while they run."""
 SERVER_FLAGS = ("--max-model-len=256", "--max-num-seqs=32", "--max-choices=4")
