@@ -27,7 +27,10 @@ SERVER_FLAGS = ("--max-model-len=256", "--max-num-seqs=32", "--max-choices=4")
 
 
 class Client(NamedTuple):
-    """What to install, and the command: its program is of the environment, and it sees BASE_URL and API_KEY."""
+    """What to install, separated by spaces, and the command.
+
+    The command's program is of the environment, and it sees BASE_URL and API_KEY.
+    """
 
     requirement: str
     command: tuple[str, ...]
@@ -53,6 +56,7 @@ CLIENTS = {
     "langchain-openai": Client("langchain-openai==1.7.3", script("langchain")),
     "openai-agents": Client("openai-agents==0.24.0", script("openai_agents")),
     "guidellm": Client("guidellm==0.8.1", script("guidellm"), shares_torch=True),
+    "jsonschema": Client("jsonschema==4.26.0 lark==1.3.1", script("structured")),
     "aiperf": Client("aiperf==0.13.0", script("aiperf")),
 }
 
@@ -67,7 +71,7 @@ def environment(name: str, client: Client) -> Path:
         if client.shares_torch:
             packages = next(folder.glob("lib/python*/site-packages"))
             (packages / "flyball_packages.pth").write_text(sysconfig.get_path("purelib"))
-        subprocess.run([folder / "bin" / "pip", "install", "--quiet", client.requirement], check=True)
+        subprocess.run([folder / "bin" / "pip", "install", "--quiet", *client.requirement.split()], check=True)
         stamp.write_text(client.requirement)
     return folder / "bin"
 
