@@ -138,25 +138,26 @@ class Governor:
         num_steps = -(-num_tokens // chunk)
         return num_steps * model.predict(chunk, decodes, context, chunk * (num_tokens + 1) // 2)
 
-    def pays(self, step: Planned, num_drafts: int, num_accepted: float) -> bool:
-        """Return whether a step gives more tokens a second with some drafts; True if nothing is known.
+    def tokens_per_s(self, step: Planned, num_drafted: int, num_drafts: int, num_accepted: float) -> float | None:
+        """Return how many tokens a second the decodes of a step give; None if nothing is known.
 
         Args:
-            step: without them, one token of each of its decodes.
-            num_accepted: how many more tokens it gives with them.
+            step: without drafts, one token of each of its decodes.
+            num_drafted: how many of the decodes get drafts, ``num_drafts`` together.
+            num_accepted: how many more tokens the step gives with them.
         """
         model = self._learner.coefficients
-        if model is None or not step.num_decodes:
-            return True
-        work, start = work_of(step), step.num_context_tokens // step.num_decodes
-        without_s = model.predict(*work)
-        with_s = model.predict(
-            work.prefill_tokens + num_drafts,
-            work.decodes,
-            work.context_tokens,
-            work.attention_pairs + num_drafts * start,
+        if model is None:
+            return None
+        work, start = work_of(step), step.num_context_tokens // max(1, step.num_decodes)
+        num_tokens = num_drafted + num_drafts
+        seconds = model.predict(
+            work.prefill_tokens + num_tokens,
+            work.decodes - num_drafted,
+            work.context_tokens - num_drafted * start,
+            work.attention_pairs + num_tokens * start,
         )
-        return num_accepted * without_s > (with_s - without_s) * step.num_decodes
+        return (work.decodes + num_accepted) / seconds
 
     def _available_s(self, target_s: float, model: StepModel, decodes: int, context_tokens: int) -> float:
         """Return the time that a step may be predicted to take.

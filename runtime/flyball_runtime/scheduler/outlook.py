@@ -32,8 +32,8 @@ class Forecast(Protocol):
         """Return the seconds in which so many prompt tokens are computed, ``most`` a step, beside a step's decodes."""
         ...
 
-    def pays(self, step: Step, num_drafts: int, num_accepted: float) -> bool:
-        """Return whether a step with so many drafts, of which so many are accepted, gives more tokens a second."""
+    def tokens_per_s(self, step: Step, num_drafted: int, num_drafts: int, num_accepted: float) -> float | None:
+        """Return how many tokens a second a step's decodes give, if some of them get drafts; None if nothing is known."""
         ...
 
 
@@ -166,15 +166,28 @@ class Outlook:
             return num_tokens
         return self._pace.chunk(step, start, num_tokens, least)
 
-    def num_drafts(self, step: Step, num_drafts: int, num_accepted: float, budget: int) -> int:
-        """Return how many drafts a step has tokens and time for; 0 if so many are not worth their time.
+    def num_worth(self, step: Step, drafts: Collection[tuple[int, float]]) -> int:
+        """Return for how many decodes, the first ones, drafts are worth their time: a step then gives most tokens a second.
 
         Args:
-            num_drafts: at least 1, for decodes of the step.
-            num_accepted: how many of them the model is expected to accept.
+            drafts: how many a decode gets, and how many of them the model is expected to accept. Those go first of which
+                the largest share is.
         """
-        if self._forecast is not None and not self._forecast.pays(step, num_drafts, num_accepted):
-            return 0
+        if self._forecast is None:
+            return len(drafts)
+        highest, num_worth, num_drafts, num_accepted = self._forecast.tokens_per_s(step, 0, 0, 0.0), 0, 0, 0.0
+        if highest is None:
+            return len(drafts)
+        for num_drafted, (num, accepted) in enumerate(drafts, 1):
+            num_drafts += num
+            num_accepted += accepted
+            tokens_per_s = self._forecast.tokens_per_s(step, num_drafted, num_drafts, num_accepted)
+            if tokens_per_s is not None and tokens_per_s > highest:
+                highest, num_worth = tokens_per_s, num_drafted
+        return num_worth
+
+    def num_drafts(self, step: Step, num_drafts: int, budget: int) -> int:
+        """Return how many drafts, of so many, a step with decodes has tokens and time for."""
         num_fitting = max(0, min(num_drafts, budget))
         if self._pace is None:
             return num_fitting

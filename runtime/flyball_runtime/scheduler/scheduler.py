@@ -360,10 +360,13 @@ class Scheduler:
         drafted = [(seq, drafts) for seq in step.sequences[: step.num_decodes] if (drafts := drafter.draft(seq))]
         if not drafted:
             return
-        num_wanted = sum(len(drafts) for _, drafts in drafted)
-        num_accepted = sum(len(drafts) * (seq.draft_acceptance or 0.0) for seq, drafts in drafted)
-        num_left = self._outlook.num_drafts(step, num_wanted, num_accepted, budget)
-        for seq, drafts in drafted:
+        drafted.sort(key=lambda one: drafter.expected(one[0]), reverse=True)
+        expected = [(len(drafts), len(drafts) * drafter.expected(seq)) for seq, drafts in drafted]
+        num_worth = self._outlook.num_worth(step, expected)
+        for seq, _ in drafted[num_worth:]:
+            drafter.pause(seq)
+        num_left = self._outlook.num_drafts(step, sum(num for num, _ in expected[:num_worth]), budget)
+        for seq, drafts in drafted[:num_worth]:
             if fitting := drafts[: self._grow_for_drafts(step, seq, min(num_left, len(drafts)))]:
                 step.verify(step.sequences.index(seq, 0, step.num_decodes), fitting)
                 num_left -= len(fitting)

@@ -187,21 +187,23 @@ def test_the_first_token_takes_the_steps_that_its_chunks_need():
 
 @pytest.mark.parametrize(
     ("num_decodes", "num_accepted", "pays"),
-    [
-        (1, 0.3, False),
-        (1, 0.4, True),
-        (8, 1.7, False),
-        (8, 1.8, True),
-        (64, 3.4, False),
-        (64, 3.5, True),
-        (0, 0.0, True),
-    ],
+    [(1, 0.3, False), (1, 0.4, True), (8, 1.7, False), (8, 1.8, True), (64, 3.4, False), (64, 3.5, True)],
 )
 def test_drafts_pay_where_a_step_gives_more_tokens_a_second(num_decodes: int, num_accepted: float, pays: bool):
     """Four drafts take 4 ms. A step of 1 decode takes 11 ms: 4 are worth 0.37 tokens. One of 8 takes 18 ms: 1.78."""
     made = governor(None, StepModel(base_s=0.010, token_s=0.001, knee_tokens=0.0))
-    assert made.pays(Step(num_decodes, num_decodes, 100 * num_decodes), 4, num_accepted) == pays
+    step = Step(num_decodes, num_decodes, 100 * num_decodes)
+    without, with_drafts = made.tokens_per_s(step, 0, 0, 0.0), made.tokens_per_s(step, 1, 4, num_accepted)
+    assert without is not None and with_drafts is not None
+    assert (with_drafts > without) == pays
 
 
-def test_drafts_pay_as_long_as_nothing_is_known():
-    assert governor(None, None).pays(Step(8, 8, 800), 4, 0.1)
+def test_a_decode_with_drafts_costs_what_the_step_that_verifies_them_does():
+    """It is computed as a chunk of a prompt is, of which it sees all tokens before."""
+    made = governor(None, LINEAR)
+    planned = Step(8 + 5, 7, 7 * 101, prefill_work=6 * 101)
+    assert made.tokens_per_s(Step(8, 8, 8 * 101), 1, 5, 2.0) == pytest.approx(10 / (made.predict(planned) or 0.0))
+
+
+def test_tokens_a_second_are_unknown_at_first():
+    assert governor(None, None).tokens_per_s(Step(8, 8, 800), 1, 4, 0.1) is None

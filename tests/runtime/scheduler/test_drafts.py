@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyball_protocol import Limits
+from flyball_protocol import Limits, StepModel
 from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.speculation import SpeculativeConfig
+from flyball_runtime.governor import Governor
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import Drafter, Scheduler, SchedulerConfig, Step
-from flyball_runtime.scheduler.drafts import MAX_OCCURRENCES, MIN_ACCEPTANCE, PAUSE_TOKENS, look_up
+from flyball_runtime.scheduler.drafts import MAX_OCCURRENCES, MIN_ACCEPTANCE, PAUSE_TOKENS, TRIAL_SEQUENCES, look_up
 from sequences import make_sequence
 
 BLOCK_SIZE = 4
@@ -229,7 +230,7 @@ class Pace:
     def __init__(self, num_tokens: int, pays: bool = True) -> None:
         self.num_tokens = num_tokens
         self._pays = pays
-        self.asked: list[tuple[int, float]] = []
+        self.asked: list[tuple[int, int, float]] = []
 
     def chunk(self, step: Step, start: int, most: int, least: int = 0) -> int:
         return min(most, self.num_tokens) if step.num_decodes else most
@@ -240,9 +241,9 @@ class Pace:
     def first_token_s(self, step: Step, num_tokens: int, most: int) -> float:
         return 0.0
 
-    def pays(self, step: Step, num_drafts: int, num_accepted: float) -> bool:
-        self.asked.append((num_drafts, num_accepted))
-        return self._pays
+    def tokens_per_s(self, step: Step, num_drafted: int, num_drafts: int, num_accepted: float) -> float:
+        self.asked.append((num_drafted, num_drafts, num_accepted))
+        return float(self._pays == (num_drafted > 0))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_drafts_keep_to_the_step_time_and_have_to_pay(pace: Pace, expected: list
     submit(scheduler, REPEATED)
     step(scheduler)
     assert step(scheduler).plan.num_drafts == expected
-    assert pace.asked == [(3, 1.5)]
+    assert pace.asked == [(0, 0, 0.0), (1, 3, 1.5)]
 
 
 def test_a_sequence_whose_drafts_are_rejected_is_left_alone_for_a_while():
@@ -277,3 +278,41 @@ def test_new_sequences_begin_with_what_is_usual():
         drafter.verified(make_sequence(REPEATED), 3, 0)
     assert drafter.acceptance < MIN_ACCEPTANCE
     assert not drafter.draft(make_sequence(REPEATED))
+
+
+def test_drafts_that_pay_again_come_back():
+    """A step of 6 ms takes 8 ms more for four drafts, so a third of them has to be accepted; free text left 0.2."""
+    config = SchedulerConfig(max_model_len=200, max_num_seqs=1, max_num_batched_tokens=64)
+    governor = Governor(StepModel(base_s=0.004, token_s=0.002))
+    drafter = Drafter(SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=2))
+    drafter.acceptance = 0.2
+    scheduler = Scheduler(config, KVCache(64, BLOCK_SIZE), forecast=governor, drafter=drafter)
+    seq = make_sequence([7] * 10, max_tokens=150, max_model_len=200)
+    scheduler.submit(seq)
+    num_steps = 0
+    while scheduler.num_running or scheduler.num_waiting:
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.commit(plan, [7] * sum(plan.samples), num_accepted=plan.plan.num_drafts)
+        num_steps += 1
+    assert outputs(seq) == [7] * 150
+    assert num_steps < PAUSE_TOKENS + 60, "a pause, a trial or two, and then 5 tokens a step"
+
+
+def test_free_text_is_left_alone_beside_text_that_repeats_itself():
+    """Each draft takes 2 ms of a step of 8 ms: those of one sequence are worth it, those of both are not."""
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
+    governor = Governor(StepModel(base_s=0.004, token_s=0.002))
+    scheduler = Scheduler(config, KVCache(64, BLOCK_SIZE), forecast=governor, drafter=Drafter(CONFIG))
+    free, repeated = submit(scheduler, REPEATED), submit(scheduler, REPEATED)
+    step(scheduler)
+    free.draft_acceptance, repeated.draft_acceptance = 0.2, 0.9
+    plan = step(scheduler)
+    assert [seq for seq, _ in plan.drafted] == [repeated]
+    assert free.min_tokens_to_draft > len(free.token_ids)
+
+
+def test_short_outputs_get_a_trial_now_and_then():
+    drafter = Drafter(CONFIG)
+    drafter.acceptance = 0.01
+    assert [bool(drafter.draft(make_sequence(REPEATED))) for _ in range(2 * TRIAL_SEQUENCES)].count(True) == 2
