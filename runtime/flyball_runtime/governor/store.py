@@ -11,7 +11,7 @@ from flyball_runtime.governor.work import SCALES, Work
 
 NUM_BUCKETS = 128
 PER_BUCKET = 24
-KNEES = (0.0, 64.0, 128.0, 192.0, 256.0, 384.0, 512.0)
+KNEES = (0.0, 64.0, 128.0, 192.0, 256.0, 320.0, 384.0, 512.0)
 PAYS = 0.08
 """A knee or an interaction is used if it takes this share off the squared error."""
 CHANGES = 0.04

@@ -14,7 +14,19 @@ from flyball_protocol import StepModel
 from flyball_runtime.governor import StepTimeLearner
 from flyball_runtime.governor.store import rescaled
 from flyball_runtime.governor.work import Work
-from runtime.governor.plants import CPU, KNEE, LINEAR, PLANTS, THROTTLED, decodes_only, mixed, throttled, took
+from runtime.governor.plants import (
+    CPU,
+    KNEE,
+    L4,
+    LINEAR,
+    PLANTS,
+    THROTTLED,
+    decodes_only,
+    mixed,
+    paced,
+    throttled,
+    took,
+)
 
 
 def learned(
@@ -86,6 +98,15 @@ def test_a_right_prior_is_used_from_the_first_step_on():
         learner.observe(*work, took(rng, KNEE, work, 0.05))
         assert errors(learner, KNEE)[1] <= 0.1
     assert learner.is_settled
+
+
+def test_a_knee_just_below_the_steps_of_a_paced_replica_is_found():
+    """If tokens above it seemed to cost half as much, whole prompts would seem to fit into a step."""
+    learner = StepTimeLearner()
+    paced(random.Random(1), learner, L4, 1500, target_s=0.074)
+    model = learner.coefficients
+    assert model is not None
+    assert model.token_s == pytest.approx(L4.token_s, rel=0.25)
 
 
 def test_a_hiccup_changes_little():
