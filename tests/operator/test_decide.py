@@ -26,6 +26,7 @@ SLOW = structs.replace(MODEL, base_s=0.033)
 """Little fits into 40 ms beside the fixed part."""
 TOO_SLOW = structs.replace(MODEL, base_s=0.041)
 """One sequence alone takes longer than 40 ms."""
+LARGE = KVBlocks(total=20_000, capacity=16_000, free=10_000, used=8000, cached=2000)
 TIGHT = KVBlocks(total=1000, capacity=1000, free=0, used=1000, cached=0)
 
 
@@ -97,9 +98,21 @@ CASES = {
             "ttft_over": 500,
             "blocked_by": {"step_time": 0.4},
             "limits": structs.replace(PACED, step_time_target_ms=20.0),
+            "kv_blocks": LARGE,
         },
         Reason.TTFT_OVER,
         {"step_time_target_ms": 38.85},
+    ),
+    "TTFT over, blocked by a step target that suits a small KV pool: it stays": Case(
+        {
+            "ttft_over": 500,
+            "blocked_by": {"step_time": 0.4},
+            "limits": structs.replace(PACED, step_time_target_ms=15.05),
+            "kv_blocks": TIGHT,
+            "num_arrived": 10,
+        },
+        Reason.AT_LIMIT,
+        {},
     ),
     "TTFT over, blocked by KV: shorter steps": Case(
         {"ttft_over": 500, "blocked_by": {"kv": 0.4}, "kv_blocks": TIGHT, "num_arrived": 10},
@@ -107,7 +120,9 @@ CASES = {
         {"step_time_target_ms": 15.05},
     ),
     "TTFT over, and more comes than can be served": Case(
-        {"ttft_over": 500, "blocked_by": {"step_time": 0.4}, "num_arrived": 60_000}, Reason.NOT_THE_LIMITS, {}
+        {"ttft_over": 500, "blocked_by": {"step_time": 0.4}, "num_arrived": 60_000, "kv_blocks": LARGE},
+        Reason.NOT_THE_LIMITS,
+        {},
     ),
     "TTFT over, and no limit holds the queue back": Case(
         {"ttft_over": 500, "blocked_by": {"seqs": 0.1, "none": 0.9}, "num_arrived": 10}, Reason.NOT_THE_LIMITS, {}
@@ -165,11 +180,28 @@ def test_before_there_is_a_plan_the_step_target_has_room_for_a_few_sequences() -
     assert decision.limits is not None and decision.limits.step_time_target_ms == pytest.approx(1.06 * few_ms, abs=0.01)
 
 
+def test_the_first_step_target_suits_the_kv_pool() -> None:
+    """Where the pool is full before steps are as long as the objective allows, longer ones would only fill it."""
+    first = {"posted": None, "limits": LIMITS}
+    small, large = (decided(seen(**first, kv_blocks=one), state=TunerState()) for one in (TIGHT, LARGE))
+    assert small.limits == structs.replace(LIMITS, step_time_target_ms=15.05)
+    assert large.limits == structs.replace(LIMITS, step_time_target_ms=38.85)
+    assert not small.state.guessed
+
+
+def test_a_guess_that_fills_the_kv_pool_is_replaced_by_shorter_steps() -> None:
+    guess = decided(make_evidence(posted=None, kv_blocks=TIGHT), state=TunerState())
+    low = seen(limits=guess.limits, revision=4, kv_blocks=TIGHT)
+    planned = decided(low, state=guess.state, now_s=NOW_S + 5)
+    assert planned.reason is Reason.STEP_TARGET_PLANNED and "the KV pool is full before" in planned.why
+    assert planned.limits == structs.replace(LIMITS, step_time_target_ms=15.05)
+
+
 def test_a_guessed_step_target_is_replaced_by_the_plans_as_soon_as_there_is_one() -> None:
     guess = decided(make_evidence(posted=None), state=TunerState())
     low = {"limits": guess.limits, "revision": 4}
     assert guess.state.guessed and decided(seen(**low, step_model=None), state=guess.state).action is Action.HOLD
-    planned = decided(seen(**low), state=guess.state, now_s=NOW_S + 5)
+    planned = decided(seen(**low, kv_blocks=LARGE), state=guess.state, now_s=NOW_S + 5)
     assert (planned.action, planned.reason) == (Action.CHANGE, Reason.STEP_TARGET_PLANNED)
     assert planned.limits == structs.replace(LIMITS, step_time_target_ms=38.85) and not planned.state.guessed
     tuned = decided(make_evidence(posted=None, limits=PACED), state=TunerState(revision=3, limits=PACED))
@@ -182,7 +214,13 @@ CUT = structs.replace(PACED, step_time_target_ms=27.2)
 
 def cut_long_ago(**fields: Any) -> tuple[Evidence, TunerState]:
     posted = PostedObjectives(itl_s=0.04)
-    fields = {"limits": CUT, "posted": posted, "blocked_by": {"step_time": 0.6}, "num_waiting": 9} | fields
+    fields = {
+        "limits": CUT,
+        "posted": posted,
+        "blocked_by": {"step_time": 0.6},
+        "num_waiting": 9,
+        "kv_blocks": LARGE,
+    } | fields
     cut = Move(knob=Knob.STEP_TIME, direction=Direction.CUT, before=38.0, after=27.2, at_s=NOW_S - 200)
     return seen(**fields), structs.replace(SETTLED, limits=CUT, objectives=posted, moves=(cut,), trim=0.7)
 
@@ -283,7 +321,7 @@ def test_a_pool_for_two_sequences_asks_for_no_step_that_none_can_keep() -> None:
 def test_new_objectives_start_afresh() -> None:
     state = structs.replace(SETTLED, trim=0.7).banned(move(38.0, 30.0), NOW_S)
     tuning = Objectives(inter_token_latency_p95_milliseconds=80)
-    decision = decided(seen(), state=state, objectives=tuning)
+    decision = decided(seen(kv_blocks=LARGE), state=state, objectives=tuning)
     assert decision.reason is Reason.OBJECTIVES_SET
     assert decision.limits is not None and decision.limits.step_time_target_ms == pytest.approx(77.7, abs=0.1)
     assert (decision.state.trim, decision.state.bans) == (1.0, ())

@@ -16,9 +16,9 @@ from flyball_operator.tuning.recovery import Memory
 from flyball_operator.tuning.signals import Signal
 from flyball_operator.tuning.state import Forecast, Trial, TunerState
 from flyball_operator.tuning.trial import ENOUGH, PATIENCE_WINDOWS, forecast_of, likelihood_ratio
-from flyball_protocol import Evidence, Share
+from flyball_protocol import Evidence, KVBlocks, Share
 from operator_kit.deployment import Deployment, Runtime
-from operator_kit.evidence import LIMITS, POSTED, TUNING, make_evidence, pods
+from operator_kit.evidence import LENGTHS, LIMITS, MODEL, POSTED, TUNING, make_evidence, pods
 
 NOW_S = 10_000.0
 PACED = structs.replace(LIMITS, step_time_target_ms=38.0)
@@ -146,6 +146,69 @@ def test_a_single_replica_is_compared_with_its_own_past() -> None:
     deployment = Deployment(lambda one: {"itl_over": 0 if one.step_ms < 30 else 6000}, num_replicas=1)
     deployment.minutes(4)
     assert deployment.actions == ["change", "try", "promote", "commit"]
+
+
+LATE: dict[str, Any] = {
+    "limits": structs.replace(LIMITS, step_time_target_ms=20.0),
+    "ttft_over": 600,
+    "blocked_by": {"step_time": 0.4},
+}
+LATE |= {"step_model": MODEL, "lengths": LENGTHS, "num_waiting": 200}
+LATE |= {"kv_blocks": KVBlocks(total=20_000, capacity=16_000, free=10_000, used=8000, cached=2000)}
+
+
+class Queue:
+    """A single replica with 200 requests in its queue, and a longer step target on trial for the first tokens."""
+
+    def __init__(self) -> None:
+        state = structs.replace(SETTLED, limits=LATE["limits"])
+        self.decision = decide(TUNING, state, pods(make_evidence(**LATE)), now_s=NOW_S)
+        self.trial = trial_of(self.decision.state)
+        assert (self.trial.num_waiting, self.decision.forecast) == (
+            200,
+            Forecast(what="ttft", before=0.6, predicted=0.04),
+        )
+        self.sees(0, 200)  # it has taken the change
+
+    def sees(self, after_s: float, num_waiting: int, ttft_over: int = 600) -> Decision:
+        fields = LATE | {"limits": self.trial.limits, "revision": 4, "since_s": min(60.0, after_s)}
+        one = make_evidence(**fields | {"num_waiting": num_waiting, "ttft_over": ttft_over})
+        self.decision = decide(TUNING, self.decision.state, pods(one), now_s=NOW_S + 15 + after_s)
+        return self.decision
+
+
+def test_a_right_change_is_not_taken_back_while_the_queue_from_before_is_worked_off() -> None:
+    queue = Queue()
+    for after_s, num_waiting in ((60, 190), (90, 110), (120, 80), (150, 20), (165, 0)):
+        decision = queue.sees(after_s, num_waiting)
+        assert (decision.action, decision.reason) == (Action.HOLD, Reason.SETTLING), decision.why
+        assert f"200 requests waited, now {num_waiting}" in decision.why
+    assert queue.sees(180, 0, ttft_over=20).reason is Reason.CANARY_GAINED
+
+
+def test_first_tokens_that_are_in_time_speak_for_a_change_at_once() -> None:
+    assert Queue().sees(60, 190, ttft_over=0).reason is Reason.CANARY_GAINED
+
+
+def test_a_queue_that_grows_speaks_against_a_change_at_once() -> None:
+    assert Queue().sees(60, 201).reason is Reason.CANARY_GAINED_NOTHING
+
+
+def test_after_the_queue_a_whole_window_decides() -> None:
+    queue = Queue()
+    assert queue.sees(60, 100).reason is Reason.SETTLING
+    assert queue.sees(105, 180).reason is Reason.SETTLING
+    assert queue.sees(120, 180).reason is Reason.CANARY_GAINED_NOTHING
+
+
+def test_a_queue_that_is_not_worked_off_is_not_waited_for_for_ever() -> None:
+    decision = Queue().sees(60 * PATIENCE_WINDOWS, 190)
+    assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.CANARY_UNJUDGED)
+
+
+def test_the_queue_says_nothing_about_a_change_for_the_gaps() -> None:
+    assert TRIAL.num_waiting == 0
+    assert judged(canary(itl_over=4000, num_waiting=1)).reason is Reason.CANARY_GAINED_NOTHING
 
 
 def test_a_trial_goes_on_after_a_restart_of_the_operator() -> None:

@@ -15,7 +15,9 @@ from flyball_protocol import Objectives as PostedObjectives
 from operator_kit.deployment import START, Deployment, Runtime
 from operator_kit.evidence import LENGTHS, MODEL, TUNING, window
 
-PLANNED: dict[str, Any] = {"step_model": MODEL, "lengths": LENGTHS}
+ROOMY = KVBlocks(total=20_000, capacity=16_000, free=10_000, used=8000, cached=2000)
+PLANNED: dict[str, Any] = {"step_model": MODEL, "lengths": LENGTHS, "kv_blocks": ROOMY}
+"""What is known of steps and requests, with a KV pool that is full only after steps are as long as the objective allows."""
 
 
 def quiet(_: Runtime) -> dict[str, Any]:
@@ -118,17 +120,30 @@ def test_replicas_of_another_template_are_not_pooled() -> None:
     assert deployment.replicas[2].limits == START, "it is left alone until its template is that of most replicas"
 
 
+FULL = KVBlocks(total=3000, capacity=3000, free=0, used=3000, cached=0)
+CROWDED_S = 1120.0
+"""The replicas have KV memory to spare until then: a step target that suits too little is not tried but set."""
+
+
+def test_a_kv_pool_that_is_small_from_the_start_needs_no_trial() -> None:
+    deployment = Deployment(lambda _: PLANNED | {"kv_blocks": FULL})
+    deployment.minutes(5)
+    assert deployment.changes == [("change", "ObjectivesSet"), ("commit", "Settled")]
+    assert Knob.STEP_TIME.of(deployment.limits) < 30
+
+
 def test_kv_pressure_lowers_the_step_target_and_not_only_asks_for_replicas() -> None:
     """With KV as the bottleneck, shorter steps let sequences end sooner."""
 
     def kv_bound(one: Runtime) -> dict[str, Any]:
+        if one.now_s < CROWDED_S:
+            return quiet(one)
         is_long = one.step_ms > 30
-        blocks = KVBlocks(total=3000, capacity=3000, free=0, used=3000, cached=0)
         blocked = {"kv": 0.6, "none": 0.4} if is_long else {"none": 1.0}
-        return PLANNED | {"ttft_over": 600 if is_long else 10, "blocked_by": blocked, "kv_blocks": blocks}
+        return PLANNED | {"ttft_over": 600 if is_long else 10, "blocked_by": blocked, "kv_blocks": FULL}
 
     deployment = Deployment(kv_bound)
-    deployment.minutes(6)
+    deployment.minutes(8)
     assert ("promote", "CanaryGained") in deployment.changes
     target_ms = deployment.limits.step_time_target_ms
     assert target_ms is not None and target_ms < 30
@@ -174,9 +189,8 @@ def test_an_optimum_at_kv_pressure_is_not_raised_away() -> None:
 
 
 def test_preemptions_lower_the_step_target_before_the_sequences() -> None:
-    blocks = KVBlocks(total=3000, capacity=3000, free=0, used=3000, cached=0)
-    late = {"ttft_over": 600, "num_recomputed_tokens": 20_000, "kv_blocks": blocks, "blocked_by": {"kv": 0.9}}
-    deployment = Deployment(lambda _: PLANNED | late)
+    late = {"ttft_over": 600, "num_recomputed_tokens": 20_000, "kv_blocks": FULL, "blocked_by": {"kv": 0.9}}
+    deployment = Deployment(lambda one: quiet(one) if one.now_s < CROWDED_S else PLANNED | late)
     deployment.minutes(30)
     knobs = [
         record.decision.state.trial.move.knob

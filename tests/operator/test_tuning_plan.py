@@ -67,7 +67,7 @@ def test_prefix_hits_leave_less_to_compute_and_more_to_attend_to() -> None:
 def test_with_memory_to_spare_the_objective_sets_the_step_time() -> None:
     plan = make_plan(MODEL, LENGTHS, BOTH, WIDE, kv_tokens=390_000)
     assert 0.04 < plan.step_s < 0.05
-    assert plan.kv_step_s == plan.step_s
+    assert plan.kv_step_s == plan.aim_s == plan.step_s
     assert plan.num_decoding == most_decodes(MODEL, LENGTHS, plan.step_s)
     assert plan.max_num_seqs == math.ceil(1.15 * plan.num_decoding)
     assert plan.max_num_batched_tokens >= plan.max_num_seqs + most_prefill(MODEL, plan.step_s, 8192)
@@ -78,9 +78,24 @@ def test_with_little_memory_shorter_steps_are_planned() -> None:
     plan = make_plan(MODEL, LENGTHS, BOTH, WIDE, kv_tokens=22_000)
     assert plan.num_fitting == 20
     assert plan.kv_step_s == pytest.approx(0.9 * balanced_step_s(MODEL, LENGTHS, 20))
-    assert plan.kv_step_s < 0.5 * plan.step_s
+    assert plan.kv_step_s == plan.aim_s < 0.5 * plan.step_s
     assert plan.num_decoding == 20
     assert plan.max_num_seqs == 23
+
+
+def test_sequences_that_share_their_prefixes_leave_room_for_longer_steps() -> None:
+    """Half of each prompt is found in the prefix cache; if that is one system prompt, twice as many sequences fit."""
+    hits = structs.replace(LENGTHS, context_tokens=1100.0, computed_prompt_tokens=450.0)
+    plan = make_plan(MODEL, hits, BOTH, WIDE, kv_tokens=22_000)
+    assert plan.num_fitting == 20
+    assert plan.aim_s == pytest.approx(0.9 * balanced_step_s(MODEL, hits, 40))
+    assert plan.kv_step_s < plan.aim_s < plan.step_s
+
+
+def test_the_most_sequences_are_no_shortage_of_memory() -> None:
+    few = structs.replace(WIDE, max_num_seqs=20)
+    assert make_plan(MODEL, LENGTHS, BOTH, few, kv_tokens=22_000).aim_s > 0.04
+    assert make_plan(MODEL, LENGTHS, BOTH, few, kv_tokens=20_900).aim_s < 0.025
 
 
 def test_steps_are_not_planned_shorter_than_their_decodes_where_prefill_costs_nothing() -> None:
@@ -130,7 +145,7 @@ def test_a_plan_stays_inside_the_envelope(model: StepModel, lengths: Lengths, it
     plan = make_plan(model, lengths, Objectives(itl_s=itl_s), WIDE, kv_tokens=kv_tokens)
     assert 1 <= plan.max_num_seqs <= WIDE.max_num_seqs
     assert WIDE.min_num_batched_tokens <= plan.max_num_batched_tokens <= WIDE.max_num_batched_tokens
-    assert 0 < plan.kv_step_s <= plan.step_s
+    assert 0 < plan.kv_step_s <= plan.aim_s <= plan.step_s
     assert 0 < plan.least_step_s <= plan.step_s
     assert plan.step_s <= itl_s or itl_s < least_itl_s(model, lengths)
     assert plan.capacity_per_s > 0

@@ -17,7 +17,7 @@ from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence
 from flyball_operator.tuning.knobs import CUT_FACTOR, DEAD_BAND, Knob, rounded, same, towards
 from flyball_operator.tuning.modes import restore
-from flyball_operator.tuning.plan import decode_step_s, least_target_s, most_decodes_alone
+from flyball_operator.tuning.plan import Plan, decode_step_s, least_target_s, most_decodes_alone
 from flyball_operator.tuning.signals import Signal, Standing
 from flyball_operator.tuning.situation import Situation, look
 from flyball_operator.tuning.state import Direction, Forecast, TunerState
@@ -133,7 +133,7 @@ def _first_target_ms(now: Situation) -> float:
         return math.inf
     if _is_tuned(now):
         return span.clamp(target_ms)
-    aim_s = _start_s(now, itl_s) if now.plan is None else now.plan.step_s / now.state.trim
+    aim_s = _start_s(now, itl_s) if now.plan is None else now.plan.aim_s / now.state.trim
     return span.clamp(round(1000 * aim_s, 2))
 
 
@@ -155,10 +155,12 @@ def _set_planned_target(now: Situation) -> Decision | None:
     if not now.state.guessed or plan is None or math.isinf(plan.step_s):
         return None
     state = structs.replace(now.remembered, guessed=False)
-    aim_ms = rounded(Knob.STEP_TIME, now.spans[Knob.STEP_TIME].clamp(1000 * plan.step_s))
+    aim_ms = rounded(Knob.STEP_TIME, now.spans[Knob.STEP_TIME].clamp(1000 * plan.aim_s))
     if abs(aim_ms - Knob.STEP_TIME.of(now.limits)) < STEP_DEAD_BAND * aim_ms:
         return None
     why = "now the step model has settled, this is what the objective allows"
+    if plan.aim_s < plan.step_s:
+        why = f"the step model has settled, and {_full_pool(plan)}"
     return now.change(Reason.STEP_TARGET_PLANNED, why, {Knob.STEP_TIME: aim_ms}, Direction.CLAMP, state=state)
 
 
@@ -355,7 +357,7 @@ def _relief(now: Situation, knob: Knob) -> Iterator[_Idea]:
         yield from _kv_ideas(now)
     elif knob is Knob.STEP_TIME:
         if plan is not None and _may_raise(now):
-            yield from _longer_steps(now, 1000 * plan.step_s)
+            yield from _longer_steps(now, plan)
     elif _may_raise(now) or (_is_paced(now) and now.itl.standing is Standing.NEAR):
         if plan is None:
             yield _Idea(knob, value * (1 + now.tuning.max_step_percent / 100), "")
@@ -365,12 +367,18 @@ def _relief(now: Situation, knob: Knob) -> Iterator[_Idea]:
                 yield _Idea(knob, min(aim, MOST_RAISE * value), f"the step model allows {aim}")
 
 
-def _longer_steps(now: Situation, planned_ms: float) -> Iterator[_Idea]:
-    yield _Idea(Knob.STEP_TIME, planned_ms, "the inter-token objective allows longer steps")
+def _longer_steps(now: Situation, plan: Plan) -> Iterator[_Idea]:
+    planned_ms = 1000 * plan.aim_s
+    why = "the inter-token objective allows longer steps" if plan.aim_s == plan.step_s else _full_pool(plan)
+    yield _Idea(Knob.STEP_TIME, planned_ms, why)
     if now.state.trim < 1.0 and now.itl.standing is Standing.CLEAR:
         trim = min(1.0, TRIM_RAISE * now.state.trim)
         aim_ms = planned_ms * trim / now.state.trim
         yield _Idea(Knob.STEP_TIME, aim_ms, "steps have room to be longer again", STEP_DEAD_BAND, trim)
+
+
+def _full_pool(plan: Plan) -> str:
+    return f"steps longer than {duration(plan.aim_s)} gain nothing, because the KV pool is full before"
 
 
 def _room_to_spare(now: Situation) -> Decision | None:

@@ -38,6 +38,7 @@ class Plan:
             alone misses the objective: the shortest step that costs little throughput.
         least_step_s: the shortest target with which a few sequences run, or that the objective allows.
         kv_step_s: the shorter target that KV pressure asks for: shorter steps free KV blocks sooner.
+        aim_s: the target without KV pressure: ``step_s``, or shorter where the KV pool is full before steps are so long.
         num_fitting: sequences whose context the KV pool holds.
         num_decoding: most sequences that decode within ``step_s`` and fit, their successors' prefill included.
         max_num_seqs, max_num_batched_tokens: limits with a margin above them.
@@ -47,6 +48,7 @@ class Plan:
     step_s: float
     least_step_s: float
     kv_step_s: float
+    aim_s: float
     num_fitting: float
     num_decoding: float
     max_num_seqs: int
@@ -66,25 +68,36 @@ def make_plan(
     itl_s = math.inf if objectives.itl_s is None else objectives.itl_s
     least_step_s = least_target_s(model, lengths, itl_s)
     step_s = max(trim * itl_s / margin(model, lengths), least_step_s)
-    if itl_s < least_itl_s(model, lengths):
+    if is_infeasible := itl_s < least_itl_s(model, lengths):
         step_s = max(least_step_s, model.efficient_s)
-    num_fitting = max(1.0, kv_tokens / max(1.0, lengths.context_tokens))
+    num_fitting, num_at_most = _fitting(lengths, kv_tokens)
     num_decoding = max(1.0, min(most_decodes(model, lengths, step_s), num_fitting, envelope.max_num_seqs))
     balanced_s = balanced_step_s(model, lengths, num_decoding)
-    kv_step_s = trim * crowded_step_s(model, lengths, min(num_fitting, envelope.max_num_seqs))
+    kv_step_s, aim_s = (
+        min(step_s, max(trim * crowded_step_s(model, lengths, min(one, envelope.max_num_seqs)), least_step_s))
+        for one in (num_fitting, num_at_most)
+    )
     max_num_seqs = min(envelope.max_num_seqs, math.ceil(SEQS_MARGIN * num_decoding))
     prefill = most_prefill(model, step_s, envelope.max_num_batched_tokens)
     tokens = min(envelope.max_num_batched_tokens, _ladder(max_num_seqs + TOKENS_MARGIN * prefill))
     return Plan(
         step_s=step_s,
         least_step_s=least_step_s,
-        kv_step_s=min(step_s, max(kv_step_s, least_step_s)),
+        kv_step_s=kv_step_s,
+        aim_s=step_s if is_infeasible or num_at_most >= envelope.max_num_seqs else aim_s,
         num_fitting=num_fitting,
         num_decoding=num_decoding,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(tokens, envelope.min_num_batched_tokens),
         capacity_per_s=num_decoding / (max(1.0, lengths.output_tokens) * balanced_s) if balanced_s > 0 else math.inf,
     )
+
+
+def _fitting(lengths: Lengths, kv_tokens: int) -> tuple[float, float]:
+    """Return how many sequences the KV pool holds, and how many if they all share what they found in the prefix cache."""
+    context, cached = lengths.context_tokens, max(0.0, lengths.prompt_tokens - lengths.computed_prompt_tokens)
+    alone, sharing = (max(1.0, kv_tokens / max(1.0, one)) for one in (context, context - cached))
+    return alone, sharing
 
 
 def least_target_s(model: StepModel, lengths: Lengths, itl_s: float) -> float:

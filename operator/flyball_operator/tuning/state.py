@@ -87,6 +87,8 @@ class Trial(Struct, frozen=True, kw_only=True):
         started_s: when it was decided.
         forecast: what it should bring.
         baseline: the counts from before, for a replica that has no others to be compared with.
+        num_waiting: requests in the canary's queue when it was decided, if first tokens are what it should improve.
+        drained_s: when that queue was first seen half as long, None until then.
         taken_s: when the canary was first seen with it, None until then.
         reports: earlier windows of the canary and of the others, none of which overlap.
     """
@@ -101,6 +103,8 @@ class Trial(Struct, frozen=True, kw_only=True):
     before_settled: bool = False
     forecast: Forecast | None = None
     baseline: Counts | None = None
+    num_waiting: int = 0
+    drained_s: float | None = None
     taken_s: float | None = None
     reports: tuple[Report, ...] = ()
 

@@ -3,7 +3,8 @@
 The others go on serving the same traffic under the limits in force, so the comparison with them leaves out what the traffic
 does. A replica that has no others is compared with its own counts from before. The verdict is Wald's sequential test of two
 hypotheses, "as without the change" and "as predicted", so clear cases end early. A change that gains nothing is taken back
-and banned for a while, and so is one that cannot be judged.
+and banned for a while, and so is one that cannot be judged. First tokens are late at first because of the queue from before,
+so while that is worked off, they do not speak against the change.
 """
 
 import math
@@ -52,6 +53,7 @@ def try_first(now: Situation, decision: Decision) -> Decision:
         started_s=now.now_s,
         forecast=decision.forecast,
         baseline=now.counts if now.num_replicas == 1 else None,
+        num_waiting=now.usable[canary].num_waiting if decision.forecast and decision.forecast.what == "ttft" else 0,
     )
     state = structs.replace(now.remembered, trial=trial, tuned=True, seqs=decision.state.seqs, trim=decision.state.trim)
     where = f"tried on {canary} first" if now.num_replicas > 1 else "on trial"
@@ -60,12 +62,21 @@ def try_first(now: Situation, decision: Decision) -> Decision:
 
 def judge(now: Situation, trial: Trial) -> Decision:
     """Return what becomes of the trial: HOLD while there is no verdict yet."""
-    trying = _Trying(now, trial)
+    trying = _Trying(now, _watched(now, trial))
     for rule in _RULES:
         decision = rule(trying)
         if decision is not None:
             return decision
     return _verdict(trying)
+
+
+def _watched(now: Situation, trial: Trial) -> Trial:
+    """Note when the queue from before the change has shrunk to half."""
+    canary = now.answered.get(trial.canary)
+    if not trial.num_waiting or trial.drained_s is not None or trial.taken_s is None or canary is None:
+        return trial
+    is_drained = 2 * canary.num_waiting <= trial.num_waiting
+    return structs.replace(trial, drained_s=now.now_s) if is_drained else trial
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,21 @@ class _Trying:
         restarted = counted is not None and counted.since_s <= self.now.now_s - trial.started_s
         return restarted or (trial.taken_s is not None and self.now.now_s - trial.taken_s >= self.window_s)
 
+    @property
+    def _counts_from_s(self) -> float | None:
+        """Since when late first tokens are no longer those of the queue from before."""
+        return self.trial.drained_s if self.trial.num_waiting else self.trial.taken_s
+
+    @property
+    def works_off_queue(self) -> bool:
+        """Whether what is counted is still the queue from before, and that does not grow any more."""
+        trial = self.trial
+        if not trial.num_waiting or self.canary is None:
+            return False
+        if trial.drained_s is not None:
+            return self.now.now_s - trial.drained_s < self.window_s
+        return self.canary.num_waiting <= trial.num_waiting
+
     def signals_of(self, counts: Counts) -> Mapping[str, Signal]:
         ttft, itl = signals(self.now.tuning, counts, one_of=max(1, self.now.num_replicas))
         return {"ttft": ttft, "itl": itl}
@@ -155,7 +181,7 @@ class _Trying:
 
     def _with_report(self) -> Trial:
         """Keep the window that ends now, if it is whole and overlaps with none that was kept."""
-        last_s = self.trial.reports[-1].at_s if self.trial.reports else self.trial.taken_s
+        last_s = self.trial.reports[-1].at_s if self.trial.reports else self._counts_from_s
         if last_s is None or self.now.now_s - last_s < self.window_s or not self.is_fresh:
             return self.trial
         report = Report(self.now.now_s, self._canary_counts(), self._others_counts())
@@ -330,8 +356,17 @@ def _verdict(trying: _Trying) -> Decision:
     if likelihood_ratio(here, at_least, predicted) >= ENOUGH:
         return trying.promote(f"{trying.trial.canary} gained what was predicted ({compared})", observed=here.share)
     if likelihood_ratio(here, without, predicted) <= -ENOUGH:
+        if trying.works_off_queue:
+            return trying.wait(
+                Reason.SETTLING, f"the queue from before is worked off first ({_queue(trying)}; {compared})"
+            )
         return trying.take_back(Reason.CANARY_GAINED_NOTHING, f"it gained nothing ({compared})", observed=here.share)
     return trying.wait(Reason.FEW_SAMPLES, f"too close to say ({compared})")
+
+
+def _queue(trying: _Trying) -> str:
+    assert trying.canary is not None  # works_off_queue has seen to it
+    return f"{trying.trial.num_waiting} requests waited, now {trying.canary.num_waiting}"
 
 
 def likelihood_ratio(signal: Signal, without: float, predicted: float) -> float:
