@@ -20,7 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import RESULTS, make_checkpoint, random_prompts, write
-from flyball_runtime.core.model_config import DTYPE_BYTES, ModelConfig
+from flyball_runtime.core.checkpoint import DTYPE_BYTES
+from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.llm import LLM
 from machine import environment, median_of

@@ -13,15 +13,19 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
     GenerationConfig,
+    GlmConfig,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -30,6 +34,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 VOCAB_SIZE = 384
@@ -187,6 +192,23 @@ MORE_ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3 moe": (Qwen3MoeConfig, {**_EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
 }
 
+# Left to transformers: Flyball has no code for them.
+OTHER_ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "starcoder2": (Starcoder2Config, {"sliding_window": 24}),
+    "gpt-neox": (GPTNeoXConfig, {}),
+    "cohere2": (
+        Cohere2Config,
+        {
+            "pad_token_id": 0,
+            "sliding_window": 20,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "glm": (GlmConfig, {"pad_token_id": 0, "head_dim": 24}),
+    "olmoe": (OlmoeConfig, {"pad_token_id": 0, "num_experts": 6, "num_experts_per_tok": 2}),
+}
+
 
 def make_checkpoint(
     directory: Path,
@@ -197,12 +219,12 @@ def make_checkpoint(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint of ``arch``, a key of ARCHITECTURES or MORE_ARCHITECTURES, into ``directory``; returns it.
+    """Write a checkpoint of ``arch``, a key of one of the dictionaries above, into ``directory``; returns it.
 
     ``overrides`` replace fields of the transformers config. A small ``max_shard_size`` ("100KB") gives several
     safetensors files with an index. The same arguments give the same weights.
     """
-    config_class, own_sizes = (ARCHITECTURES | MORE_ARCHITECTURES)[arch]
+    config_class, own_sizes = (ARCHITECTURES | MORE_ARCHITECTURES | OTHER_ARCHITECTURES)[arch]
     config = config_class(**{**_SIZES, **own_sizes, **overrides})
     model = _random_model(config, seed).to(dtype)
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=[EOS_ID, TURN_END_ID])

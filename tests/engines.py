@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.kv_layout import KVLayout
-from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Finished, Request, Sequence
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.engine.runner import start_engine
+from flyball_runtime.model.loader import describe_model
 from flyball_runtime.scheduler import Drafter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -36,7 +36,7 @@ def make_engine(path: Path, on_progress: Callable[[], object] = lambda: None, **
 
 def kv_block_bytes(path: Path, max_model_len: int = 256) -> int:
     """Bytes of the KV blocks, one in each group of layers, of 16 tokens in fp32."""
-    config = ModelConfig.from_dir(path)
+    config = describe_model(path, "auto")
     layout = KVLayout.of(config.sliding_windows, max_model_len)
     return 16 * len(layout.groups) * layout.num_tensors * config.kv_bytes_per_layer("float32")
 

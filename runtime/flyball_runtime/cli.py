@@ -71,6 +71,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--revision", metavar="NAME", help="branch, tag or commit of a Hugging Face id (default: its main branch)"
     )
+    model.add_argument(
+        "--model-impl",
+        default="auto",
+        choices=settings.MODEL_IMPLS,
+        help="auto leaves architectures that Flyball does not implement to transformers",
+    )
     model.add_argument("--dtype", default="auto", choices=settings.DTYPES, help="auto uses the checkpoint's type")
     model.add_argument(
         "--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output (default: the checkpoint's)"
@@ -402,7 +408,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
     _log_to_stderr(args.log_level)
     api_keys = api_keys_from(args)
-    path = find_checkpoint(args.model, args.revision)
+    path = find_checkpoint(args.model, args.revision, args.model_impl)
     engine_config = engine_config_from(args, path)
     listener = os.environ.get(endpoints.LISTENER_ENV)
     config = ServeConfig(
@@ -452,7 +458,7 @@ def open_offline_api(
     _log_to_stderr(args.log_level)
     if args.log_level == "info":  # of which the API writes a line per request
         logging.getLogger("flyball_runtime.api").setLevel(logging.WARNING)
-    path = find_checkpoint(args.model, args.revision)
+    path = find_checkpoint(args.model, args.revision, args.model_impl)
     room = {
         "max_body_bytes": max_body_bytes,
         "max_inline_bytes": max_body_bytes,  # nobody waits for the event loop, and lanes would refuse some
@@ -484,6 +490,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
     return EngineConfig(
         model=str(path),
         served_model_name=names[0],
+        model_impl=args.model_impl,
         dtype=args.dtype,
         device=args.device,
         max_model_len=args.max_model_len,

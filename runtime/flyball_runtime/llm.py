@@ -62,7 +62,7 @@ class LLM:
     ) -> None:
         if speculative_config is not None:
             settings["speculative_config"] = SpeculativeConfig.of(speculative_config)
-        path = find_checkpoint(str(model), settings.pop("revision", None))
+        path = find_checkpoint(str(model), settings.pop("revision", None), settings.get("model_impl", "auto"))
         self.default_sampling = default_sampling(generation_config, path)
         self.tokenizer = load_tokenizer(path)
         self.engine = start_engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))

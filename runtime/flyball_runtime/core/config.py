@@ -13,6 +13,7 @@ from flyball_runtime.core.speculation import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
+MODEL_IMPLS = ("auto", "flyball", "transformers")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 KERNEL_BACKENDS = ("auto", "cpp", "torch", "triton")
@@ -30,6 +31,7 @@ class EngineConfig:
     Attributes:
         model: directory of a Hugging Face checkpoint.
         served_model_name: the name that requests use.
+        model_impl: whose code runs the model; auto is Flyball's where it has the architecture, else transformers'.
         dtype: weights and activations; auto takes the checkpoint's.
         max_model_len: longest prompt plus output in tokens; None takes the checkpoint's maximum.
         max_num_seqs: most sequences that run at once.
@@ -54,6 +56,7 @@ class EngineConfig:
 
     model: str
     served_model_name: str
+    model_impl: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -79,6 +82,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
+        _check_choice("model-impl", self.model_impl, MODEL_IMPLS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("kernel-backend", self.kernel_backend, KERNEL_BACKENDS)

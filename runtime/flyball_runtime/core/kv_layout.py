@@ -1,5 +1,6 @@
 """Which layers share a block table: those that attend to equally many tokens. No torch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,3 +76,9 @@ class KVLayout:
             layer: (index, at) for index, group in enumerate(self.groups) for at, layer in enumerate(group.layers)
         }
         return [places[layer] for layer in range(len(places))]
+
+
+def longest_reach(windows: Sequence[int | None]) -> int:
+    """Return the first of the layers that attend to the most tokens."""
+    reaches = [math.inf if window is None else window for window in windows]
+    return reaches.index(max(reaches))

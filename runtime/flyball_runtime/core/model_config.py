@@ -3,22 +3,17 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict, cast, get_args
+from typing import Literal, TypedDict
 
-from flyball_protocol.quoting import quoted, quoted_list
+from flyball_protocol.quoting import quoted_list
+from flyball_runtime.core.checkpoint import ServedModel, config_fields, eos_token_ids, read_dtype, refuse_quantized
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.families import FAMILIES, Activation, Family, MoEFields, NormNames
-from flyball_runtime.core.json_fields import JsonFields, read_json_object
+from flyball_runtime.core.json_fields import JsonFields
 from flyball_runtime.core.rope import MAX_POSITIONS, RopeConfig, read_ropes
-
-DType = Literal["bfloat16", "float16", "float32"]
-DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 MAX_LAYERS = 2**12
 DEFAULT_MAX_WINDOW_LAYERS = 28
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
@@ -56,17 +51,15 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a decoder-only transformer: RMSNorm, rotary attention with grouped KV heads, gated MLPs.
+class ModelConfig(ServedModel):
+    """Shape of a decoder-only transformer that Flyball implements: RMSNorm, rotary attention, gated MLPs.
 
     Attributes:
-        head_dim: elements of one head; even, and not always hidden_size / num_attention_heads.
+        head_dim: even, and not always hidden_size / num_attention_heads.
         max_position_embeddings: as config.json says; see ``max_context_len`` for what the model can take.
         ropes: per layer, how queries and keys are rotated; None is not at all.
         qkv_bias, output_bias, mlp_bias: whether those projections add a bias.
         qk_norm: RMSNorm on queries and keys before RoPE, of each ``head`` (Qwen3) or of the whole ``width`` (OLMo 2).
-        sliding_windows: per layer, how many of the latest tokens are attended to (the query's own included);
-            None is all of them.
         norm_names: which norms a layer has, before and after attention and MLP.
         norm_offset: added to the weights of norms (Gemma's are relative to 1).
         fused_projections: whether the checkpoint has q, k and v in one tensor, and gate and up.
@@ -75,18 +68,12 @@ class ModelConfig:
         has_sinks: whether each head has a learned score of no key, which takes part in the softmax (gpt-oss).
         logits_divisor, logits_softcap: the same of the logits.
         moe: None if all layers have an MLP.
-        dtype: what the weights were saved in; float32 when config.json is silent.
-        eos_token_ids: ids that end a sequence, from config.json and generation_config.json together.
     """
 
-    architecture: str
-    vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
     ropes: tuple[RopeConfig | None, ...]
@@ -95,7 +82,6 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: Literal["head", "width"] | None
-    sliding_windows: tuple[int | None, ...]
     norm_names: NormNames
     norm_offset: float
     fused_projections: bool
@@ -108,8 +94,6 @@ class ModelConfig:
     logits_divisor: float
     logits_softcap: float | None
     moe: MoEConfig | None
-    dtype: DType
-    eos_token_ids: frozenset[int]
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelConfig":
@@ -120,7 +104,7 @@ class ModelConfig:
                 names the file, the field, its value and what is supported.
         """
         path = Path(path)
-        fields = JsonFields(*_config_json(path))
+        fields = config_fields(path)
         architecture, family = _family(fields)
         _refuse_unsupported(fields, family)
         num_heads = fields.integer("num_attention_heads")
@@ -154,8 +138,8 @@ class ModelConfig:
             activation=family.activation,
             has_sinks=family.has_sinks,
             moe=_moe(fields, family.moe, num_layers),
-            dtype=_dtype(fields),
-            eos_token_ids=_eos_token_ids(fields) | _generation_eos_token_ids(path),
+            dtype=read_dtype(fields),
+            eos_token_ids=eos_token_ids(fields, path),
             **_scales(fields, family, head_dim),
         )
         config._check_heads(fields)
@@ -174,10 +158,6 @@ class ModelConfig:
 
     def _rotations(self) -> list[RopeConfig]:
         return [rope for rope in self.ropes if rope is not None] or [RopeConfig()]
-
-    def kv_bytes_per_layer(self, dtype: DType) -> int:
-        """Bytes of keys and values of one token in one layer."""
-        return 2 * self.num_key_value_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def _check_heads(self, fields: JsonFields) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -206,22 +186,16 @@ class ModelConfig:
                 )
 
 
-def check_tokenizer_files(path: str | Path) -> None:
-    """Raise ConfigError, naming what was looked for, when a checkpoint directory holds no tokenizer."""
-    if not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(
-            f"{path} holds no tokenizer: looked for {', '.join(TOKENIZER_FILES)}. "
-            "Copy the tokenizer files that belong to the model into it."
-        )
+def is_native(path: Path, model_impl: str) -> bool:
+    """Return whether Flyball's own implementation serves a checkpoint; if not, transformers' does.
 
-
-def _config_json(path: Path) -> tuple[Path, dict[str, object]]:
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a directory. Give a directory with config.json and *.safetensors in it.")
-    source = path / "config.json"
-    if not source.is_file():
-        raise ConfigError(f"{path} has no config.json, so it is not a Hugging Face checkpoint directory.")
-    return source, read_json_object(source)
+    Raises:
+        ConfigError: config.json cannot be read.
+    """
+    if model_impl != "auto":
+        return model_impl == "flyball"
+    named = config_fields(path).raw("architectures")
+    return not isinstance(named, list) or any(isinstance(name, str) and name in FAMILIES for name in named)
 
 
 def _family(fields: JsonFields) -> tuple[str, Family]:
@@ -241,26 +215,12 @@ _ACTIVATION_NAMES: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_p
 
 
 def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if fields.raw(key) is not None:
-            raise ConfigError(
-                f"{fields.source} has {key}{_method(fields, key)}: quantized checkpoints are not supported. "
-                "Use the unquantized model in bfloat16, float16 or float32."
-            )
+    refuse_quantized(fields)
     activation = _ACTIVATION_NAMES[family.activation]
     if fields.raw(family.activation_field) not in (None, activation):
         raise fields.error(family.activation_field, repr(activation))
     if fields.raw("use_bidirectional_attention"):
         raise fields.error("use_bidirectional_attention", "false: tokens attend to those before them only")
-
-
-def _method(fields: JsonFields, key: str) -> str:
-    """Return the name of the quantization, and how to undo it where transformers can (gpt-oss)."""
-    value = fields.raw(key)
-    method = value.get("quant_method") if isinstance(value, dict) else None
-    if method == "mxfp4":
-        return " (mxfp4, which transformers unpacks: Mxfp4Config(dequantize=True), then save_pretrained)"
-    return "" if method is None else f" ({quoted(method)})"
 
 
 def _qkv_bias(fields: JsonFields, family: Family) -> bool:
@@ -420,27 +380,3 @@ def _layer_kinds(fields: JsonFields, otherwise: list[bool]) -> tuple[bool, ...]:
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise fields.error("layer_types", f"{num_layers} entries (num_hidden_layers), each one of {', '.join(known)}")
     return tuple(kind == "sliding_attention" for kind in kinds)
-
-
-def _dtype(fields: JsonFields) -> DType:
-    key = "dtype" if fields.raw("dtype") is not None else "torch_dtype"
-    value = fields.raw(key)
-    name = "float32" if value is None else str(value).removeprefix("torch.")
-    if name not in get_args(DType):
-        raise fields.error(key, f"one of {', '.join(get_args(DType))}")
-    return cast(DType, name)
-
-
-def _generation_eos_token_ids(path: Path) -> frozenset[int]:
-    source = path / "generation_config.json"
-    if not source.is_file():
-        return frozenset()
-    return _eos_token_ids(JsonFields(source, read_json_object(source)))
-
-
-def _eos_token_ids(fields: JsonFields) -> frozenset[int]:
-    value = fields.raw("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
-        raise fields.error("eos_token_id", "a token id or a list of them")
-    return frozenset(ids)

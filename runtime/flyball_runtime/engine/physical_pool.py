@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flyball_runtime.core.checkpoint import ServedModel
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.transformer import KVTensors
 from flyball_runtime.scheduler import BlockCopy
 
@@ -34,7 +34,7 @@ class SoftPool:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ServedModel,
         num_tensors: int,
         num_blocks: int,
         block_size: int,
@@ -61,7 +61,7 @@ class MmapPool:
         ConfigError: the system has no room for the addresses.
     """
 
-    def __init__(self, config: ModelConfig, num_tensors: int, num_blocks: int, block_size: int, dtype: torch.dtype):
+    def __init__(self, config: ServedModel, num_tensors: int, num_blocks: int, block_size: int, dtype: torch.dtype):
         shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self._bytes_per_block = math.prod(shape[1:]) * dtype.itemsize
         self._maps: list[mmap.mmap] = []
@@ -93,7 +93,7 @@ def can_return_memory(device: torch.device) -> bool:
 
 
 def make_pool(
-    config: ModelConfig, num_tensors: int, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    config: ServedModel, num_tensors: int, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> PhysicalPool:
     """Return the pool for a device."""
     if can_return_memory(device):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.grammar import Grammar
-from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.stats import EngineInfo, Sampled
 from flyball_runtime.engine.engine import Engine, Executor, InThread, Progress
 from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
@@ -27,7 +26,7 @@ from flyball_runtime.engine.start_up import (
 )
 from flyball_runtime.grammar.cache import GrammarCache
 from flyball_runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
-from flyball_runtime.model.loader import TORCH_DTYPES, kernel_backend, load_model, resolve_dtype
+from flyball_runtime.model.loader import TORCH_DTYPES, describe_model, kernel_backend, load_model, resolve_dtype
 from flyball_runtime.model.logprobs import SampledLogprobs
 from flyball_runtime.model.pooled import PooledStates, Sums
 from flyball_runtime.model.prompt_logprobs import PromptLogprobs
@@ -162,7 +161,7 @@ class ModelRunner:
         self._stages = _Stages()
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self._model_config = ModelConfig.from_dir(config.model)
+        self._model_config = describe_model(Path(config.model), config.model_impl)
         self._device = resolve_device(config.device)
         self._dtype_name = resolve_dtype(config.dtype, self._model_config)
         self._dtype = TORCH_DTYPES[self._dtype_name]

@@ -6,26 +6,25 @@ device how long the largest step may go without a sign of progress.
 """
 
 import logging
-import math
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from flyball_runtime.core.checkpoint import DType, ServedModel
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.kv_layout import KVLayout, most_blocks
 from flyball_runtime.core.memory import available_memory_bytes
-from flyball_runtime.core.model_config import DType, ModelConfig
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.physical_pool import SoftPool, can_return_memory
 from flyball_runtime.model.sampler import SamplingTensors
-from flyball_runtime.model.transformer import CausalLM, StepInputs
+from flyball_runtime.model.transformer import LanguageModel, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def resolve_device(requested: str) -> torch.device:
     return torch.device(requested)
 
 
-def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+def resolve_max_model_len(config: EngineConfig, model: ServedModel) -> int:
     """Return the longest sequence in tokens. Raises ConfigError when the flag exceeds what the model was made for."""
     if config.max_model_len is None:
         return model.default_context_len
@@ -62,7 +61,7 @@ class KVCacheSize(NamedTuple):
 
 def resolve_kv_cache(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ServedModel,
     layout: KVLayout,
     *,
     dtype: DType,
@@ -126,7 +125,13 @@ class WarmUp:
     """Runs steps whose sequences all lie in one scratch block, let go with this object."""
 
     def __init__(
-        self, model: CausalLM, config: EngineConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        model: LanguageModel,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._model = model
         self._config = config
@@ -174,18 +179,17 @@ class WarmUp:
         num_tokens = min(TIMED_TOKENS, self._max_tokens, self._max_model_len)
         num_rows = min(num_tokens, self._num_rows)
         inputs = self._inputs([num_tokens], num_computed_tokens=self._max_model_len - num_tokens)
-        x = model.embedding[inputs.positions % model.config.vocab_size]
-        index, rows = _longest_reach(model.config.sliding_windows), np.arange(num_rows)
-        layer = model.layers[index]
-        kv = self._kv[model.layout.places[index][1]]
-        for cache in kv:
-            cache.zero_()
-        layer_s = self._least_s(lambda: layer(x, None, inputs, kv), clock)
-        head_s = self._least_s(lambda: self._sampling.sample(model.lm_head(x[:num_rows]).float(), rows, rows), clock)
+        rows = np.arange(num_rows)
+        for caches in self._kv:
+            for cache in caches:
+                cache.zero_()
+        layer, head = model.timed_parts(inputs, self._kv, num_rows)
+        layer_s = self._least_s(layer, clock)
+        head_s = self._least_s(lambda: self._sampling.sample(head(), rows, rows), clock)
         layer_s *= self._max_tokens / num_tokens
         head_s *= self._num_rows / num_rows
         if self._device.type == "cuda":
-            return len(model.layers) * layer_s + head_s
+            return len(model.config.sliding_windows) * layer_s + head_s
         return max(layer_s, head_s)
 
     def _least_s(self, part: Callable[[], object], clock: Clock) -> float:
@@ -224,12 +228,6 @@ class WarmUp:
             max_context_len=longest_context,
             logits_indices=(cu_query_lens[1:].long() - 1).to(device),
         )
-
-
-def _longest_reach(sliding_windows: Sequence[int | None]) -> int:
-    """Return the first of the layers that attend to the most tokens."""
-    reaches = [math.inf if window is None else window for window in sliding_windows]
-    return reaches.index(max(reaches))
 
 
 def device_name(device: torch.device, root: Path = Path("/")) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from flyball_protocol.quoting import one_line
+from flyball_runtime.core.checkpoint import Checkpoint
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.memory import resident_bytes
-from flyball_runtime.core.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -84,7 +84,7 @@ class GrammarCompiler:
         if not tokenizer_json.is_file():
             logger.warning("there is no structured output: %s has no tokenizer.json", path)
             return None
-        config = ModelConfig.from_dir(path)
+        config = Checkpoint.from_dir(path)
         try:
             return cls(tokenizer_json, config.vocab_size, config.eos_token_ids)
         except ValueError as error:

@@ -11,8 +11,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from flyball_runtime.core.checkpoint import Checkpoint, check_tokenizer_files
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.model_config import ModelConfig, check_tokenizer_files
+from flyball_runtime.core.model_config import ModelConfig, is_native
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +22,16 @@ ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 IGNORE_PATTERNS = ["original/*", "consolidated*", "onnx/*", "openvino/*"]
 
 
-def find_checkpoint(model: str, revision: str | None = None) -> Path:
+def find_checkpoint(model: str, revision: str | None = None, model_impl: str = "auto") -> Path:
     """Return the directory that ``model`` names, having seen that a servable config.json and a tokenizer are in it.
+
+    What transformers implements is looked at more closely by the engine, which has torch.
 
     Raises:
         ConfigError: as ``resolve_model_path``, or something is missing, unreadable or not supported.
     """
     path = resolve_model_path(model, revision)
-    ModelConfig.from_dir(path)
+    (ModelConfig if is_native(path, model_impl) else Checkpoint).from_dir(path)
     check_tokenizer_files(path)
     return path
 

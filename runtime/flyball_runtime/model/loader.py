@@ -14,12 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flyball_kernels.backend import Backend, choose_backend
+from flyball_runtime.core.checkpoint import DType, ServedModel
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import read_json_object
 from flyball_runtime.core.memory import available_memory_bytes
-from flyball_runtime.core.model_config import DType, ModelConfig
+from flyball_runtime.core.model_config import ModelConfig, is_native
 from flyball_runtime.model.linear import Place
-from flyball_runtime.model.transformer import CausalLM
+from flyball_runtime.model.transformer import CausalLM, LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 
 
-def resolve_dtype(requested: str, config: ModelConfig) -> DType:
+def resolve_dtype(requested: str, config: ServedModel) -> DType:
     """The dtype to serve in: ``auto`` is the one the weights were saved in.
 
     Raises:
@@ -165,22 +166,32 @@ MAX_NAMES_IN_MESSAGE = 5
 SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
+def describe_model(path: Path, model_impl: str) -> ServedModel:
+    """Return what the engine needs to know of a checkpoint, before its weights are read.
+
+    Raises:
+        ConfigError: it cannot be served.
+    """
+    if is_native(path, model_impl):
+        return ModelConfig.from_dir(path)
+    from flyball_runtime.model.attention_probe import probe  # imports models of transformers, which takes seconds
+
+    return probe(path)
+
+
 def load_model(
     path: str | Path,
-    config: ModelConfig,
+    config: ServedModel,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
     backend: Backend,
     max_model_len: int | None = None,
-) -> CausalLM:
+) -> LanguageModel:
     """Build the model and fill it from the directory's safetensors, converting to ``dtype`` on the way.
 
-    The files' headers are held against the config first, so a checkpoint that does not fit its config.json costs no memory.
-    Weights are then copied one tensor at a time from the mapped file to where they stay, and packed one layer at a time, so
-    memory peaks at the model and one layer.
-
     Args:
+        config: of ``describe_model``, which says whose code runs it.
         max_model_len: longest context to prepare for; None is all that the model was made for.
     Raises:
         ConfigError: a file is missing or unreadable; a tensor is missing, unexpected or of the wrong shape or kind; or
@@ -188,21 +199,45 @@ def load_model(
     """
     start = time.monotonic()
     files = weight_files(Path(path))
+    place, max_len = Place(dtype, torch.device(device), backend), max_model_len or config.default_context_len
+    model: LanguageModel
+    if isinstance(config, ModelConfig):
+        model = _load_native(config, files, place, max_len)
+    else:
+        model = _load_by_transformers(Path(path), config, files, place, max_len)
+    logger.info(
+        "loaded %d parameters as %s from %d file(s) in %.1f s",
+        *(model.num_parameters, dtype, len(files), time.monotonic() - start),
+    )
+    return model
+
+
+def _load_native(config: ModelConfig, files: list[Path], place: Place, max_len: int) -> CausalLM:
+    """Hold the files' headers against the config first, so a checkpoint that does not fit its config.json costs no memory.
+
+    Weights are then copied one tensor at a time from the mapped file to where they stay, and packed one layer at a time, so
+    memory peaks at the model and one layer.
+    """
     nowhere = Place(torch.bfloat16, torch.device("meta"), Backend("torch"))
     empty = CausalLM(config, max_len=1, place=nowhere)  # shapes without memory
     _check_headers(files, empty)
-    place = Place(dtype, torch.device(device), backend)
-    model = _allocate(config, max_model_len or config.default_context_len, place, empty.num_parameters)
+    model = _allocate(config, max_len, place, empty.num_parameters)
     _fill(dict(model.destinations()), files)
     model.pack()
-    logger.info(
-        "loaded %d parameters as %s from %d file(s) in %.1f s",
-        model.num_parameters,
-        dtype,
-        len(files),
-        time.monotonic() - start,
-    )
     return model
+
+
+def _load_by_transformers(
+    path: Path, config: ServedModel, files: list[Path], place: Place, max_len: int
+) -> LanguageModel:
+    from flyball_runtime.model.attention_probe import TransformersModel  # see describe_model
+    from flyball_runtime.model.transformers_lm import load_transformers_model
+
+    assert isinstance(config, TransformersModel)
+    for header in iter_headers(files):
+        _check_kind(header)
+    _check_room(config, config.num_parameters, place)
+    return load_transformers_model(path, config, place, max_len)
 
 
 def _check_headers(files: list[Path], empty: CausalLM) -> None:
@@ -228,20 +263,24 @@ def _check_headers(files: list[Path], empty: CausalLM) -> None:
 
 
 def _allocate(config: ModelConfig, max_len: int, place: Place, num_parameters: int) -> CausalLM:
-    free_bytes = _free_bytes(place.device)
-    if num_parameters * place.dtype.itemsize > free_bytes:
-        raise _too_large(config, num_parameters, place, f"{free_bytes / 2**30:.1f} GiB are free")
+    _check_room(config, num_parameters, place)
     try:
         return CausalLM(config, max_len=max_len, place=place)
     except RuntimeError as error:  # how torch says "out of memory", on every device
         raise _too_large(config, num_parameters, place, str(error)) from error
 
 
+def _check_room(config: ServedModel, num_parameters: int, place: Place) -> None:
+    free_bytes = _free_bytes(place.device)
+    if num_parameters * place.dtype.itemsize > free_bytes:
+        raise _too_large(config, num_parameters, place, f"{free_bytes / 2**30:.1f} GiB are free")
+
+
 def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
 
 
-def _too_large(config: ModelConfig, num_parameters: int, place: Place, why: str) -> ConfigError:
+def _too_large(config: ServedModel, num_parameters: int, place: Place, why: str) -> ConfigError:
     gib = num_parameters * place.dtype.itemsize / 2**30
     return ConfigError(
         f"{config.architecture} with {num_parameters} parameters needs {gib:.1f} GiB as {place.dtype}, which "
@@ -281,6 +320,10 @@ def _check(header: Header, shape: tuple[int, ...]) -> None:
             f"{header.file}: tensor {header.name} has shape {list(header.shape)}; config.json asks for {list(shape)}. "
             "Check that config.json and the weights belong together."
         )
+    _check_kind(header)
+
+
+def _check_kind(header: Header) -> None:
     if header.dtype not in SAFETENSORS_DTYPES:
         raise ConfigError(
             f"{header.file}: tensor {header.name} is {header.dtype}; it must be one of {', '.join(SAFETENSORS_DTYPES)}. "

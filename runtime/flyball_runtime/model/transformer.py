@@ -5,15 +5,18 @@ Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flyball_kernels.backend import Backend
 from flyball_kernels.linear import PackedLinear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rope_kv_write import rope_kv_write
-from flyball_runtime.core.kv_layout import KVLayout
+from flyball_runtime.core.checkpoint import ServedModel
+from flyball_runtime.core.kv_layout import KVLayout, longest_reach
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.linear import Destinations, FusedLinear, Norm, Place
 from flyball_runtime.model.mlp import MLP, MixtureOfExperts
@@ -49,6 +52,39 @@ class StepInputs:
 
 KVTensors = list[tuple[Tensor, Tensor]]
 """Pairs of K and V cache, each ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous. ``KVLayout`` says whose."""
+
+
+class LanguageModel(Protocol):
+    """What runs a step: ``CausalLM``, or a model that transformers implements.
+
+    Attributes:
+        num_parameters: weights and biases; tied embeddings count once.
+    """
+
+    config: ServedModel
+    backend: Backend
+    layout: KVLayout
+    num_parameters: int
+
+    def forward(
+        self,
+        inputs: StepInputs,
+        kv: KVTensors,
+        after_layer: Callable[[], object] = ...,
+        score: Callable[[Callable[[Tensor], Tensor]], object] | None = ...,
+        pool: Callable[[Callable[[Tensor], Tensor]], object] | None = ...,
+    ) -> Tensor:
+        """Run one step; see ``CausalLM.forward``."""
+        ...
+
+    def timed_parts(
+        self, inputs: StepInputs, kv: KVTensors, num_rows: int
+    ) -> tuple[Callable[[], object], Callable[[], Tensor]]:
+        """Return what start-up times: the layer that attends to the most tokens, and the head for ``num_rows`` tokens.
+
+        The head returns logits, fp32.
+        """
+        ...
 
 
 def _norm(config: ModelConfig, size: int, place: Place) -> Norm:
@@ -274,6 +310,15 @@ class CausalLM:
         if not wanted.shape[0]:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         return self._logits(x[wanted], residual[wanted])
+
+    def timed_parts(
+        self, inputs: StepInputs, kv: KVTensors, num_rows: int
+    ) -> tuple[Callable[[], object], Callable[[], Tensor]]:
+        """Return the layer that attends to the most tokens, and the head for ``num_rows`` tokens."""
+        x = self.embedding[inputs.positions % self.config.vocab_size]
+        index = longest_reach(self.config.sliding_windows)
+        layer, caches = self.layers[index], kv[self.layout.places[index][1]]
+        return lambda: layer(x, None, inputs, caches), lambda: self.lm_head(x[:num_rows]).float()
 
     def _logits(self, x: Tensor, residual: Tensor) -> Tensor:
         hidden, _ = self.norm.add(x, residual)

@@ -10,6 +10,7 @@ from flyball_runtime.scheduler.policies import POLICIES
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"model_impl": "vllm"}, "--model-impl is 'vllm'; it must be one of auto, flyball, transformers"),
         ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of auto, bfloat16, float16, float32"),
         ({"device": "tpu"}, "--device is 'tpu'"),
         ({"kernel_backend": "magic"}, "--kernel-backend is 'magic'"),

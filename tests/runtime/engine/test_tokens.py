@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import ARCHITECTURES, MORE_ARCHITECTURES, make_checkpoint
+from checkpoints import ARCHITECTURES, MORE_ARCHITECTURES, OTHER_ARCHITECTURES, make_checkpoint
 from engines import GREEDY, Oracle, Reference, generate, have_drafted, kv_block_bytes, make_engine, random_prompts
 from flyball_runtime.core.kv_layout import KVGroup, KVLayout
 from flyball_runtime.core.model_config import ModelConfig
@@ -19,7 +19,8 @@ from flyball_runtime.scheduler.drafts import FIRST_ACCEPTANCE
 
 LENGTHS = [1, 5, 16, 17, 40, 100]
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
-ALL = [*ARCHITECTURES, *(pytest.param(arch, marks=pytest.mark.slow) for arch in MORE_ARCHITECTURES)]
+SLOW = [*MORE_ARCHITECTURES, *OTHER_ARCHITECTURES]
+ALL = [*ARCHITECTURES, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SLOW)]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from checkpoints import ARCHITECTURES, EOS_ID, MORE_ARCHITECTURES, TURN_END_ID, make_checkpoint
+from flyball_runtime.core.checkpoint import check_tokenizer_files
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, check_tokenizer_files
+from flyball_runtime.core.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from flyball_runtime.core.rope import RopeConfig
 
 ALL = [*ARCHITECTURES, *(pytest.param(arch, marks=pytest.mark.slow) for arch in MORE_ARCHITECTURES)]
