@@ -130,10 +130,7 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
         "tool_call_id": message.tool_call_id,
         "reasoning_content": reasoning,
         "reasoning": reasoning,
-        "tool_calls": [
-            _template_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(message.tool_calls or ())
-        ]
-        or None,
+        "tool_calls": [_template_call(call) for call in message.tool_calls or ()] or None,
     }
     return shown | {name: value for name, value in optional.items() if value is not None}
 
@@ -160,22 +157,19 @@ def _check_role(message: Message, where: str) -> None:
         )
 
 
-def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
-    arguments = _arguments(call.function.arguments or "{}", f"{where}.function.arguments")
-    called = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    called = {"type": "function", "function": {"name": call.function.name, "arguments": _arguments(call)}}
     return called if call.id is None else {"id": call.id} | called
 
 
-def _arguments(text: str, where: str) -> dict[str, Any]:
+def _arguments(call: ToolCall) -> dict[str, Any] | str:
+    """The object that templates want, or the text that the model wrote if it is none, as after an output was cut off."""
+    text = call.function.arguments or "{}"
     try:
         arguments = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(
-            f"{where} is {quoted(text)}; it must be a JSON object, as a text. Send {{}} for no arguments.", param=where
-        )
-    return arguments
+        return text
+    return arguments if isinstance(arguments, dict) else text
 
 
 def arguments_in(messages: Iterable[Message]) -> bytes:

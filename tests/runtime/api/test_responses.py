@@ -133,7 +133,6 @@ async def _begun(client: openai.AsyncOpenAI, chats: Chats) -> Any:
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]}, "input"),
         ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
