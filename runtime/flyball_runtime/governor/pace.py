@@ -139,7 +139,7 @@ class Governor:
         return num_steps * model.predict(chunk, decodes, context, chunk * (num_tokens + 1) // 2)
 
     def tokens_per_s(self, step: Planned, num_drafted: int, num_drafts: int, num_accepted: float) -> float | None:
-        """Return how many tokens a second the decodes of a step give; None if nothing is known.
+        """Return how many tokens a second the decodes of a step give; None if its time is not known.
 
         Args:
             step: without drafts, one token of each of its decodes.
@@ -157,7 +157,7 @@ class Governor:
             work.context_tokens - num_drafted * start,
             work.attention_pairs + num_tokens * start,
         )
-        return (work.decodes + num_accepted) / seconds
+        return (work.decodes + num_accepted) / seconds if seconds > 0.0 else None
 
     def _available_s(self, target_s: float, model: StepModel, decodes: int, context_tokens: int) -> float:
         """Return the time that a step may be predicted to take.

@@ -207,3 +207,14 @@ def test_a_decode_with_drafts_costs_what_the_step_that_verifies_them_does():
 
 def test_tokens_a_second_are_unknown_at_first():
     assert governor(None, None).tokens_per_s(Step(8, 8, 800), 1, 4, 0.1) is None
+
+
+@settings(deadline=None)
+@given(model=MODEL, decodes=st.integers(1, 256), start=st.integers(0, 1000), data=st.data())
+def test_tokens_a_second_of_any_model(model: StepModel, decodes: int, start: int, data: st.DataObject):
+    """A first fit may find that a step takes no time at all."""
+    num_drafted = data.draw(st.integers(0, decodes))
+    made, step = governor(None, model), Step(decodes, decodes, decodes * (start + 1))
+    rate = made.tokens_per_s(step, num_drafted, 4 * num_drafted, 2.0)
+    assert rate is None or rate > 0.0
+    assert made.predict(step) or made.tokens_per_s(step, 0, 0, 0.0) is None
