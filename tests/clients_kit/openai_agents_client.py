@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 from typing import Literal
 
 from agents import (
@@ -19,6 +20,8 @@ from pydantic import BaseModel
 set_tracing_disabled(True)
 at = {"base_url": os.environ["BASE_URL"], "max_retries": 0}
 CITIES: list[str] = []
+SETTINGS = ModelSettings(temperature=0, include_usage=True, extra_body={"stop": [".", "!", "?"]})
+"""Agents take an answer that is cut off for a failure, so theirs end with the first sentence."""
 
 
 class Verdict(BaseModel):
@@ -53,17 +56,15 @@ async def main() -> None:
     client = AsyncOpenAI(api_key=os.environ["API_KEY"], **at)
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         model = kind("test", client)
-        settings = ModelSettings(
-            max_tokens=64, temperature=0, include_usage=True, tool_choice="required", parallel_tool_calls=False
-        )
-        agent = Agent("a", instructions="Be brief.", model=model, tools=[temperature], model_settings=settings)
+        required = replace(SETTINGS, tool_choice="required", parallel_tool_calls=False)
+        agent = Agent("a", instructions="Be brief.", model=model, tools=[temperature], model_settings=required)
         await call_a_tool(agent, streamed=False)
         await call_a_tool(agent, streamed=True)
 
-        named = agent.clone(model_settings=ModelSettings(max_tokens=64, temperature=0, tool_choice="temperature"))
+        named = agent.clone(model_settings=replace(SETTINGS, tool_choice="temperature"))
         await call_a_tool(named, streamed=False)
 
-        judge = Agent("b", model=model, output_type=Verdict, model_settings=ModelSettings(max_tokens=64))
+        judge = Agent("b", model=model, output_type=Verdict, model_settings=SETTINGS)
         assert isinstance((await Runner.run(judge, "Is it warm?")).final_output, Verdict)
 
         stranger = Agent("c", model=kind("test", AsyncOpenAI(api_key="another-key", **at)))
