@@ -20,6 +20,8 @@ from flyball_protocol import LimitsStatus
 FEW, FULL, FULL_DRAINS = 2, 6, 3
 TAKEN = {LimitsStatus.APPLIED, LimitsStatus.DEFERRED}
 LOWERED = 8
+AT_ONCE = 16
+"""Requests sent when a runtime was killed: the Service has not heard of it yet, so that its pod gets some of them."""
 CUT = {"ServerDisconnectedError", "ClientOSError", "ClientPayloadError"}
 """What a client of aiohttp says of a connection that ended before the answer did."""
 

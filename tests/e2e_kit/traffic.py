@@ -9,7 +9,9 @@ import itertools
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -74,6 +76,7 @@ class Traffic:
     answers: list[Answer] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _burst: Callable[[int], object] | None = None
 
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="traffic")
@@ -89,6 +92,11 @@ class Traffic:
         if self._thread is not None:
             self._thread.join()
 
+    def send_at_once(self, num: int) -> None:
+        """Send as many short requests in this moment, beside the others."""
+        assert self._burst is not None, "it has not begun"
+        self._burst(num)
+
     @property
     def in_flight(self) -> int:
         """Streams of which some has come, and not all."""
@@ -100,7 +108,14 @@ class Traffic:
         return Verdict([one for one in list(self.answers) if one.ended_s is not None], self.work)
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         async with new_session() as session, asyncio.TaskGroup() as clients:
+
+            def burst(num: int) -> None:
+                for ask in itertools.islice(itertools.cycle(self.work.short), num):
+                    clients.create_task(self._send(session, ask))
+
+            self._burst = partial(loop.call_soon_threadsafe, burst)
             for index in range(self.num_streams):
                 clients.create_task(self._stream(session, index))
             clients.create_task(self._send_short(session))
