@@ -113,6 +113,7 @@ def test_a_killed_runtime_fails_only_what_it_was_answering(busy: Model, work: Wo
         (container,) = killed["status"]["containerStatuses"]
         processes.kill("flyball", "serve", cgroup=container["containerID"].removeprefix("containerd://"))
         killed_s = time.monotonic()
+        load.send_at_once(AT_ONCE)
         busy.until(lambda: not all(map(is_ready, busy.pods())), "a pod that is not ready")
         busy.kubectl("wait", "--for=condition=Ready", "pod", "--all", ROLLOUT_TIMEOUT)
         back_s = time.monotonic() - killed_s
