@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
+
 
 def environment() -> dict[str, Any]:
     """Machine, versions and commit, as they go into every result."""
@@ -21,7 +23,7 @@ def environment() -> dict[str, Any]:
         "instruction_sets": _instruction_sets(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "triton", "transformers")},
-        "commit": _commit(),
+        "commit": commit_of(ROOT) or os.environ.get("FLYBALL_COMMIT", "unknown"),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
@@ -80,18 +82,16 @@ _CHANGES = ("status", "--porcelain", "--untracked-files=no", ".", ":!benchmarks/
 """Of the sources: results of the scripts that ran before do not count."""
 
 
-def _commit() -> str:
-    """What git says, or FLYBALL_COMMIT where the sources were copied without their repository."""
+def commit_of(checkout: Path) -> str | None:
+    """Return what git says of a checkout; None where it is none, as where sources were copied (see FLYBALL_COMMIT)."""
     git = shutil.which("git")
-    if git is not None:
-        commit, changes = (_git(git, *words) for words in (("describe", "--always"), _CHANGES))
-        if commit is not None:
-            return commit + ("-dirty" if changes else "")
-    return os.environ.get("FLYBALL_COMMIT", "unknown")
+    if git is None:
+        return None
+    commit, changes = (_git(git, checkout, *words) for words in (("describe", "--always"), _CHANGES))
+    return None if commit is None else commit + ("-dirty" if changes else "")
 
 
-def _git(git: str, *words: str) -> str | None:
+def _git(git: str, checkout: Path, *words: str) -> str | None:
     """Return what git prints for the whole repository, None where there is none."""
-    root = Path(__file__).parents[1]
-    result = subprocess.run([git, *words], capture_output=True, text=True, check=False, cwd=root)
+    result = subprocess.run([git, *words], capture_output=True, text=True, check=False, cwd=checkout)
     return result.stdout.strip() if result.returncode == 0 else None

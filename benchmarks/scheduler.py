@@ -97,25 +97,25 @@ def run(seed: int, num_seqs: int, num_steps: int, hash_in_step: bool) -> list[Ti
 
 
 def report(name: str, runs: list[list[TimedStep]]) -> dict[str, Any]:
-    """Print and return the quantiles of each run: their median, and those of every run."""
+    """Print and return the quantiles of each run, and the median of each over the runs."""
     quantiles_s = [statistics.quantiles([step.seconds for step in steps], n=100) for steps in runs]
     steps = [step for run in runs for step in run]
-    result: dict[str, Any] = {
-        "steps": len(steps),
-        "mean_decodes": statistics.mean(step.num_decodes for step in steps),
-        "mean_prompts": statistics.mean(step.num_prompts for step in steps),
-        "plan_and_commit_s": {
-            name: {"median": statistics.median(of_runs), "runs": of_runs}
-            for name, percent in (("median", 50), ("p90", 90), ("p99", 99))
-            for of_runs in [[quantiles[percent - 1] for quantiles in quantiles_s]]
-        },
+    num_decodes = statistics.mean(step.num_decodes for step in steps)
+    num_prompts = statistics.mean(step.num_prompts for step in steps)
+    seconds = {
+        name: _over_runs([of_run[percent - 1] for of_run in quantiles_s])
+        for name, percent in (("median", 50), ("p90", 90), ("p99", 99))
     }
-    p50_s, p99_s = (result["plan_and_commit_s"][quantile]["median"] for quantile in ("median", "p99"))
     print(
-        f"{name}: {len(steps)}, each {result['mean_decodes']:.0f} decodes and {result['mean_prompts']:.1f} prompts; "
-        f"plan + commit median {p50_s * 1e6:.0f} us, p99 {p99_s * 1e6:.0f} us"
+        f"{name}: {len(steps)}, each {num_decodes:.0f} decodes and {num_prompts:.1f} prompts; plan + commit median "
+        f"{seconds['median']['median'] * 1e6:.0f} us, p99 {seconds['p99']['median'] * 1e6:.0f} us"
     )
-    return result
+    means = {"mean_decodes": num_decodes, "mean_prompts": num_prompts}
+    return {"steps": len(steps), **means, "plan_and_commit_s": seconds}
+
+
+def _over_runs(values: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(values), "runs": values}
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ measured is stopped (SIGSTOP); the one that goes first changes from run to run. 
 
 import argparse
 import contextlib
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from common import make_checkpoint, save
-from machine import median_of
-from versus_vllm import LOADS, OfflineEngine, in_turns
+from machine import commit_of, median_of
+from versus_vllm import OfflineEngine, offline_speeds
 
 HERE = Path(__file__).parent
 
@@ -33,23 +32,12 @@ def measure(before: Path, checkpoint: Path, runs: int) -> dict[str, Any]:
             name: stack.enter_context(contextlib.closing(OfflineEngine(python, "flyball", checkpoint, {}, script)))
             for name, (python, script) in sides.items()
         }
-        for engine in engines.values():  # the first run of a shape is slower
-            for load in LOADS:
-                engine.measure(load)
-        for load in LOADS:
-            speeds: dict[str, list[float]] = {name: [] for name in engines}
-            for name, engine in in_turns(engines, runs):
-                speeds[name].append(engine.measure(load))
+        for load, speeds in offline_speeds(engines, runs):
             found: dict[str, Any] = {name: median_of(of_side) for name, of_side in speeds.items()}
             ratio = found["now"]["median"] / found["before"]["median"]
             print(f"offline {load} output tok/s: {ratio:.2f}x of before", flush=True)
             result[load] = found | {"now_over_before": ratio}
     return result
-
-
-def commit_of(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> None:

@@ -115,17 +115,23 @@ def offline(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
             name: stack.enter_context(contextlib.closing(OfflineEngine(python, name, checkpoint, variables)))
             for name, python, variables in (("vllm", vllm.python, vllm.variables), ("flyball", sys.executable, {}))
         }
-        for engine in engines.values():  # the first run of a shape is slower
-            for load in LOADS:
-                engine.measure(load)
         result = {}
-        for load in LOADS:
-            speeds: dict[str, list[float]] = {name: [] for name in engines}
-            for name, engine in in_turns(engines, runs):
-                speeds[name].append(engine.measure(load))
+        for load, speeds in offline_speeds(engines, runs):
             result[load] = summary(speeds, higher_is_better=True)
             print(f"offline {load} output tok/s: {show(result[load])}", flush=True)
     return result
+
+
+def offline_speeds(engines: Mapping[str, OfflineEngine], runs: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Yield each load with the output tokens a second of each run of each engine, run in turns."""
+    for engine in engines.values():  # the first run of a shape is slower
+        for load in LOADS:
+            engine.measure(load)
+    for load in LOADS:
+        speeds: dict[str, list[float]] = {name: [] for name in engines}
+        for name, engine in in_turns(engines, runs):
+            speeds[name].append(engine.measure(load))
+        yield load, speeds
 
 
 @dataclass(frozen=True)
