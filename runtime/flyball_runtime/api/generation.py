@@ -86,6 +86,11 @@ class Choice:
     def num_output_tokens(self) -> int:
         return self._output.num_tokens
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._output.stop_string
+
     def take_text(self) -> str:
         """The text that came since the last call."""
         text = "".join(self._pieces)

@@ -70,15 +70,14 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
-        self.found = False
+        self.found: str | None = None
 
     def add(self, text: str) -> str:
-        """The text that may be shown now. Sets ``found`` at a stop; everything from the stop on is dropped."""
+        """The text that may be shown now. Sets ``found`` to a stop; everything from the stop on is dropped."""
         text = self._held + text
-        cut = self._find_stop(text)
-        self.found = cut is not None
-        shown = self._num_safe_chars(text) if cut is None else cut
-        self._held = "" if self.found else text[shown:]
+        cut, self.found = self._find_stop(text)
+        shown = self._num_safe_chars(text) if self.found is None else cut
+        self._held = text[shown:] if self.found is None else ""
         return text[:shown]
 
     def flush(self) -> str:
@@ -86,10 +85,11 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _find_stop(self, text: str) -> int | None:
-        begins = ((text.find(stop), len(stop)) for stop in self._stops)
-        matches = [(begin + length, begin) for begin, length in begins if begin >= 0]
-        return min(matches)[1] if matches else None
+    def _find_stop(self, text: str) -> tuple[int, str | None]:
+        """Return where the stop string begins that was completed first, and which one it is."""
+        begins = ((text.find(stop), stop) for stop in self._stops)
+        matches = [(begin + len(stop), begin, stop) for begin, stop in begins if begin >= 0]
+        return min(matches)[1:] if matches else (len(text), None)
 
     def _num_safe_chars(self, text: str) -> int:
         return min((self._open_prefix(text, stop) for stop in self._stops), default=len(text))
@@ -130,7 +130,12 @@ class OutputText:
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the text."""
-        return self._stops is not None and self._stops.found
+        return self.stop_string is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self._stops is None else self._stops.found
 
     def add(self, token_ids: list[int]) -> str:
         """The text that may be shown after these tokens; tokens behind a stop string do not count."""

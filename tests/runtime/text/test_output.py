@@ -96,13 +96,14 @@ texts = st.text(alphabet="ab€", max_size=24)
 stop_lists = st.lists(st.text(alphabet="ab€", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def cut_whole(text: str, stops: list[str]) -> tuple[str, bool]:
+def cut_whole(text: str, stops: list[str]) -> tuple[str, str | None]:
     """The naive meaning: read character by character until some stop string is complete; cut before the longest one."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
-            return text[: end - max(map(len, complete))], True
-    return text, False
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
 
 
 def feed(pieces: list[str], stops: list[str]) -> tuple[list[str], StopStrings]:
