@@ -307,6 +307,63 @@ class ResponseEvent(Struct, kw_only=True):
     sequence_number: int
 
 
+class MessageText(Struct, kw_only=True, tag="text"):
+    text: str
+
+
+class MessageThinking(Struct, kw_only=True, tag="thinking"):
+    """Reasoning; ``signature`` is empty."""
+
+    thinking: str
+    signature: Literal[""]
+
+
+class MessageToolUse(Struct, kw_only=True, tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(Struct, kw_only=True):
+    """How many tokens a message took.
+
+    Attributes:
+        input_tokens: of the prompt, without those that the prefix cache had, which are ``cache_read_input_tokens``.
+    """
+
+    input_tokens: int
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(Struct, kw_only=True):
+    """An answer in Anthropic's form."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageText | MessageThinking | MessageToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(Struct, kw_only=True):
+    """The data of one server-sent event, with more fields by its type, as Anthropic has them."""
+
+    type: str
+
+
+class TokenCount(Struct, kw_only=True):
+    """The tokens of a conversation, with what the chat template adds."""
+
+    input_tokens: int
+
+
 class ModelCard(Struct, kw_only=True):
     """A served model. ``root`` is the checkpoint."""
 
@@ -359,4 +416,11 @@ class ErrorFields(Struct, kw_only=True):
 class Error(Struct, kw_only=True):
     """Every answer that is no success."""
 
+    error: ErrorFields
+
+
+class MessageError(Struct, kw_only=True):
+    """The same under /v1/messages."""
+
+    type: Literal["error"]
     error: ErrorFields

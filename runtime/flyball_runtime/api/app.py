@@ -14,7 +14,7 @@ from flyball_runtime import __version__
 from flyball_runtime.api.completions import CompletionRoutes
 from flyball_runtime.api.docs_page import page
 from flyball_runtime.api.embeddings import EmbeddingRoutes
-from flyball_runtime.api.errors import HttpRefusal, install_error_handlers, json_response
+from flyball_runtime.api.errors import MESSAGES_PATH, HttpRefusal, install_error_handlers, json_response
 from flyball_runtime.api.identity import RequestIdMiddleware
 from flyball_runtime.api.keys import ApiKeyAuth, ApiKeys
 from flyball_runtime.api.lane import Lanes
@@ -283,6 +283,8 @@ def _add_openai_routes(app: FastAPI, server: Server) -> None:
     app.add_api_route("/v1/chat/completions", completions.chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", completions.completions, methods=["POST"])
     app.add_api_route("/v1/responses", completions.responses, methods=["POST"])
+    app.add_api_route(MESSAGES_PATH, completions.messages, methods=["POST"])
+    app.add_api_route(f"{MESSAGES_PATH}/count_tokens", completions.count_tokens, methods=["POST"])
     app.add_api_route("/v1/embeddings", embeddings.embeddings, methods=["POST"])
     app.add_api_route("/v1/score", embeddings.score, methods=["POST"])
     app.add_api_route("/v1/models", models.list_models)

@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions: from a body to a running Generation, and its answer, whole or streamed."""
+"""The endpoints that generate text: from a body to a running Generation, and its answer, whole or streamed."""
 
 import asyncio
 import json
@@ -6,12 +6,23 @@ import logging
 import time
 import uuid
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 
 from flyball_protocol.quoting import quoted
+from flyball_runtime.api.anthropic_format import MessageFrame, MessageStream, whole_message
+from flyball_runtime.api.anthropic_messages import (
+    MESSAGE_NOOPS,
+    MessagesRequest,
+    TokenCountRequest,
+    chat_of_messages,
+    in_terms_of_messages,
+)
 from flyball_runtime.api.chat_format import ChatFormat
 from flyball_runtime.api.errors import error_json, json_response
 from flyball_runtime.api.event_stream import EventStream
@@ -38,6 +49,8 @@ from flyball_runtime.core.errors import InvalidRequest, RequestError
 from flyball_runtime.core.request import Prompt, validate_cache_salt, validate_deadlines
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.text.token_text import TokenText
+
+Messages = TypeVar("Messages", bound=TokenCountRequest)
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +236,15 @@ class Understood(NamedTuple):
     echoes: list[Echo] = []  # noqa: RUF012  never changed
 
 
+@contextmanager
+def _in_terms_of(translated: Callable[[InvalidRequest], InvalidRequest]) -> Iterator[None]:
+    """Have errors about a chat speak of the body that it was made from."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise translated(error) from None
+
+
 class CompletionRoutes:
     """The endpoints that generate text."""
 
@@ -240,10 +262,8 @@ class CompletionRoutes:
 
     async def responses(self, request: Request) -> Response:
         arrival_s, (body, understood) = await self._server.read_to_queue(request, self._response)
-        try:
+        with _in_terms_of(in_terms_of_responses):
             generation = await self._generation(request, understood, arrival_s)
-        except InvalidRequest as error:
-            raise in_terms_of_responses(error) from None
         model = body.model or self._server.settings.model_name
         frame = ResponseFrame(unique=generation.call.unique, created=int(time.time()), model=model, echoed=echoed(body))
         parsing = understood.parsing or self._server.formats.no_parsing()
@@ -252,6 +272,25 @@ class CompletionRoutes:
         async with generation.running(request.receive):
             await generation.wait_all()
             return json_response(whole_response(generation, frame, parsing))
+
+    async def messages(self, request: Request) -> Response:
+        arrival_s, (body, understood) = await self._server.read_to_queue(
+            request, partial(self._messages, kind=MessagesRequest)
+        )
+        with _in_terms_of(in_terms_of_messages):
+            generation = await self._generation(request, understood, arrival_s)
+        frame = MessageFrame(unique=generation.call.unique, model=body.model or self._server.settings.model_name)
+        parsing = understood.parsing or self._server.formats.no_parsing()
+        if body.stream:
+            return MessageStream(generation, frame, parsing)
+        async with generation.running(request.receive):
+            await generation.wait_all()
+            return json_response(whole_message(generation, frame, parsing))
+
+    async def count_tokens(self, request: Request) -> Response:
+        _, (body, understood) = await self._server.read(request, partial(self._messages, kind=TokenCountRequest))
+        urgency_of(body, request.headers)  # nothing waits here, but a wrong header is an error on all paths
+        return json_response({"input_tokens": len(understood.prompts[0].token_ids)})
 
     def _chat(self, fields: Json) -> Understood:
         self._server.check_chat(fields)
@@ -273,10 +312,14 @@ class CompletionRoutes:
         if isinstance(items := fields.get("input"), list):
             self._server.check_count("input", len(items), self._server.settings.max_messages)
         body = convert(known, ResponseRequest)
-        try:
+        with _in_terms_of(in_terms_of_responses):
             return body, self._chat(chat_fields(body))
-        except InvalidRequest as error:
-            raise in_terms_of_responses(error) from None
+
+    def _messages(self, fields: Json, kind: type[Messages]) -> tuple[Messages, Understood]:
+        self._server.check_chat(fields)
+        body = convert(without_noops(fields, kind.__struct_fields__, MESSAGE_NOOPS), kind)
+        with _in_terms_of(in_terms_of_messages):
+            return body, self._chat(chat_of_messages(body))
 
     def _completion(self, fields: Json) -> Understood:
         self._server.check_prompt(fields.get("prompt"))

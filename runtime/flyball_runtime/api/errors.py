@@ -1,4 +1,7 @@
-"""Errors on the wire: OpenAI's ``{"error": {message, type, param, code}}`` for every answer that is not a success."""
+"""Errors on the wire: OpenAI's ``{"error": {message, type, param, code}}`` for every answer that is not a success.
+
+Under /v1/messages they have Anthropic's shape, which is the same with another ``type`` and one more around it.
+"""
 
 import logging
 from typing import Any
@@ -103,17 +106,42 @@ def error_type(status: int) -> str:
 
 
 def error_json(error: RequestError) -> bytes:
-    fields = {"message": error.message, "type": error_type(error.status), "param": error.param, "code": error.code}
-    return msgspec.json.encode({"error": fields})
+    return msgspec.json.encode({"error": _fields(error, error_type(error.status))})
 
 
-def error_response(error: RequestError) -> Response:
+MESSAGES_PATH = "/v1/messages"
+"""Anthropic's endpoints, whose errors have Anthropic's shape."""
+
+_MESSAGE_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def message_error_json(error: RequestError) -> bytes:
+    """The error in Anthropic's shape, with OpenAI's further fields."""
+    type = _MESSAGE_ERROR_TYPES.get(error.status, "invalid_request_error")
+    return msgspec.json.encode({"type": "error", "error": _fields(error, type)})
+
+
+def _fields(error: RequestError, type: str) -> dict[str, str | None]:
+    return {"message": error.message, "type": type, "param": error.param, "code": error.code}
+
+
+def error_response(error: RequestError, path: str) -> Response:
+    """The answer of a request to ``path``."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, BodyNotRead):
         headers["Connection"] = "close"
-    return Response(error_json(error), error.status, headers, media_type="application/json")
+    body = message_error_json(error) if path.startswith(MESSAGES_PATH) else error_json(error)
+    return Response(body, error.status, headers, media_type="application/json")
 
 
 def internal_error(exc: BaseException, request_id: str) -> HttpRefusal:
@@ -135,13 +163,13 @@ def install_error_handlers(app: FastAPI) -> None:
 def _on_request_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestError)
     logger.info("request %s refused: %d %s: %s", request.state.request_id, exc.status, exc.code, exc)
-    return error_response(exc)
+    return error_response(exc, request.scope["path"])
 
 
 def _on_http_exception(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     where = f"{one_line(request.method, MAX_QUOTED_CHARS)} {quoted(request.scope['path'])}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error")
-    response = error_response(HttpRefusal(exc.status_code, code, f"{where}: {exc.detail}."))
+    response = error_response(HttpRefusal(exc.status_code, code, f"{where}: {exc.detail}."), request.scope["path"])
     response.headers.update(exc.headers or {})  # Allow, with a 405
     return response

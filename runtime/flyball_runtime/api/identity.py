@@ -36,11 +36,11 @@ class RequestIdMiddleware:
             scope.setdefault("state", {})["request_id"] = exchange.request_id
             await self._app(scope, receive, exchange.send)
         except RequestError as error:
-            await error_response(error)(scope, receive, exchange.send)
+            await error_response(error, scope["path"])(scope, receive, exchange.send)
         except Exception as exc:  # the boundary: nothing above knows how to answer
             if exchange.started:
                 raise
-            await error_response(internal_error(exc, exchange.request_id))(scope, receive, exchange.send)
+            await error_response(internal_error(exc, exchange.request_id), scope["path"])(scope, receive, exchange.send)
 
 
 class _Exchange:
@@ -72,6 +72,13 @@ def request_id_of(headers: Headers) -> str:
     return given
 
 
+def sent_key(headers: Headers) -> str:
+    """Return the Authorization header, or one made of X-Api-Key, which clients of Anthropic's API send."""
+    authorization = headers.get("authorization", "").strip()
+    other = headers.get("x-api-key", "").strip()
+    return authorization or (f"Bearer {other}" if other else "")
+
+
 _KEY = secrets.token_bytes(32)
 """Of this process, so that a client's name is worth nothing outside it."""
 
@@ -82,7 +89,7 @@ IPV6_NETWORK_BITS = 64
 def client_of(request: Request) -> str:
     """Return an opaque name: of the API key, or of the address without one.
 
-    A key that was checked (``keys.py``) counts however it is sent. Without checks, the whole Authorization header does.
+    A key that was checked (``keys.py``) counts however it is sent. Without checks, the whole header does.
 
     Clients share tokenization and the scheduler by it. It gives no rights, and nobody can read it back.
     The address is the connection's, or what a trusted proxy says (``ApiSettings.forwarded_allow_ips``).
@@ -90,7 +97,7 @@ def client_of(request: Request) -> str:
     checked: bytes | None = getattr(request.state, "api_key", None)
     if checked is not None:
         return _name(b"checked key", checked)
-    api_key = request.headers.get("authorization", "").strip()
+    api_key = sent_key(request.headers)
     if api_key:
         return _name(b"key", api_key.encode())
     return _name(b"address", b"" if request.client is None else _network(request.client.host).encode())

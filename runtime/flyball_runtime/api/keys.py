@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flyball_protocol import endpoints
 from flyball_runtime.api.errors import InvalidApiKey
+from flyball_runtime.api.identity import sent_key
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.errors import ConfigError
 
@@ -135,7 +136,7 @@ class ApiKeyAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"] not in OPEN_PATHS:
-            scope.setdefault("state", {})["api_key"] = self._check(Headers(scope=scope).get("authorization", ""))
+            scope.setdefault("state", {})["api_key"] = self._check(sent_key(Headers(scope=scope)))
         await self._app(scope, receive, send)
 
     def _check(self, header: str) -> bytes:

@@ -9,7 +9,7 @@ import msgspec
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
-from flyball_runtime.api import answers, embeddings, responses, schemas
+from flyball_runtime.api import answers, anthropic_messages, embeddings, responses, schemas
 from flyball_runtime.api.keys import OPEN_PATHS
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.core import sampling_params as sampling
@@ -43,6 +43,7 @@ class Operation(NamedTuple):
         answer: kind of the answer, or its media types if it is no JSON.
         chunk: kind of the events of a stream.
         has_done: whether ``[DONE]`` ends it.
+        error: kind of the answers that are no success.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Operation(NamedTuple):
     errors: tuple[int, ...] = (400, 500, 503)
     chunk: type | None = None
     has_done: bool = True
+    error: type = answers.Error
 
 
 OPERATIONS = (
@@ -83,6 +85,26 @@ OPERATIONS = (
         _BODY_ERRORS,
         answers.ResponseEvent,
         has_done=False,
+    ),
+    Operation(
+        "/v1/messages",
+        "post",
+        "Answer a conversation in Anthropic's form.",
+        answers.MessageAnswer,
+        (anthropic_messages.MessagesRequest,),
+        _BODY_ERRORS,
+        answers.MessageEvent,
+        has_done=False,
+        error=answers.MessageError,
+    ),
+    Operation(
+        "/v1/messages/count_tokens",
+        "post",
+        "Count the tokens of a conversation in Anthropic's form.",
+        answers.TokenCount,
+        (anthropic_messages.TokenCountRequest,),
+        _BODY_ERRORS,
+        error=answers.MessageError,
     ),
     Operation(
         "/v1/embeddings",
@@ -128,6 +150,8 @@ _NOOPS: dict[type, dict[str, tuple[Any, ...]]] = {
     schemas.ChatRequest: schemas.CHAT_NOOPS,
     schemas.CompletionRequest: schemas.COMPLETION_NOOPS,
     responses.ResponseRequest: responses.RESPONSE_NOOPS | responses.STATELESS,
+    anthropic_messages.MessagesRequest: anthropic_messages.MESSAGE_NOOPS,
+    anthropic_messages.TokenCountRequest: anthropic_messages.MESSAGE_NOOPS,
     embeddings.EmbeddingRequest: embeddings.EMBEDDING_NOOPS,
     embeddings.ScoreRequest: embeddings.SCORE_NOOPS,
     embeddings.ScoreDocumentsRequest: embeddings.SCORE_NOOPS,
@@ -138,8 +162,10 @@ _NOOPS: dict[type, dict[str, tuple[Any, ...]]] = {
 
 def document(settings: ApiSettings, *, needs_key: bool) -> Schema:
     """Return the OpenAPI document of a server with these settings."""
-    kinds = {kind for one in OPERATIONS for kind in (*one.bodies, one.answer, one.chunk) if isinstance(kind, type)}
-    ordered = sorted({*kinds, answers.Error}, key=lambda kind: kind.__name__)
+    kinds = {
+        kind for one in OPERATIONS for kind in (*one.bodies, one.answer, one.chunk, one.error) if isinstance(kind, type)
+    }
+    ordered = sorted(kinds, key=lambda kind: kind.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     for kind in _structs():
         if kind.__name__ in components:
@@ -258,7 +284,10 @@ def _operation(operation: Operation, needs_key: bool) -> Schema:
         "summary": operation.summary,
         "operationId": re.sub(r"\W+", "_", operation.path).strip("_"),
         "parameters": _parameters(operation),
-        "responses": {"200": _success(operation), **{str(status): _error(status) for status in errors}},
+        "responses": {
+            "200": _success(operation),
+            **{str(status): _error(status, operation.error) for status in errors},
+        },
     }
     if operation.bodies:
         kinds = [_reference(kind) for kind in operation.bodies]
@@ -300,24 +329,25 @@ def _success(operation: Operation) -> Schema:
     if operation.chunk is not None:
         done = ", then [DONE]" if operation.has_done else ""
         description += f" With stream, events with a {operation.chunk.__name__} each{done}."
-        content["text/event-stream"] = {"schema": _event(operation.chunk, operation.has_done)}
+        content["text/event-stream"] = {"schema": _event(operation)}
     return {"description": description, "content": content}
 
 
-def _event(chunk: type, has_done: bool) -> Schema:
+def _event(operation: Operation) -> Schema:
     """Return the schema of one server-sent event."""
     kinds = [
         {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(kind)}
-        for kind in (chunk, answers.Error)
+        for kind in (operation.chunk, operation.error)
+        if kind is not None
     ]
-    done: list[Schema] = [{"const": "[DONE]"}] if has_done else []
-    event = {"enum": ["message", "error"]} if has_done else {"type": "string"}
+    done: list[Schema] = [{"const": "[DONE]"}] if operation.has_done else []
+    event = {"enum": ["message", "error"]} if operation.has_done else {"type": "string"}
     properties = {"event": event, "data": {"anyOf": [*done, *kinds]}}
     return {"type": "object", "properties": properties, "required": ["data"]}
 
 
-def _error(status: int) -> Schema:
-    return {"description": _ERRORS[status], "content": {"application/json": {"schema": _reference(answers.Error)}}}
+def _error(status: int, kind: type) -> Schema:
+    return {"description": _ERRORS[status], "content": {"application/json": {"schema": _reference(kind)}}}
 
 
 def _reference(kind: type) -> Schema:

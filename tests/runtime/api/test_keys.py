@@ -97,8 +97,17 @@ async def test_a_key_is_one_client_however_the_header_spells_it(client: httpx.As
     for header in (f"Bearer {OLD}", f"bearer {OLD}", f"BEARER   {OLD}", f"Bearer {OF_VARIABLE}"):
         response = await client.post("/v1/completions", json=COMPLETION, headers={"Authorization": header})
         assert response.status_code == 200
-    one, same, again, other = (request.client for request in engine.requests)
-    assert one == same == again != other
+    assert (await client.post("/v1/completions", json=COMPLETION, headers={"X-Api-Key": OLD})).status_code == 200
+    one, same, again, other, as_anthropic_has_it = (request.client for request in engine.requests)
+    assert one == same == again == as_anthropic_has_it != other
+
+
+async def test_a_key_that_anthropics_clients_send(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/models", headers={"X-Api-Key": OLD})).status_code == 200
+    for headers in ({"X-Api-Key": ""}, {"X-Api-Key": "wrong-key"}, {"X-Api-Key": OLD} | bearer("wrong-key")):
+        response = await client.post("/v1/messages", json={}, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["type"] == "authentication_error"
 
 
 def replaced(file: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 
 from flyball_protocol import endpoints
 from flyball_runtime.api import ApiSettings, MetricsCollector, answers, create_app, openapi, responses, schemas
+from flyball_runtime.api.anthropic_messages import MessagesRequest
 from flyball_runtime.api.keys import ApiKeys
 from flyball_runtime.core.clock import FakeClock
 from runtime.api.support import MODEL, asgi_client, chat, error_of, is_a, sse_events
@@ -102,20 +103,24 @@ def within(field: dict[str, Any]) -> list[Any]:
     return [*found, "a" * field["maxLength"]] if "maxLength" in field else found
 
 
-@pytest.mark.parametrize("kind", [schemas.ChatRequest, schemas.CompletionRequest, responses.ResponseRequest])
+@pytest.mark.parametrize(
+    "kind", [schemas.ChatRequest, schemas.CompletionRequest, responses.ResponseRequest, MessagesRequest]
+)
 async def test_bounds_are_those_that_are_checked(client: httpx.AsyncClient, kind: type) -> None:
     fields = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
     path, body = {
         schemas.ChatRequest: ("/v1/chat/completions", chat(logprobs=True)),
         schemas.CompletionRequest: ("/v1/completions", dict(COMPLETION)),
         responses.ResponseRequest: ("/v1/responses", {"input": "Hi"}),
+        MessagesRequest: ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}),
     }[kind]
     num_checked = 0
     for name, field in fields.items():
         for value in beyond(field):
             response = await client.post(path, json=body | {name: value})
             assert response.status_code == 400, (name, value)
-            assert error_of(response)["param"] in (name, "max_tokens"), "which max_completion_tokens is"
+            error = response.json()["error"] if kind is MessagesRequest else error_of(response)
+            assert error["param"] in (name, "max_tokens"), "which max_completion_tokens is"
             num_checked += 1
         for value in within(field):
             if name not in ("max_tokens", "max_completion_tokens", "max_output_tokens"):  # each alone
@@ -123,13 +128,13 @@ async def test_bounds_are_those_that_are_checked(client: httpx.AsyncClient, kind
                 assert response.status_code == 200, (name, value, response.text)
         for value in field.get("enum", ()):
             assert (await client.post(path, json=body | {name: value})).status_code == 200, (name, value)
-    assert num_checked > 20
+    assert num_checked > (10 if kind is MessagesRequest else 20)
 
 
 def test_each_field_says_what_it_is_for() -> None:
     obvious = {"model", "n", "stream", "stream_options", "max_completion_tokens", "messages", "top_logprobs"}
-    kinds = ("EmbeddingRequest", "ScoreRequest", "ScoreDocumentsRequest", "ScoreDataRequest")
-    for kind in ("ChatRequest", "CompletionRequest", "ResponseRequest", *kinds):
+    kinds = ("EmbeddingRequest", "ScoreRequest", "ScoreDocumentsRequest", "ScoreDataRequest", "TokenCountRequest")
+    for kind in ("ChatRequest", "CompletionRequest", "ResponseRequest", "MessagesRequest", *kinds):
         fields = DOCUMENT["components"]["schemas"][kind]["properties"]
         assert {name for name, field in fields.items() if "description" not in field} <= obvious
 
