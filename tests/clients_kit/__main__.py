@@ -52,6 +52,7 @@ CLIENTS = {
         ),
     ),
     "openai": Client("openai==3.54.0", script("openai")),
+    "anthropic": Client("anthropic==2.12.0", script("anthropic")),
     "litellm": Client("litellm==1.106.2", script("litellm")),
     "langchain-openai": Client("langchain-openai==1.7.3", script("langchain")),
     "openai-agents": Client("openai-agents==0.24.0", script("openai_agents")),
