@@ -19,13 +19,13 @@ from flyball_operator.errors import LocalError, SpecError
 from flyball_operator.local.changes import WatchedFile
 from flyball_operator.local.control import InstanceFolder
 from flyball_operator.local.fleet import AcceleratorPool, visible_devices
+from flyball_operator.local.local_tuner import append_line
 from flyball_operator.local.process import Probe, Prober, explain_exit
 from flyball_operator.local.replica import CrashBackoff, State
 from flyball_operator.local.reports import Event, Events, Trouble, follow_logs
 from flyball_operator.local.runner import select
 from flyball_operator.local.snapshot import ReplicaSnapshot, Snapshot, render
 from flyball_operator.local.template import ProcessTemplate, local_deployment, process_template
-from flyball_operator.local.tuner import append_line
 from flyball_operator.spec import manifest
 from operator_kit.evidence import LIMITS, make_evidence, pods
 

@@ -19,11 +19,11 @@ from flyball_operator.local.balancer import Balancer
 from flyball_operator.local.changes import WatchedFile, describe_changes
 from flyball_operator.local.control import ControlServer, Handover, HandoverAnswer, InstanceFolder
 from flyball_operator.local.fleet import AcceleratorPool, Fleet, visible_devices
+from flyball_operator.local.local_tuner import LocalTuner
 from flyball_operator.local.replica import CrashBackoff, Replica
 from flyball_operator.local.reports import Event, Events, follow_logs, to_log
 from flyball_operator.local.snapshot import ReplicaSnapshot, Snapshot
 from flyball_operator.local.template import LOOPBACK, local_deployment, process_template
-from flyball_operator.local.tuner import LocalTuner
 from flyball_operator.observed import Object
 from flyball_operator.spec import LLMDeployment, manifest
 from flyball_operator.tuning.admin import AdminClient
