@@ -36,6 +36,8 @@ RUN_MOUNT = "/run/flyball"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 OPERATOR_LABELS = {"app.kubernetes.io/name": "flyball", "app.kubernetes.io/component": "operator"}
 """Labels of the operator's own pods, by which NetworkPolicies know them."""
+TUNER_LOAD = "flyball_tuner_load_replicas"
+"""Metric of the operator's by which a deployment can be scaled."""
 OPERATOR_NAMESPACE = "flyball-system"
 """Where the operator is installed unless somebody chose otherwise."""
 

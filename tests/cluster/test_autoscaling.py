@@ -14,6 +14,7 @@ from cluster_kit.metrics_adapter import CUSTOM, EXTERNAL, Question, metrics_adap
 from cluster_kit.operator_process import OperatorProcess, child_rules, grant
 from cluster_kit.world import NAME, World
 from flyball_operator.cluster.api_server import AUTOSCALER, DEPLOYMENT, LLM_DEPLOYMENT, SERVICE, Kind
+from flyball_operator.names import TUNER_LOAD
 from flyball_protocol.endpoints import REQUESTS_RUNNING_RATIO, REQUESTS_WAITING
 
 pytestmark = pytest.mark.slow
@@ -97,6 +98,25 @@ def test_a_queue_adds_replicas_and_its_end_takes_them_back(
     assert adapter.asked == {
         Question(asked_of, metric, labels) for metric in (REQUESTS_WAITING, REQUESTS_RUNNING_RATIO)
     }
+
+
+def test_a_load_that_replicas_cannot_serve_within_the_objectives_adds_replicas(
+    control_plane: ControlPlane, operator: OperatorProcess, kubelet: Kubelet, world: World
+) -> None:
+    hpa = {"mode": "HPA", "maxReplicas": 4, "hpa": {"metricType": "External"}, "behavior": BEHAVIOR}
+    tuning = {"mode": "Recommend", "objectives": {"ttftP95Milliseconds": 500}}
+    world.create(autoscaling={**hpa, "targetLoadPercent": 80}, tuning=tuning)
+    serves(world, 1)
+    with metrics_adapter(control_plane, world.api, world.namespace) as adapter:
+        idle = {REQUESTS_WAITING: 0.0, REQUESTS_RUNNING_RATIO: 0.0}
+        adapter.totals = {**idle, TUNER_LOAD: 1.9}
+        serves(world, 3)
+        adapter.totals = idle  # the operator restarts: what three replicas were needed for is not known to have ended
+        autoscaling_is(world, "False", "FailedGetExternalMetric", f"could not find the metric {TUNER_LOAD}", desired=3)
+        serves(world, 3)
+        adapter.totals = {**idle, TUNER_LOAD: 0.7}
+        serves(world, 1)
+    assert Question(EXTERNAL, TUNER_LOAD, f"llmdeployment=chat,namespace={world.namespace}") in adapter.asked
 
 
 def own_hpa(namespace: str) -> Object:

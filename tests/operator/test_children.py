@@ -491,7 +491,7 @@ def test_keda_sums_over_the_pods_at_their_own_port() -> None:
     assert {trigger["metricType"] for trigger in built["triggers"]} == {"AverageValue"}
     url = "http://chat.team.svc:8000/metrics"  # KEDA looks the Service's endpoints up, whose port is the pods'
     assert (waiting["url"], waiting["valueLocation"], waiting["targetValue"]) == (url, endpoints.REQUESTS_WAITING, "7")
-    assert (running["valueLocation"], running["targetValue"]) == (endpoints.REQUESTS_RUNNING_RATIO, "0.80")
+    assert (running["valueLocation"], running["targetValue"]) == (endpoints.REQUESTS_RUNNING_RATIO, "0.8")
     assert (waiting["aggregateFromKubeServiceEndpoints"], waiting["aggregationType"]) == ("true", "sum")
     assert all(isinstance(value, str) for value in {**waiting, **running}.values()), "KEDA takes strings only"
 
@@ -503,6 +503,30 @@ def test_keda_asks_prometheus_for_this_deployment_alone_and_nothing_is_not_zero(
     assert built["pollingInterval"] == 5
     assert asked["query"] == 'sum(flyball_requests_waiting{namespace="team",app_kubernetes_io_instance="chat"})'
     assert (asked["serverAddress"], asked["threshold"], asked["ignoreNullValues"]) == ("http://p:9090", "4", "false")
+
+
+TUNED = {"mode": "Recommend", "objectives": {"ttftP95Milliseconds": 500}}
+BY_LOAD = {"maxReplicas": 5, "targetLoadPercent": 85}
+
+
+def test_keda_asks_the_operators_series_for_the_load_where_the_spec_has_a_target() -> None:
+    keda = {"trigger": "Prometheus", "prometheusAddress": "http://p:9090"}
+    built = spec_of("ScaledObject", tuning=TUNED, autoscaling={**BY_LOAD, "mode": "KEDA", "keda": keda})
+    load = built["triggers"][2]
+    assert (load["name"], load["metricType"], load["metadata"]["threshold"]) == (
+        "tuner-load-replicas",
+        "AverageValue",
+        "0.85",
+    )
+    assert load["metadata"]["query"] == 'sum(flyball_tuner_load_replicas{namespace="team",llmdeployment="chat"})'
+
+
+def test_an_hpa_asks_the_operators_series_for_the_load_where_the_spec_has_a_target() -> None:
+    autoscaling = {**BY_LOAD, "mode": "HPA", "hpa": {"metricType": "External"}}
+    load = spec_of("HorizontalPodAutoscaler", tuning=TUNED, autoscaling=autoscaling)["metrics"][2]["external"]
+    labels = {"namespace": "team", "llmdeployment": "chat"}
+    assert load["metric"] == {"name": "flyball_tuner_load_replicas", "selector": {"matchLabels": labels}}
+    assert load["target"] == {"type": "AverageValue", "averageValue": "850m"}
 
 
 def test_a_direction_of_behavior_that_is_given_replaces_ours_whole() -> None:

@@ -89,5 +89,21 @@ def test_the_metrics_have_those_of_the_last_trial() -> None:
     metrics.observe(KEY, TUNING, Round(EVIDENCE, decision(forecast=None), (), True), "Converged")
     assert samples(registry, "flyball_tuner_observed_share") == [(itl, 0.03)]
     assert samples(registry, "flyball_tuner_headroom_ratio") == [], "nothing is known of this round"
+    assert samples(registry, "flyball_tuner_load_replicas") == [], "so an autoscaler holds, and does not scale down"
     metrics.forget(KEY)
     assert samples(registry, "flyball_tuner_predicted_share") == []
+
+
+@pytest.mark.parametrize(
+    ("findings", "free", "replicas"),
+    [
+        (Findings(capacity_per_s=2.0, arrivals_per_s=2.5), -0.25, 1.25 * len(EVIDENCE)),
+        (Findings(arrivals_per_s=0.0), 1.0, 0.0),  # nothing comes, so it does not matter what could be served
+    ],
+)
+def test_the_load_is_that_of_all_replicas(findings: Findings, free: float, replicas: float) -> None:
+    registry = CollectorRegistry()
+    TunerMetrics(registry).observe(KEY, TUNING, Round(EVIDENCE, decision(findings=findings), (), True), "Adjusting")
+    of = {"namespace": "team", "llmdeployment": "chat"}
+    assert samples(registry, "flyball_tuner_headroom_ratio") == [(of, pytest.approx(free))]
+    assert samples(registry, "flyball_tuner_load_replicas") == [(of, pytest.approx(replicas))]

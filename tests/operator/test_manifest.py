@@ -9,6 +9,7 @@ from flyball_operator.spec import ClaimModel, FolderModel, HubModel, ImageModel,
 
 HEAD = "apiVersion: flyball.dev/v1alpha1\nkind: LLMDeployment\nmetadata: {name: chat}\n"
 MODEL = "model: {uri: hf://org/name}"
+AUTO = "tuning: {mode: Auto, objectives: {ttftP95Milliseconds: 9}}"
 
 
 def parse(text: str, base: Path = Path("/srv/manifests")) -> list[LLMDeployment]:
@@ -177,6 +178,15 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ("autoscaling: {mode: KEDA}", ["mode is KEDA", "maxReplicas; set it"]),
         ("autoscaling: {minReplicas: 3, maxReplicas: 2}", ["maxReplicas is 2", "minReplicas 3", "swap"]),
         ("autoscaling: {keda: {trigger: Prometheus}}", ["prometheusAddress", "choose MetricsAPI"]),
+        ("autoscaling: {targetLoadPercent: 80}", ["spec.tuning.mode is Disabled", "Recommend or Auto"]),
+        (
+            f"{AUTO}\n  autoscaling: {{mode: HPA, maxReplicas: 2, targetLoadPercent: 80}}",
+            ["pods have no flyball_tuner_load_replicas", "set hpa.metricType to External"],
+        ),
+        (
+            f"{AUTO}\n  autoscaling: {{mode: KEDA, maxReplicas: 2, targetLoadPercent: 80}}",
+            ["pods have no flyball_tuner_load_replicas", "set keda.trigger to Prometheus"],
+        ),
         ("rollout: {maxSurge: 0%}", ["maxSurge and maxUnavailable are both 0", "raise one"]),
         ("rollout: {maxSurge: 101%}", ["spec.rollout.maxSurge is '101%'"]),
         ("podTemplate: {metadata: {labels: {app.kubernetes.io/name: x}}}", ["app.kubernetes.io/name", "remove it"]),

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from flyball_operator import names
 from flyball_operator.observed import Key
 from flyball_operator.spec import Tuning
 from flyball_operator.status.tuning import State, signals_of
@@ -29,6 +30,7 @@ class _Deployment:
     Attributes:
         decisions: how many were made, by knob, reason and verdict.
         signals: by objective, those that were posed.
+        load: what arrives, as a share of what a replica can serve.
         trial: the last decision about a trial with a forecast.
     """
 
@@ -36,7 +38,8 @@ class _Deployment:
         self.decisions: Counter[tuple[str, str, str]] = Counter()
         self.state: str = ""
         self.signals: dict[str, Signal] = {}
-        self.headroom: float | None = None
+        self.load: float | None = None
+        self.num_replicas = 0
         self.trial: Decision | None = None
 
 
@@ -53,7 +56,7 @@ class TunerMetrics(Collector):
         one.state = state
         found = dict(zip(OBJECTIVES, signals_of(tuning, done.evidence), strict=True))
         one.signals = {name: signal for name, signal in found.items() if signal.objective_s is not None}
-        one.headroom = done.decision.findings.headroom
+        one.load, one.num_replicas = done.decision.findings.load, len(done.evidence)
         one.trial = done.decision if done.decision.forecast is not None else one.trial
         verdict = verdict_of(tuning, done.decision)
         if done.told or verdict != "held":
@@ -89,6 +92,11 @@ class TunerMetrics(Collector):
             "Share of what a replica can serve within the objectives that is free. Negative when more arrives.",
             labels=OF,
         )
+        load = GaugeMetricFamily(
+            names.TUNER_LOAD,
+            "Replicas that what arrives would fill, each with as much as it can serve within the objectives.",
+            labels=OF,
+        )
         states = _gauge("flyball_tuner_state", "1 for the state that status.tuning has, else 0.", "state")
         for key, one in self._deployments.items():
             for labels, count in one.decisions.items():
@@ -97,8 +105,9 @@ class TunerMetrics(Collector):
                 objectives.add_metric([*key, name], signal.objective_s or 0.0)
                 if signal.standing is not Standing.UNKNOWN:
                     violations.add_metric([*key, name], signal.share)
-            if one.headroom is not None:
-                headroom.add_metric(key, one.headroom)
+            if one.load is not None:
+                headroom.add_metric(key, 1.0 - one.load)
+                load.add_metric(key, one.load * one.num_replicas)
             if one.trial is not None and one.trial.forecast is not None:
                 name = OBJECTIVE_OF[one.trial.forecast.what]
                 predicted.add_metric([*key, name], one.trial.forecast.predicted)
@@ -106,7 +115,7 @@ class TunerMetrics(Collector):
                     observed.add_metric([*key, name], one.trial.observed)
             for state in STATES:
                 states.add_metric([*key, state], state == one.state)
-        return iter((decisions, objectives, violations, predicted, observed, headroom, states))
+        return iter((decisions, objectives, violations, predicted, observed, headroom, load, states))
 
 
 def _gauge(name: str, text: str, label: str) -> GaugeMetricFamily:

@@ -133,6 +133,7 @@ class Autoscaling(_Spec, frozen=True, kw_only=True):
     target_running_percent: int
     hpa: HPA
     keda: KEDA
+    target_load_percent: int | None = None
     max_replicas: int | None = None
     behavior: ScalingBehavior = ScalingBehavior()
 

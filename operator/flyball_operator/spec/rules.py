@@ -187,6 +187,28 @@ def _autoscaling_problems(spec: DeploymentSpec) -> Iterator[str]:
         )
     if autoscaling.keda.trigger == "Prometheus" and autoscaling.keda.prometheus_address is None:
         yield "spec.autoscaling.keda.trigger is Prometheus, which needs prometheusAddress; set it, or choose MetricsAPI"
+    if autoscaling.target_load_percent is not None:
+        yield from _load_problems(spec)
+
+
+def _load_problems(spec: DeploymentSpec) -> Iterator[str]:
+    """Yield why the load cannot be had: the tuner finds it, and the operator's own metrics have it, not the pods."""
+    autoscaling = spec.autoscaling
+    if spec.tuning.mode == "Disabled":
+        yield (
+            "spec.autoscaling.targetLoadPercent is a share of what a replica can serve within the objectives, which tuning "
+            "finds, and spec.tuning.mode is Disabled; set Recommend or Auto, or remove targetLoadPercent"
+        )
+    if autoscaling.mode == "HPA" and autoscaling.hpa.metric_type == "Pods":
+        yield (
+            f"spec.autoscaling.targetLoadPercent is set, and pods have no {names.TUNER_LOAD}: the operator has it; "
+            "set hpa.metricType to External"
+        )
+    if autoscaling.mode == "KEDA" and autoscaling.keda.trigger == "MetricsAPI":
+        yield (
+            f"spec.autoscaling.targetLoadPercent is set, and pods have no {names.TUNER_LOAD}: the operator has it; "
+            "set keda.trigger to Prometheus"
+        )
 
 
 def _tuning_problems(spec: DeploymentSpec) -> Iterator[str]:

@@ -89,11 +89,18 @@ class Findings(Struct, frozen=True, kw_only=True, omit_defaults=True):
     slo_message: str = "no replica gave evidence to judge by"
 
     @property
-    def headroom(self) -> float | None:
-        """Share of the capacity that is free; negative when more arrives than can be served."""
+    def load(self) -> float | None:
+        """What arrives, as a share of the capacity; above 1 when more arrives than can be served."""
+        if self.arrivals_per_s == 0.0:
+            return 0.0
         if not self.capacity_per_s or self.arrivals_per_s is None:
             return None
-        return 1.0 - self.arrivals_per_s / self.capacity_per_s
+        return self.arrivals_per_s / self.capacity_per_s
+
+    @property
+    def headroom(self) -> float | None:
+        """Share of the capacity that is free; negative when more arrives than can be served."""
+        return None if self.load is None else 1.0 - self.load
 
 
 class Decision(Struct, frozen=True, kw_only=True):
