@@ -1,5 +1,6 @@
 """The body of /v1/messages, which is Anthropic's Messages API, and the chat that it stands for."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -273,8 +274,11 @@ _PARAMS = {
 def in_terms_of_messages(error: InvalidRequest) -> InvalidRequest:
     """The error of the chat, about the field of the message that it comes from."""
     param = error.param or ""
-    renamed = _PARAMS.get(param.partition(".")[0], _renamed(param)) or None
-    return InvalidRequest(_renamed(error.message).replace("'required'", "'any'"), param=renamed)
+    field = param.partition(".")[0]
+    message = _renamed(error.message).replace("'required'", "'any'")
+    if field in _PARAMS:
+        message = re.sub(rf"\b{field}\b", _PARAMS[field], message)
+    return InvalidRequest(message, param=_PARAMS.get(field, _renamed(param)) or None)
 
 
 def _renamed(text: str) -> str:

@@ -90,7 +90,8 @@ class InvalidApiKey(RequestError):
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            f"Incorrect API key provided: {why}. Send the header 'Authorization: Bearer KEY' with a key of this server."
+            f"Incorrect API key provided: {why}. Send the header 'Authorization: Bearer KEY' or 'X-Api-Key: KEY' with a key "
+            "of this server."
         )
 
 

@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
 
+from flyball_runtime.api import ApiSettings
 from flyball_runtime.api.answers import MessageAnswer, MessageError, TokenCount
 from flyball_runtime.api.anthropic_messages import MessagesRequest, chat_of_messages
 from flyball_runtime.api.server import convert
+from flyball_runtime.core.errors import Draining, QueueFull
 from runtime.api.chats import CALLS, SCHEMA, Chats
 from runtime.api.support import MODEL, encode, is_a, served, sse_events, until
 
@@ -251,6 +254,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "b"}
         ({"tool_choice": {"type": "required"}}, "tool_choice.type"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"stop_sequences": ["a", ""]}, "stop_sequences"),
+        ({"stop_sequences": ["a"] * 1000}, "stop_sequences"),
+        ({"stop_sequences": ["a" * 1000]}, "stop_sequences"),
         ({"stop": ["a"]}, "stop"),
         ({"temperature": 3}, "temperature"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
@@ -266,7 +271,8 @@ async def test_what_cannot_be_served_is_named(qwen: Chats, fields: dict[str, Any
     is_a(MessageError, response.json())
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param), error
-    assert ".function" not in error["message"]
+    for of_chats in ("function", "stop", "reasoning_effort", "response_format", "structured_outputs"):
+        assert of_chats in fields or not re.search(rf"\b{of_chats}\b", error["message"])
     assert not qwen.engine.requests
 
 
@@ -278,3 +284,15 @@ async def test_other_errors_have_anthropics_types(qwen: Chats) -> None:
         response = await qwen.client.get(path)
         is_a(MessageError, response.json())
         assert response.status_code == 405
+
+
+async def test_limits_and_load_have_anthropics_types(qwen: Chats) -> None:
+    response = await post(qwen, system="x" * (ApiSettings.max_body_bytes + 1))
+    assert (response.status_code, response.json()["error"]["type"]) == (413, "request_too_large")
+    for full, status, type in ((QueueFull(4, 7), 429, "rate_limit_error"), (Draining(7), 503, "overloaded_error")):
+        qwen.engine.full = full
+        for stream in (False, True):
+            response = await post(qwen, stream=stream)
+            is_a(MessageError, response.json())
+            assert (response.status_code, response.json()["error"]["type"]) == (status, type)
+            assert response.headers["Retry-After"] == "7"

@@ -108,6 +108,7 @@ async def test_a_key_that_anthropics_clients_send(client: httpx.AsyncClient) -> 
         response = await client.post("/v1/messages", json={}, headers=headers)
         assert response.status_code == 401
         assert response.json()["error"]["type"] == "authentication_error"
+        assert "X-Api-Key" in response.json()["error"]["message"]
 
 
 def replaced(file: Path, text: str) -> None:

@@ -192,11 +192,14 @@ async def test_disconnect_aborts_every_choice(
     assert 'flyball_requests_total{outcome="abort"} 2.0' in metrics.exposition("")[0].decode()
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_disconnect_does_not_wait_for_a_hung_engine(app: FastAPI, engine: FakeEngine, stream: bool) -> None:
+async def test_disconnect_does_not_wait_for_a_hung_engine(
+    app: FastAPI, engine: FakeEngine, stream: bool, path: str
+) -> None:
     engine.reply, asked = None, []
     engine.abort = asked.append  # type: ignore[method-assign]
-    async with connect(app, CHAT, chat(stream=stream)) as (connection, task):
+    async with connect(app, path, chat(stream=stream, max_tokens=5)) as (connection, task):
         await until(lambda: bool(engine.requests))
         connection.leave()
         await task
