@@ -88,10 +88,10 @@ class MessageFrame:
         self._fields = {"id": f"msg_{unique}", "type": "message", "role": "assistant", "model": model}
 
     def message(self, blocks: list[dict[str, Any]], stop: dict[str, Any], usage: TokenUsage) -> dict[str, Any]:
-        return self._fields | {"content": blocks} | stop | {"usage": message_usage(usage)}
+        return self._fields | {"content": blocks} | stop | {"usage": _usage(usage)}
 
 
-def message_usage(usage: TokenUsage) -> dict[str, int]:
+def _usage(usage: TokenUsage) -> dict[str, int]:
     """Anthropic's ``input_tokens`` are those that the cache did not have."""
     return {
         "input_tokens": usage.num_prompt - usage.num_cached,
@@ -130,7 +130,7 @@ class MessageStream(EventStream):
         (choice,) = self._generation.choices
         events = [*self._blocks.close()]
         events += [
-            {"type": "message_delta", "delta": self._blocks.stop_reason(choice), "usage": message_usage(usage)},
+            {"type": "message_delta", "delta": self._blocks.stop_reason(choice), "usage": _usage(usage)},
             {"type": "message_stop"},
         ]
         return self._opening() + b"".join(map(_encoded, events))

@@ -59,7 +59,7 @@ _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 
 
-def usage_dict(usage: TokenUsage) -> dict[str, Any]:
+def _completion_usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.num_prompt,
         "completion_tokens": usage.num_output,
@@ -161,11 +161,11 @@ class AnswerFrame:
         self._response_object = format.response_object
 
     def response(self, choices: list[dict[str, Any]], usage: TokenUsage) -> dict[str, Any]:
-        return self._fields | {"object": self._response_object, "choices": choices, "usage": usage_dict(usage)}
+        return self._fields | {"object": self._response_object, "choices": choices, "usage": _completion_usage(usage)}
 
     def chunk(self, choice: bytes, usage: TokenUsage | None = None) -> bytes:
         """One SSE event. ``choice`` may be empty, in the closing usage chunk."""
-        tail = b"]}\n\n" if usage is None else b'],"usage":%b}\n\n' % _encode(usage_dict(usage))
+        tail = b"]}\n\n" if usage is None else b'],"usage":%b}\n\n' % _encode(_completion_usage(usage))
         return self._chunk_head + choice + tail
 
 

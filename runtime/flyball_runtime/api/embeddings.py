@@ -142,7 +142,9 @@ class EmbeddingRoutes:
             if generation.disconnected:
                 raise ClientLeft
             pooled = [choice.pooled for choice in generation.choices]
-            return await asyncio.to_thread(_whole, pooled, understood, frame | {"usage": usage_dict(generation.usage)})
+            return await asyncio.to_thread(
+                _whole, pooled, understood, frame | {"usage": _pooling_usage(generation.usage)}
+            )
 
     def _embeddings(self, fields: Json) -> PromptsToPool:
         self._check_prompt(fields, "input")
@@ -245,7 +247,8 @@ def _listed(param: str, texts: Texts) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
 
 
-def usage_dict(usage: TokenUsage) -> dict[str, Any]:
+def _pooling_usage(usage: TokenUsage) -> dict[str, Any]:
+    """Return OpenAI's usage of embeddings, which has no completion_tokens."""
     return {
         "prompt_tokens": usage.num_prompt,
         "total_tokens": usage.num_prompt,
