@@ -46,12 +46,20 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab_size: int = 384) -> 
     return [[rng.randrange(4, vocab_size) for _ in range(length)] for length in lengths]
 
 
-def generate(engine: Engine, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
-    """Run the prompts to their ends, all at once; return the output tokens. Every request must end exactly once."""
+def generate(
+    engine: Engine, prompts: list[list[int]], sampling: SamplingParams = GREEDY, *, forked: bool = False
+) -> list[list[int]]:
+    """Run the prompts to their ends, all at once; return the output tokens. Every request must end exactly once.
+
+    ``forked``: equal prompts are of one fork group.
+    """
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     ended: list[str] = []
     for request_id, prompt in zip(outputs, prompts, strict=True):
-        failed = engine.submit(Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling))
+        group = str(prompts.index(prompt)) if forked else None
+        failed = engine.submit(
+            Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, fork_group=group)
+        )
         if failed is not None:
             raise RuntimeError(failed.message)
     while engine.has_work():

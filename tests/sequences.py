@@ -26,6 +26,7 @@ def make_sequence(
     e2e_deadline_ms: float | None = None,
     prompt_logprobs: int | None = None,
     pooling: Pooling | None = None,
+    fork_group: str | None = None,
 ) -> Sequence:
     """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt.
 
@@ -44,5 +45,6 @@ def make_sequence(
         ttft_deadline_ms=ttft_deadline_ms,
         e2e_deadline_ms=e2e_deadline_ms,
         pooling=pooling,
+        fork_group=fork_group,
     )
     return Sequence(request, max_model_len=max_model_len, eos_token_ids=frozenset(eos_token_ids))

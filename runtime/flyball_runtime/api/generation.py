@@ -220,9 +220,10 @@ class CheckedRequest:
     def engine_requests(self) -> list[Request]:
         """One per choice, prompt by prompt: choice ``index`` answers prompt ``index // num_choices``."""
         pairs = [(prompt, choice) for prompt in self.prompts for choice in range(self.num_choices)]
+        name = f"{self.request_id}-{self.unique}"
         return [
             Request(
-                request_id=f"{self.request_id}-{self.unique}-{index}",
+                request_id=f"{name}-{index}",
                 prompt_token_ids=prompt.token_ids,
                 block_hashes=prompt.block_hashes,
                 sampling=choice_sampling(self.sampling, choice),
@@ -232,6 +233,7 @@ class CheckedRequest:
                 client=self.client,
                 cache_salt=self.cache_salt,
                 pooling=self.pooling,
+                fork_group=f"{name}-{index // self.num_choices}" if self.num_choices > 1 else None,
             )
             for index, (prompt, choice) in enumerate(pairs)
         ]

@@ -36,6 +36,7 @@ class Request(Struct, frozen=True, kw_only=True):
         client: opaque name of the sender, among whose requests and other senders' the scheduler shares.
         cache_salt: prompts share KV blocks only when their salts are equal; None is a salt of its own. A secret.
         pooling: nothing is sampled; the ending brings the pooled hidden states of the prompt instead.
+        fork_group: requests of one group have one prompt and one salt. It is computed once, and they share its KV blocks.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Request(Struct, frozen=True, kw_only=True):
     block_hashes: list[bytes] = []
     cache_salt: str | None = None
     pooling: Pooling | None = None
+    fork_group: str | None = None
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -164,6 +166,8 @@ def validate_cache_salt(salt: str | None) -> None:
 
 class SequenceStatus(Enum):
     WAITING = "waiting"
+    HELD = "held"
+    """Waits for a sequence of its fork group to compute their prompt."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -185,8 +189,9 @@ class Sequence:
         block_hashes: chained hash of each full block that has been hashed so far.
         cache_salt: what the first of those hashes starts from.
         row: index into the engine's persistent batch tensors while running, else None.
-        num_cached_tokens: tokens found in the prefix cache at the first admission.
         pooling: the request's; such a sequence ends when its prompt is computed.
+        num_cached_tokens: tokens found in the prefix cache, or computed by its fork group, at the first admission.
+        fork_group: whose sequences share the blocks of their prompt; None for one of its own.
         num_scored_tokens: tokens behind which the next one's log probability is known, or will be; see ``PromptSpan``.
         ttft_deadline_s, e2e_deadline_s: the request's, from ``arrived_s`` on.
         arrived_s: when it was submitted, by the engine's clock.
@@ -211,6 +216,7 @@ class Sequence:
         "draft_acceptance",
         "due_s",
         "e2e_deadline_s",
+        "fork_group",
         "is_late",
         "level",
         "max_total_tokens",
@@ -258,6 +264,7 @@ class Sequence:
         self.num_freed_blocks: list[int] = []
         self.block_hashes = list(request.block_hashes)
         self.cache_salt = request.cache_salt
+        self.fork_group = request.fork_group
         self.row: int | None = None
         self.num_cached_tokens = 0
         self.num_scored_tokens = 0

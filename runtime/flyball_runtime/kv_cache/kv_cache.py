@@ -6,6 +6,8 @@ from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+
 from flyball_protocol import KVBlocks
 from flyball_runtime.core.kv_layout import most_blocks
 from flyball_runtime.core.request import Sequence
@@ -64,6 +66,9 @@ class PrefixMatch(NamedTuple):
         num_holes: how many those are, by group.
         num_new: how many more blocks admission gives it, by group.
         num_blocks_needed: blocks that admission would turn from free or cached into used.
+        partial: for each group, the block that holds the last of them, if it has room for more. The sequence gets a copy
+            of it, in its first new block.
+        is_fork: whether a running sequence of the same fork group has them, and not the prefix cache.
     """
 
     num_tokens: int
@@ -71,6 +76,8 @@ class PrefixMatch(NamedTuple):
     num_holes: list[int]
     num_new: list[int]
     num_blocks_needed: int
+    partial: tuple[int, ...] = ()
+    is_fork: bool = False
 
 
 class TableTail(NamedTuple):
@@ -99,9 +106,10 @@ HOLE = 0
 class KVCache:
     """Which blocks hold which tokens of which sequence.
 
-    Only full blocks are shared, and only after the step that computed them was committed. A sequence gets the blocks of
-    all its tokens when it is admitted and one more, in each group of layers, each time its output crosses a block edge, so
-    prompts never compete half-way. What lies behind a group's window is given back as the sequence goes on.
+    Only full blocks are shared: with any sequence after the step that computed them was committed, with a fork of the same
+    request as soon as that step is planned. A sequence gets the blocks of all its tokens when it is admitted and one more, in
+    each group of layers, each time its output crosses a block edge, so prompts never compete half-way. What lies behind a
+    group's window is given back as the sequence goes on.
 
     The owner of the tensors computes addresses from ids: ``slot = block_id * block_size + offset``.
     """
@@ -213,7 +221,26 @@ class KVCache:
         if self.enable_prefix_caching:
             self._hash_blocks(seq, num_tokens // self.block_size)
             tables = self._find(seq.block_hashes[: seq.num_reusable_tokens // self.block_size])
-        num_matched = len(tables[0]) * self.block_size
+        return self._match(num_tokens, num_step_tokens, len(tables[0]) * self.block_size, tables)
+
+    def match_fork(self, seq: Sequence, source: Sequence, num_step_tokens: int | None = None) -> PrefixMatch | None:
+        """Return what a running sequence has computed of the first tokens of a waiting one; None if it lacks what a window needs.
+
+        The match need not end with a block. ``num_step_tokens`` and tokens that are never matched: as in ``match_prefix``.
+        """
+        num_matched = min(_num_common(seq, source), source.num_computed_tokens, seq.num_reusable_tokens)
+        num_holes = [self._first_needed(window, num_matched) for window in self.windows]
+        if any(freed > num for freed, num in zip(source.num_freed_blocks, num_holes, strict=True)):
+            return None
+        num_full, rest = divmod(num_matched, self.block_size)
+        tables = [[HOLE] * num + table[num:num_full] for table, num in zip(source.block_tables, num_holes, strict=True)]
+        partial = tuple(table[num_full] for table in source.block_tables) if rest else ()
+        match = self._match(len(seq.token_ids), num_step_tokens, num_matched, tables)
+        return match._replace(partial=partial, is_fork=True)
+
+    def _match(
+        self, num_tokens: int, num_step_tokens: int | None, num_matched: int, tables: list[list[int]]
+    ) -> PrefixMatch:
         num_holes = [self._first_needed(window, num_matched) for window in self.windows]
         held = [table[num:] for table, num in zip(tables, num_holes, strict=True)]
         num_new = self._num_new(
@@ -250,8 +277,12 @@ class KVCache:
             return False
         return self.num_blocks_for(len(seq.token_ids)) - num_matched > self._pool.num_admissible
 
-    def admit(self, seq: Sequence, match: PrefixMatch) -> None:
-        """Give a waiting sequence the blocks of its match and new ones behind them. ``can_admit`` has just said yes."""
+    def admit(self, seq: Sequence, match: PrefixMatch) -> list[tuple[int, int]]:
+        """Give a waiting sequence the blocks of its match and new ones behind them. ``can_admit`` has just said yes.
+
+        Returns:
+            Pairs of blocks: the content of the first is to be copied into the second before the sequence runs.
+        """
         for table, num_holes in zip(match.tables, match.num_holes, strict=True):
             self._pool.share(table[num_holes:])  # before anything is taken, which might evict them
         seq.block_tables = [
@@ -259,6 +290,8 @@ class KVCache:
         ]
         seq.num_freed_blocks = match.num_holes.copy()
         seq.num_computed_tokens = match.num_tokens
+        num_full = match.num_tokens // self.block_size
+        return [(source, table[num_full]) for source, table in zip(match.partial, seq.block_tables, strict=False)]
 
     def grow(self, sequences: list[Sequence]) -> None:
         """Append one block per group to each running sequence. The caller has checked ``num_growable_blocks``."""
@@ -362,6 +395,13 @@ class KVCache:
 
     def _hash_blocks(self, seq: Sequence, num_blocks: int) -> None:
         extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, num_blocks, seq.cache_salt)
+
+
+def _num_common(seq: Sequence, other: Sequence) -> int:
+    """Return how many tokens two sequences begin with alike."""
+    num = min(len(seq.token_ids), len(other.token_ids))
+    differ = np.frombuffer(seq.token_ids, np.uint32, num) != np.frombuffer(other.token_ids, np.uint32, num)
+    return int(differ.argmax()) if differ.any() else num
 
 
 def _names(hashes: list[bytes], group: int) -> list[bytes]:

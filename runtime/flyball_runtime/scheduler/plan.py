@@ -129,7 +129,7 @@ class Step:
         plan: for the executor; there once the step is whole.
         sequences: whose the plan's entries are, in its order.
         preempted: sequences that lost their blocks for this step.
-        admitted: sequences that run for the first time.
+        admitted: sequences that run for the first time, and were looked up in the prefix cache.
         lacks_blocks: whether a prompt in progress is computed in a smaller chunk, or in none, for want of KV blocks.
         blocked_by: why the head of the queue is not in it.
         num_cached_tokens: prompt tokens found in the prefix cache, by request id, of the sequences first admitted in
@@ -237,6 +237,11 @@ class Step:
         self.token_ids += token_ids
         self.num_tokens += num_tokens
         self.prefill_work += num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Have the content that ``source`` is to have before the step in ``target`` too, which nothing else was copied to."""
+        origin = next((one.source for one in self.block_copies if one.target == source), source)
+        self.block_copies.append(BlockCopy(origin, target))
 
     def seal(self, number: int) -> None:
         """Make the plan. Nothing is added to the step afterwards."""

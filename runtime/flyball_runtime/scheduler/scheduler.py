@@ -13,6 +13,7 @@ from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.governor import MIN_CHUNK
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
 from flyball_runtime.scheduler.drafts import Drafter
+from flyball_runtime.scheduler.forks import Forks, num_shareable
 from flyball_runtime.scheduler.limits import SchedulerConfig, inside, violations
 from flyball_runtime.scheduler.outlook import Forecast, Lengths, Outlook, Pace
 from flyball_runtime.scheduler.plan import BlockCopy, BlockedBy, Ending, RowStart, Step, TableWrite
@@ -47,6 +48,9 @@ class Scheduler:
     Drafts come last: what budget, time and blocks are left over, decodes take to have further tokens of theirs verified. How
     many tokens such a step gives is known when it is committed, so nothing is planned before, and nothing is drafted while
     other steps are in flight.
+
+    Of a fork group, whose sequences have one prompt, one computes it. The others leave the queue meanwhile, and share its
+    blocks when they are admitted: the last, partial one is copied, and the last token computed by each.
 
     Lowered limits drain: running sequences go on, all of them decode in every step, and nobody is admitted until what
     runs is under the new limit. Not thread-safe; sequences are changed here only.
@@ -84,6 +88,7 @@ class Scheduler:
         )
         self._drafter = drafter
         self._waiting = WaitingQueue(self._policy, config.fair_share)
+        self._forks = Forks()
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._unfinished: dict[str, Sequence] = {}
         self._free_rows = list(range(config.max_num_seqs))  # a heap, so that running rows stay dense at the low end
@@ -96,7 +101,7 @@ class Scheduler:
         ] = []  # blocks of what has ended, by the last step that may touch them
         self._hurry = False
         self._blocked_by = BlockedBy.NONE
-        self._last_look_up: tuple[int, PrefixMatch] | None = None  # of the waiting sequence with this arrival index
+        self._last_look_up: tuple[Sequence, PrefixMatch] | None = None
         self.set_limits(inside(config.start_limits(kv_cache.num_blocks), self.envelope))
 
     @property
@@ -105,7 +110,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self._forks.num_held
 
     @property
     def num_in_flight(self) -> int:
@@ -125,7 +130,7 @@ class Scheduler:
     @property
     def waiting(self) -> Iterator[Sequence]:
         """In no order that matters."""
-        return (seq for seq in self._unfinished.values() if seq.status is SequenceStatus.WAITING)
+        return (seq for seq in self._unfinished.values() if seq.status is not SequenceStatus.RUNNING)
 
     @property
     def head(self) -> Sequence | None:
@@ -214,6 +219,8 @@ class Scheduler:
             return False
         if seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
+        elif seq.status is SequenceStatus.HELD:
+            self._forks.drop(seq)
         else:
             self._stop_running(seq)
         self._finish(seq)
@@ -423,6 +430,8 @@ class Scheduler:
     def _admit(self, step: Step, budget: int, now_s: float) -> BlockedBy:
         """Admit from the head of the queue while limits allow; return what keeps the next one out."""
         running, most, outlook = self._running.values(), self._limits.max_num_batched_tokens, self._outlook
+        if self._forks.num_held:
+            self._queue_again()
         if len(running) < self._limits.max_num_seqs:
             self._waiting.settle()
         while self._waiting:
@@ -435,6 +444,8 @@ class Scheduler:
                 self._waiting.demote_head()
                 continue
             match = self._look_up(seq, budget)
+            if seq.fork_group is not None and self._holds(seq, match):
+                continue
             if not self._kv.can_admit(match):
                 return BlockedBy.KV
             if running and not self._kv.can_admit(match, outlook.num_reserved_blocks(running, self._num_planned)):
@@ -454,14 +465,35 @@ class Scheduler:
         return BlockedBy.NONE
 
     def _look_up(self, seq: Sequence, budget: int) -> PrefixMatch:
-        """Look the head of the queue up in the prefix cache; return its last look-up if that is enough to refuse it again."""
-        if self._last_look_up is not None and self._last_look_up[0] == seq.arrival_index:
+        """Look the head of the queue up in the prefix cache; return its last look-up if that is enough to refuse it again.
+
+        Where a sequence of its fork group has computed more of it than is cached, return that instead.
+        """
+        if self._last_look_up is not None and self._last_look_up[0] is seq:
             match = self._last_look_up[1]
             if self._kv.still_blocked(seq, match) or (budget <= 0 and self._kv.can_admit(match)):
                 return match
         match = self._kv.match_prefix(seq, self._limits.max_num_batched_tokens)
-        self._last_look_up = (seq.arrival_index, match)
+        if (source := self._forks.source_of(seq)) is not None:
+            fork = self._kv.match_fork(seq, source, self._limits.max_num_batched_tokens)
+            return match if fork is None or fork.num_tokens <= match.num_tokens else fork
+        self._last_look_up = (seq, match)
         return match
+
+    def _holds(self, seq: Sequence, match: PrefixMatch) -> bool:
+        """Take the head of the queue out, if waiting for another sequence of its fork group saves a block or more."""
+        if num_shareable(seq) - match.num_tokens < self._kv.block_size or not self._forks.must_wait(seq):
+            return False
+        self._waiting.remove(seq)
+        self._forks.hold(seq)
+        seq.status = SequenceStatus.HELD
+        return True
+
+    def _queue_again(self) -> None:
+        """Put held sequences back into the queue, in their old places."""
+        for seq in self._forks.take_ready():
+            seq.status = SequenceStatus.WAITING
+            self._waiting.push(seq)
 
     def _add_chunks(self, step: Step, prefills: list[Sequence], budget: int) -> int:
         """Schedule more of the prompts in progress; return how many tokens that is."""
@@ -519,10 +551,12 @@ class Scheduler:
         return seq
 
     def _start_running(self, step: Step, seq: Sequence, match: PrefixMatch) -> None:
-        self._kv.admit(seq, match)
+        for source, target in self._kv.admit(seq, match):
+            step.copy_block(source, target)
         row = seq.row = heapq.heappop(self._free_rows)
         seq.status = SequenceStatus.RUNNING
         self._running[seq.request_id] = seq
+        self._forks.started(seq)
         self._num_row_starts += 1
         step.row_starts.append(RowStart(row, self._num_row_starts, seq.token_ids[-1], seq.sampling, Past.of(seq)))
         step.table_writes += [TableWrite(row, 0, table.copy(), group) for group, table in enumerate(seq.block_tables)]
@@ -531,6 +565,7 @@ class Scheduler:
         heapq.heappush(self._free_rows, _row(seq))
         seq.row = None
         del self._running[seq.request_id]
+        self._forks.stopped(seq)
         self._waiting.release(seq)
         blocks = self._kv.detach(seq)
         last_step = next((step for step in reversed(self._in_flight) if seq in step.sequences), None)
@@ -565,8 +600,10 @@ def _count_admission(step: Step, seq: Sequence, match: PrefixMatch, queried: boo
         step.num_recomputed_tokens += max(0, seq.num_lost_tokens - match.num_tokens)
         seq.num_lost_tokens = 0
         return
-    step.admitted.append(seq)
     seq.num_cached_tokens = match.num_tokens
+    if match.is_fork:
+        return
+    step.admitted.append(seq)
     if match.num_tokens:
         step.num_cached_tokens[seq.request_id] = match.num_tokens
     if queried and seq.sampling.prompt_logprobs is None and seq.pooling != "mean":

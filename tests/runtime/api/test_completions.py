@@ -237,6 +237,8 @@ async def test_choices_of_several_prompts_are_in_order_and_seeded_apart(
     assert body["usage"]["prompt_tokens"] == 3, "each prompt counts once"
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert len({request.request_id for request in engine.requests}) == 4
+    first, second, third, fourth = (request.fork_group for request in engine.requests)
+    assert (first, third) == (second, fourth) and first != third, "choices of a prompt share its blocks"
 
 
 async def test_refused_choice_aborts_the_ones_before_it(client: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -79,6 +79,17 @@ def test_prefix_cached(case: Case) -> None:
     assert hits == 16 + 32 + 96
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"async_scheduling": True, "max_num_batched_tokens": 30}, {"max_num_seqs": 2}]
+)
+def test_forked(case: Case, settings: dict[str, int]) -> None:
+    """Three requests of each prompt share its blocks, without a prefix cache."""
+    engine = case.engine(enable_prefix_caching=False, **settings)
+    prompts = [prompt for prompt in case.prompts for _ in range(3)]
+    expected = [output for output in case.expected for _ in range(3)]
+    assert generate(engine, prompts, forked=True) == expected
+
+
 def test_preempted(case: Case) -> None:
     """Ten blocks for six growing sequences: some must lose theirs and be computed again."""
     engine = case.engine(max_model_len=144, kv_cache_memory_bytes=_bytes_of_blocks(case, 10))

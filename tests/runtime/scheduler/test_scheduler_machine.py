@@ -153,13 +153,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         client=st.sampled_from("abc"),
         deadline_ms=st.sampled_from([None, 1.0, 8.0, 40.0]),
+        forks=st.sampled_from([0, 0, 2, 3]),
     )
     def submit(
-        self, prompts: list[list[int]], max_tokens: int, priority: int, client: str, deadline_ms: float | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        priority: int,
+        client: str,
+        deadline_ms: float | None = None,
+        forks: int = 0,
     ) -> None:
         """The clock goes on by a millisecond with each plan."""
         for prompt in prompts:
-            self.submit_one(prompt, max_tokens, priority, client, deadline_ms)
+            group = f"group of {self.num_submitted}" if forks else None
+            for _ in range(forks or 1):
+                self.submit_one(prompt, max_tokens, priority, client, deadline_ms, group)
 
     @rule(num=st.integers(1, 8))
     def steps(self, num: int) -> None:
@@ -272,7 +281,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     # helpers of the rules
 
     def submit_one(
-        self, prompt: list[int], max_tokens: int, priority: int, client: str, deadline_ms: float | None
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        client: str,
+        deadline_ms: float | None,
+        fork_group: str | None = None,
     ) -> None:
         seq = make_sequence(
             prompt,
@@ -284,8 +299,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[STOP_TOKEN],
             hashed_by=self.kv.block_size if self.num_submitted % 2 else None,
-            prompt_logprobs=2 if self.num_submitted % 3 == 0 else None,
             pooling=POOLINGS[self.num_submitted % len(POOLINGS)],
+            prompt_logprobs=2 if self.num_submitted % 5 == 0 else None,
+            fork_group=fork_group,
         )
         seq.arrived_s = self.now_s
         self.scheduler.submit(seq)
@@ -427,7 +443,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_blocked_by(self, step: Step) -> None:
         scheduler, counts = self.scheduler, self.kv.counts()
         assert step.blocked_by is scheduler.blocked_by
-        assert (step.blocked_by is BlockedBy.NONE) == (scheduler.num_waiting == 0)
+        num_queued = sum(seq.status is SequenceStatus.WAITING for seq in self.live.values())
+        assert (step.blocked_by is BlockedBy.NONE) == (num_queued == 0)
+        held = [seq for seq in self.live.values() if seq.status is SequenceStatus.HELD]
+        for seq in held:
+            assert seq.fork_group in {one.fork_group for one in self.running()}, "nobody computes what it waits for"
         if step.blocked_by is BlockedBy.SEQS:
             assert scheduler.num_running >= scheduler.limits.max_num_seqs
         if step.blocked_by is BlockedBy.KV:
@@ -531,7 +551,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(row is not None and row < self.scheduler.config.max_num_seqs for row in rows)
         assert self.scheduler.num_waiting == len(self.live) - len(running)
         for seq in self.live.values():
-            if seq.status is SequenceStatus.WAITING:
+            if seq.status is not SequenceStatus.RUNNING:
                 assert seq.block_table == []
                 assert seq.num_computed_tokens == 0
                 assert seq.row is None
@@ -593,9 +613,8 @@ def random_call(machine: SchedulerMachine, rng: random.Random) -> None:
     if kind < 0.25:
         prompt = ([*rng.choice(PREFIXES)[: rng.randint(0, 22)], rng.randint(0, 2)])[: MAX_MODEL_LEN - 1]
         deadline_ms = rng.choice([None, 1.0, 8.0, 40.0])
-        machine.submit(
-            [prompt] * rng.randint(1, 3), rng.randint(1, 20), rng.randint(0, 2), rng.choice("abc"), deadline_ms
-        )
+        num, forks = rng.randint(1, 3), rng.choice([0, 2])
+        machine.submit([prompt] * num, rng.randint(1, 20), rng.randint(0, 2), rng.choice("abc"), deadline_ms, forks)
     elif kind < 0.85:
         machine.steps(rng.randint(1, 4))
     elif kind < 0.92:
