@@ -4,7 +4,8 @@ from array import array
 
 import msgspec
 
-from flyball_runtime.core.request import Sequence
+from flyball_runtime.core.beam_search import BeamSearch
+from flyball_runtime.core.request import Sequence, TokenLogprobs
 from flyball_runtime.scheduler import BatchPlan
 
 VOCAB_SIZE = 12
@@ -39,10 +40,47 @@ def expected_output(prompt: list[int], num_tokens: int, stop_token_ids: frozense
     return output
 
 
+def candidates(content: int) -> TokenLogprobs:
+    """All tokens that may follow a context, with made-up log probabilities; the likeliest first."""
+    logprobs = {token: -0.1 - (hash((content, token, 1)) >> 9) % 1000 / 250 for token in range(VOCAB_SIZE)}
+    ids = sorted(logprobs, key=lambda token: -logprobs[token])
+    return TokenLogprobs(ids[0], logprobs[ids[0]], ids, [logprobs[token] for token in ids])
+
+
+def expected_hypotheses(
+    prompt: list[int], num_tokens: int, stop_token_ids: frozenset[int], settings: BeamSearch
+) -> list[tuple[list[int], float]]:
+    """What a beam search of a request alone on the machine would find, and the scores: written as transformers does it."""
+    width, penalty = settings.width, settings.length_penalty
+    running: list[tuple[float, list[int]]] = [(0.0, [])]
+    finished: list[tuple[float, list[int]]] = []
+    for length in range(1, num_tokens + 1):
+        following = []
+        for total, output in running:
+            one = candidates(contents(prompt + output)[-1])
+            following += [(total + p, [*output, t]) for t, p in zip(one.top_ids, one.top_logprobs, strict=True)]
+        following.sort(key=lambda entry: -entry[0])
+        top = following[: max(2, 1 + len(stop_token_ids)) * width]
+        ends = [length == num_tokens or output[-1] in stop_token_ids for _, output in top]
+        ended = [entry for entry, end in list(zip(top, ends, strict=True))[:width] if end]
+        finished += [(total / length**penalty, output) for total, output in ended]
+        finished = sorted(finished, key=lambda entry: -entry[0])[:width]
+        running = [entry for entry, end in zip(top, ends, strict=True) if not end][:width]
+        if not running or (settings.early_stopping is True and len(finished) == width):
+            break
+        reach = num_tokens if settings.early_stopping == "never" and penalty > 0 else length
+        if len(finished) == width and running[0][0] / reach**penalty <= finished[-1][0]:
+            break
+    return [(output, score) for score, output in finished]
+
+
 class FakeModel:
     """Runs plans and knows nothing else: each comes as bytes, as another process would get it.
 
     It writes and reads slots as attention does: a token's slot gets a digest of the slot before it and of the token.
+
+    Attributes:
+        read: the digests behind which the last step has sampled.
     """
 
     def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
@@ -54,6 +92,7 @@ class FakeModel:
         self._tables: dict[int, list[list[int]]] = {}
         self._last: dict[int, int] = {}
         self._epoch = 0
+        self.read: list[int] = []
         self._num_plans = 0
 
     def run(self, plan: BatchPlan) -> tuple[list[int], list[int]]:
@@ -66,6 +105,7 @@ class FakeModel:
         assert plan.number == self._num_plans
         self._num_plans += 1
         self._apply(plan)
+        self.read = []
         known = iter(array("I", plan.token_ids))
         sampled: list[int] = []
         num_accepted: list[int] = []
@@ -79,6 +119,7 @@ class FakeModel:
                 num_accepted.append(_num_accepted(held, tokens[1:]))
                 held = held[: num_accepted[-1] + 1]
             if plan.samples[index]:
+                self.read.append(held[-1])
                 self._last[row] = next_token(held[-1])
                 sampled.append(self._last[row])
         assert next(known, None) is None
@@ -100,6 +141,8 @@ class FakeModel:
 
     def _apply(self, plan: BatchPlan) -> None:
         before = list(self._slots)
+        targets = [copy.target for copy in plan.block_copies]
+        assert len(set(targets)) == len(targets), "a plan copies nothing twice to one place"
         for copy in plan.block_copies:
             for offset in range(self._block_size):
                 source, target = (block * self._block_size + offset for block in (copy.source, copy.target))
@@ -108,6 +151,8 @@ class FakeModel:
             assert start.epoch > self._epoch, "epochs count up"
             self._epoch = start.epoch
             self._tables[start.row], self._last[start.row] = [[] for _ in self._windows], start.last_token_id
+        for one in plan.row_tokens:
+            self._last[one.row] = one.token_id
         written = [(one.row, one.group, at) for one in plan.table_writes for at, _ in enumerate(one.blocks, one.at)]
         assert len(set(written)) == len(written), "a plan writes no entry twice"
         for write in plan.table_writes:

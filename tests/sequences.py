@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
+from flyball_runtime.core.beam_search import BeamSearch
 from flyball_runtime.core.pooling import Pooling
 from flyball_runtime.core.request import Request, Sequence
 from flyball_runtime.core.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ def make_sequence(
     prompt_logprobs: int | None = None,
     pooling: Pooling | None = None,
     fork_group: str | None = None,
+    beam_search: BeamSearch | None = None,
 ) -> Sequence:
     """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt.
 
@@ -37,7 +39,7 @@ def make_sequence(
     request = Request(
         request_id=request_id or f"r{number}",
         prompt_token_ids=token_ids,
-        sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
+        sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, beam_search=beam_search),
         priority=priority,
         block_hashes=[] if hashed_by is None else hash_prompt(token_ids, hashed_by, cache_salt),
         cache_salt=cache_salt,

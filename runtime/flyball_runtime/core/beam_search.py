@@ -53,9 +53,9 @@ class BeamSearch(Struct, frozen=True, kw_only=True):
             )
 
     def num_candidates(self, stop_token_ids: Collection[int]) -> int:
-        """Return how many continuations are looked at in each step: enough that ``width`` of them do not end."""
-        return max(2, 1 + len(stop_token_ids)) * self.width
+        """Return how many of the likeliest tokens behind a beam are looked at: enough that ``width`` of them do not end it."""
+        return self.width + len(stop_token_ids)
 
     def score(self, logprob: float, num_tokens: int) -> float:
         """Return the score of an output of so many tokens, given the sum of their log probabilities."""
-        return logprob / num_tokens**self.length_penalty
+        return float(logprob / num_tokens**self.length_penalty)

@@ -65,6 +65,32 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     rank: int = 0
 
 
+class Hypothesis(Struct, frozen=True, array_like=True):
+    """An output that a beam search has found.
+
+    Attributes:
+        token_ids: of the output, with the token that ended it.
+        score: the sum of their log probabilities over their number to the power of ``length_penalty``.
+        cum_logprob: that sum.
+        reason: why it ended.
+        logprobs: of each token, if the request asks for them.
+    """
+
+    token_ids: list[int]
+    score: float
+    cum_logprob: float
+    reason: Literal["stop", "length"]
+    logprobs: list[TokenLogprobs] = []
+
+
+class Hypotheses(Struct, frozen=True, tag=True):
+    """All that the beam search of a request has found, the best first; it comes right before the ending, and no Tokens do."""
+
+    request_id: str
+    hypotheses: list[Hypothesis]
+    num_cached_tokens: int = 0
+
+
 class Tokens(Struct, frozen=True, tag=True):
     """New output tokens of one request, in order.
 
@@ -104,7 +130,7 @@ class Failed(Struct, frozen=True, tag=True):
     retry_after_s: int | None = None
 
 
-RequestEvent = Tokens | Finished | Failed
+RequestEvent = Tokens | Hypotheses | Finished | Failed
 
 
 MAX_CACHE_SALT_CHARS = 1024
@@ -285,6 +311,11 @@ class Sequence:
     def block_table(self) -> list[int]:
         """That of the first group; empty while waiting."""
         return self.block_tables[0] if self.block_tables else []
+
+    @property
+    def num_seats(self) -> int:
+        """How many sequences run for it at once."""
+        return 1 if self.sampling.beam_search is None else self.sampling.beam_search.width
 
     @property
     def num_pending_tokens(self) -> int:

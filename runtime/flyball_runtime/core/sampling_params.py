@@ -7,6 +7,7 @@ from collections.abc import Collection
 from msgspec import Struct, structs
 
 from flyball_protocol.quoting import quoted
+from flyball_runtime.core.beam_search import BeamSearch
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 
@@ -53,6 +54,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             whole, since the prefix cache has no logits.
         bad_words_token_ids: the last id of each is not chosen behind the others of it.
         grammar: the form that the output must have. It may end only where the grammar may.
+        beam_search: look for the likeliest outputs; nothing is sampled. Of the other settings only those of length and stop
+            tokens go with it, and ``logprobs``.
     """
 
     max_tokens: int | None = None
@@ -75,6 +78,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    beam_search: BeamSearch | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -91,7 +95,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     @property
     def allows_drafts(self) -> bool:
         """Whether several tokens of it may be verified at once: nothing looks at how each comes about."""
-        return not self.changes_logits and self.logprobs is None
+        return not self.changes_logits and self.logprobs is None and self.beam_search is None
 
     @property
     def has_penalties(self) -> bool:
@@ -116,6 +120,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         self._validate_choice_of_tokens(vocab_size)
         self._validate_grammar()
+        self._validate_beam_search(vocab_size)
 
     def _validate_choice_of_tokens(self, vocab_size: int) -> None:
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
@@ -146,6 +151,33 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             raise InvalidRequest(
                 "ignore_eos asks to go on after the end, and structured output has an end. Leave one of them out.",
                 param="ignore_eos",
+            )
+
+    def _validate_beam_search(self, vocab_size: int) -> None:
+        if self.beam_search is None:
+            return
+        self.beam_search.validate(vocab_size)
+        unfit = {
+            "temperature": self.temperature not in (0.0, 1.0),
+            "top_p": self.top_p != 1.0,
+            "top_k": self.top_k != 0,
+            "min_p": self.min_p != 0.0,
+            "min_tokens": self.min_tokens != 0,
+            "presence_penalty": self.presence_penalty != 0.0,
+            "frequency_penalty": self.frequency_penalty != 0.0,
+            "repetition_penalty": self.repetition_penalty != 1.0,
+            "logit_bias": bool(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids is not None,
+            "bad_words": bool(self.bad_words),
+            "stop": bool(self.stop),
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "structured_outputs": self.grammar is not None,
+        }
+        if name := next((name for name, is_unfit in unfit.items() if is_unfit), None):
+            raise InvalidRequest(
+                f"{name} does not go with beam search, which looks for the likeliest outputs as the model gives them and ends "
+                "them at stop tokens only. Leave it out, or use_beam_search.",
+                param=name,
             )
 
     def check_choice_is_left(self, stop_token_ids: Collection[int], vocab_size: int) -> None:

@@ -59,8 +59,10 @@ class Rows:
 
     def apply(self, plan: BatchPlan) -> None:
         """Do what the plan says of rows."""
-        if plan.row_starts:
-            rows, tokens = np.array([(start.row, start.last_token_id) for start in plan.row_starts], np.int64).T
+        last = [(start.row, start.last_token_id) for start in plan.row_starts]
+        last += [(one.row, one.token_id) for one in plan.row_tokens]
+        if last:
+            rows, tokens = np.array(last, np.int64).T
             self.last_token_ids[self._tensor(rows)] = self._tensor(tokens)
         writes = plan.table_writes
         if writes:

@@ -224,7 +224,7 @@ class KVCache:
         return self._match(num_tokens, num_step_tokens, len(tables[0]) * self.block_size, tables)
 
     def match_fork(self, seq: Sequence, source: Sequence, num_step_tokens: int | None = None) -> PrefixMatch | None:
-        """Return what a running sequence has computed of the first tokens of a waiting one; None if it lacks what a window needs.
+        """Return what a running sequence has computed of a waiting one's tokens; None if it lacks what a window needs.
 
         The match need not end with a block. ``num_step_tokens`` and tokens that are never matched: as in ``match_prefix``.
         """
@@ -259,6 +259,10 @@ class KVCache:
         )
         return [end - len(table) for end, table in zip(ends, tables, strict=True)]
 
+    def can_join(self, match: PrefixMatch) -> bool:
+        """Whether there are blocks for a sequence that continues what runs already."""
+        return match.num_blocks_needed <= self._pool.num_growable
+
     def can_admit(self, match: PrefixMatch, num_reserved: int = 0) -> bool:
         """Whether a sequence can be admitted so that as many blocks are left."""
         return match.num_blocks_needed + num_reserved <= self._pool.num_admissible
@@ -292,6 +296,27 @@ class KVCache:
         seq.num_computed_tokens = match.num_tokens
         num_full = match.num_tokens // self.block_size
         return [(source, table[num_full]) for source, table in zip(match.partial, seq.block_tables, strict=False)]
+
+    def branch(self, seq: Sequence, source: Sequence) -> list[tuple[int, int]]:
+        """Have a running sequence go on from the tokens of another one; both have computed equally many.
+
+        It shares the full blocks of the other one, and keeps its own for the rest.
+
+        Returns:
+            As ``admit``.
+        """
+        num_full, rest = divmod(source.num_computed_tokens, self.block_size)
+        copies = []
+        for group, theirs in enumerate(source.block_tables):
+            own = seq.block_tables[group]
+            self._pool.share(theirs[source.num_freed_blocks[group] : num_full])
+            self._pool.release(reversed(own[seq.num_freed_blocks[group] : num_full]))
+            own[:num_full] = theirs[:num_full]
+            if rest:
+                copies.append((theirs[num_full], own[num_full]))
+        seq.num_freed_blocks = source.num_freed_blocks.copy()
+        seq.block_hashes = source.block_hashes.copy()
+        return copies
 
     def grow(self, sequences: list[Sequence]) -> None:
         """Append one block per group to each running sequence. The caller has checked ``num_growable_blocks``."""

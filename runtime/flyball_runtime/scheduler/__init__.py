@@ -8,6 +8,7 @@ from flyball_runtime.scheduler.plan import (
     BlockedBy,
     Ending,
     RowStart,
+    RowToken,
     Step,
     TableWrite,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Order",
     "Policy",
     "RowStart",
+    "RowToken",
     "Scheduler",
     "SchedulerConfig",
     "Step",

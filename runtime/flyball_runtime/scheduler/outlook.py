@@ -151,7 +151,7 @@ class Outlook:
             return True
         prefills = step.sequences[step.num_decodes :]
         num_context_tokens = step.num_context_tokens + sum(len(one.token_ids) for one in prefills) + len(seq.token_ids)
-        return self._pace.fits(len(running) + 1, num_context_tokens)
+        return self._pace.fits(len(running) + seq.num_seats, num_context_tokens)
 
     def chunk_len(self, num_remaining: int, budget: int) -> int:
         """Return how much of a prompt's rest the budget allows in one step."""

@@ -1,7 +1,7 @@
 """What one step computes: a plan for whoever runs it, and what the scheduler remembers until the tokens are there."""
 
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -12,7 +12,7 @@ from msgspec import Struct, structs
 from flyball_runtime.core.past import Past
 from flyball_runtime.core.pooling import PoolSpan
 from flyball_runtime.core.prompt_span import PromptSpan
-from flyball_runtime.core.request import FinishReason, Sequence
+from flyball_runtime.core.request import FinishReason, Hypothesis, Sequence
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.kv_cache import Computed
 
@@ -40,6 +40,13 @@ class RowStart(Struct, frozen=True, array_like=True):
     past: Past | None = None
 
 
+class RowToken(Struct, frozen=True, array_like=True):
+    """The last token of a row, in the place of what the row sampled last."""
+
+    row: int
+    token_id: int
+
+
 class TableWrite(Struct, frozen=True, array_like=True):
     """From entry ``at`` on, a row's block table of a group of layers holds ``blocks``. A plan writes no entry twice.
 
@@ -63,10 +70,10 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
     """One step, decided: a value that says all that an executor has to know, if it has run every plan before it.
 
     It can be sent to every rank of a replica, kept and run again, or run while the next one is planned. Before the step
-    an executor does the ``block_copies``, then the ``row_starts`` and ``table_writes``. In the step ``rows[i]`` computes its
-    tokens ``[starts[i], starts[i] + num_scheduled[i])``. The first ``num_decodes`` entries compute one token each, the
-    row's last; the tokens of the others are in ``token_ids``, one entry after another, each an unsigned 32-bit integer in the
-    machine's order: nobody has to make a Python integer of each on the way to a tensor.
+    an executor does the ``block_copies``, then the ``row_starts``, ``row_tokens`` and ``table_writes``. In the step
+    ``rows[i]`` computes its tokens ``[starts[i], starts[i] + num_scheduled[i])``. The first ``num_decodes`` entries compute
+    one token each, the row's last; the tokens of the others are in ``token_ids``, one entry after another, each an unsigned
+    32-bit integer in the machine's order: nobody has to make a Python integer of each on the way to a tensor.
 
     Attributes:
         number: how many plans came before.
@@ -94,6 +101,7 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
     prompt_spans: list[PromptSpan] = []
     pool_spans: list[PoolSpan] = []
     num_drafts: list[int] = []
+    row_tokens: list[RowToken] = []
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -127,10 +135,12 @@ class Step:
 
     Attributes:
         plan: for the executor; there once the step is whole.
+        num_beams: how many of the decodes, the last ones, are beams. What these sample is not used.
         sequences: whose the plan's entries are, in its order.
         preempted: sequences that lost their blocks for this step.
         admitted: sequences that run for the first time, and were looked up in the prefix cache.
         lacks_blocks: whether a prompt in progress is computed in a smaller chunk, or in none, for want of KV blocks.
+        num_moved_blocks: how many blocks are copied out of memory that is given up.
         blocked_by: why the head of the queue is not in it.
         num_cached_tokens: prompt tokens found in the prefix cache, by request id, of the sequences first admitted in
             this step that had any.
@@ -140,6 +150,7 @@ class Step:
         drafts: of the last entries.
         num_accepted: of each of them, once the step is committed.
         num_taken: how many tokens sequences with drafts have got, by request id, likewise.
+        hypotheses: what the beam searches have found that ended with the step, by request id, likewise.
     """
 
     sequences: list[Sequence]
@@ -156,9 +167,12 @@ class Step:
     block_copies: list[BlockCopy] = field(default_factory=list)
     prompt_spans: list[PromptSpan] = field(default_factory=list)
     pool_spans: list[PoolSpan] = field(default_factory=list)
+    row_tokens: list[RowToken] = field(default_factory=list)
+    num_beams: int = 0
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     lacks_blocks: bool = False
+    num_moved_blocks: int = 0
     blocked_by: BlockedBy = BlockedBy.NONE
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     num_prefix_queried_tokens: int = 0
@@ -166,13 +180,21 @@ class Step:
     drafts: "list[array[int]]" = field(default_factory=list)
     num_accepted: Collection[int] = ()
     num_taken: dict[str, int] = field(default_factory=dict)
+    hypotheses: dict[str, list[Hypothesis]] = field(default_factory=dict)
     plan: BatchPlan = field(init=False)
 
     @classmethod
-    def of_decodes(cls, decodes: list[Sequence], starts: list[int]) -> "Step":
-        """Start with one token of each of ``decodes``; takes the lists over."""
+    def of_decodes(cls, decodes: list[Sequence], starts: list[int], num_beams: int = 0) -> "Step":
+        """Start with one token of each of ``decodes``, the last of which are beams; takes the lists over."""
         num = len(decodes)
-        return cls(decodes, starts, [1] * num, [True] * num, num, num, num_context_tokens=sum(starts) + num)
+        step = cls(decodes, starts, [1] * num, [True] * num, num, num, num_context_tokens=sum(starts) + num)
+        step.num_beams = num_beams
+        return step
+
+    @property
+    def beams(self) -> list[Sequence]:
+        """The decodes that are beams."""
+        return self.sequences[self.num_decodes - self.num_beams : self.num_decodes]
 
     @property
     def num_prefix_hit_tokens(self) -> int:
@@ -239,9 +261,18 @@ class Step:
         self.prefill_work += num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
     def copy_block(self, source: int, target: int) -> None:
-        """Have the content that ``source`` is to have before the step in ``target`` too, which nothing else was copied to."""
+        """Have the content that ``source`` is to have before the step in ``target``, whatever was to be there."""
         origin = next((one.source for one in self.block_copies if one.target == source), source)
+        # a cached block may have been moved to the target, and then evicted
+        self.block_copies = [one for one in self.block_copies if one.target != target]
         self.block_copies.append(BlockCopy(origin, target))
+
+    def move_blocks(self, moved: Mapping[int, int]) -> None:
+        """Have the content that some blocks are to have before the step in others, in their places."""
+        self.num_moved_blocks += len(moved)
+        targets = {one.target for one in self.block_copies}
+        self.block_copies = [BlockCopy(one.source, moved.get(one.target, one.target)) for one in self.block_copies]
+        self.block_copies += [BlockCopy(old, new) for old, new in moved.items() if old not in targets]
 
     def seal(self, number: int) -> None:
         """Make the plan. Nothing is added to the step afterwards."""
@@ -262,6 +293,7 @@ class Step:
             prompt_spans=self.prompt_spans,
             pool_spans=self.pool_spans,
             num_drafts=[len(drafts) for drafts in self.drafts],
+            row_tokens=self.row_tokens,
         )
 
     def take(
@@ -278,7 +310,7 @@ class Step:
         Returns:
             What ``Scheduler.commit`` does, and where tokens were computed that fill blocks.
         """
-        tokens, num = iter(sampled_token_ids), self.num_decodes
+        tokens, num = iter(sampled_token_ids), self.num_decodes - self.num_beams
         results: Results = []
         filled: list[Computed] = []
         # the hot loop: some 256 turns a step, so what every decode needs is spelled out here
@@ -297,11 +329,26 @@ class Step:
                 results.append((seq, "length"))
             else:
                 results.append((seq, None))
+        if self.num_beams:
+            self._take_beams(tokens, results, filled, block_size)
         self._take_chunks(tokens, results, filled, spoiled)
         if self.drafts:
             self.num_accepted = num_accepted
             self._take_verified(tokens, results, filled)
         return results, filled
+
+    def _take_beams(
+        self, tokens: Iterator[int | None], results: Results, filled: list[Computed], block_size: int
+    ) -> None:
+        """Go on with the decodes that are beams. They get their tokens when all beams of a search are computed."""
+        starts = self.starts[self.num_decodes - self.num_beams : self.num_decodes]
+        for seq, start, token in zip(self.beams, starts, islice(tokens, self.num_beams), strict=True):
+            if seq.row is None:
+                continue
+            if token is None:
+                results.append((seq, "failed"))
+            elif (start + 1) % block_size == 0:
+                filled.append((seq, start, start + 1))
 
     def _take_chunks(
         self, tokens: Iterator[int | None], results: Results, filled: list[Computed], spoiled: Collection[int]
@@ -318,7 +365,7 @@ class Step:
                 results.append((seq, "failed"))
                 continue
             filled.append((seq, start, start + num_tokens))
-            if token is not None:
+            if token is not None and seq.sampling.beam_search is None:
                 seq.token_ids.append(token)
                 results.append((seq, _ending(seq, token)))
             elif seq.pooling is not None and start + num_tokens == seq.num_prompt_tokens:

@@ -151,6 +151,11 @@ class WaitingQueue:
         self._place(account)
         return seq
 
+    def join(self, seq: Sequence) -> None:
+        """Note that a sequence runs for a request that was admitted before. Its client pays for tokens from its last on."""
+        seq.num_charged_tokens = len(seq.token_ids) - 1
+        self._account(seq).running[seq.request_id] = seq
+
     def demote_head(self) -> None:
         """Move the head to the late lane, where it stays until it has ended."""
         seq = self.head()

@@ -1,24 +1,24 @@
 """The scheduler: plan steps, commit what they computed."""
 
-import heapq
 import logging
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 
 from flyball_protocol import Envelope, Limits, Objectives
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
-from flyball_runtime.core.past import Past
-from flyball_runtime.core.request import Sequence, SequenceStatus
+from flyball_runtime.core.request import Sequence, SequenceStatus, TokenLogprobs
 from flyball_runtime.governor import MIN_CHUNK
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
+from flyball_runtime.scheduler.beams import Beams, plain_first
 from flyball_runtime.scheduler.drafts import Drafter
 from flyball_runtime.scheduler.forks import Forks, num_shareable
 from flyball_runtime.scheduler.limits import SchedulerConfig, inside, violations
 from flyball_runtime.scheduler.outlook import Forecast, Lengths, Outlook, Pace
-from flyball_runtime.scheduler.plan import BlockCopy, BlockedBy, Ending, RowStart, Step, TableWrite
+from flyball_runtime.scheduler.plan import BlockedBy, Ending, Results, Step, TableWrite
 from flyball_runtime.scheduler.policies import POLICIES, Policy, choose_victim, edf, order_of, srpf
 from flyball_runtime.scheduler.queue import WaitingQueue
+from flyball_runtime.scheduler.search import searches
+from flyball_runtime.scheduler.seats import Seats, row_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,11 @@ class Scheduler:
 
     Of a fork group, whose sequences have one prompt, one computes it. The others leave the queue meanwhile, and share its
     blocks when they are admitted: the last, partial one is copied, and the last token computed by each.
+
+    A beam search is one request with one place in the queue. Once it runs, each of its beams is a sequence, and they advance
+    together when all are computed. A beam that goes on from another one shares its blocks in the same way. Beams are preempted
+    one by one, and join the others again without the queue; those that are computed give up their blocks for those that are
+    not, so a search goes on even if its beams do not fit side by side. When its last beam is preempted, it waits in the queue.
 
     Lowered limits drain: running sequences go on, all of them decode in every step, and nobody is admitted until what
     runs is under the new limit. Not thread-safe; sequences are changed here only.
@@ -89,16 +94,12 @@ class Scheduler:
         self._drafter = drafter
         self._waiting = WaitingQueue(self._policy, config.fair_share)
         self._forks = Forks()
-        self._running: dict[str, Sequence] = {}  # in order of admission
+        self._seats = Seats(config.max_num_seqs, kv_cache, self._waiting, self._forks)
+        self._running, self._in_flight = self._seats.running, self._seats.in_flight
+        self._beams = Beams(kv_cache, self._waiting, self._seats, self._outlook, self._add_chunk)
         self._unfinished: dict[str, Sequence] = {}
-        self._free_rows = list(range(config.max_num_seqs))  # a heap, so that running rows stay dense at the low end
         self._num_submitted = 0
-        self._num_row_starts = 0
         self._num_planned = 0
-        self._in_flight: deque[Step] = deque()
-        self._leaving: list[
-            tuple[int, list[int]]
-        ] = []  # blocks of what has ended, by the last step that may touch them
         self._hurry = False
         self._blocked_by = BlockedBy.NONE
         self._last_look_up: tuple[Sequence, PrefixMatch] | None = None
@@ -131,6 +132,11 @@ class Scheduler:
     def waiting(self) -> Iterator[Sequence]:
         """In no order that matters."""
         return (seq for seq in self._unfinished.values() if seq.status is not SequenceStatus.RUNNING)
+
+    @property
+    def num_reserved_seats(self) -> int:
+        """Seats that are kept for beams of running searches."""
+        return self._beams.num_reserved_seats
 
     @property
     def head(self) -> Sequence | None:
@@ -197,7 +203,7 @@ class Scheduler:
 
         Raises:
             EmptyPrompt, PromptTooLong: it could never run.
-            InvalidRequest: a request of this id has not ended yet.
+            InvalidRequest: a request of this id has not ended yet, or a beam search has more beams than there are seats.
         """
         if seq.num_prompt_tokens == 0:
             raise EmptyPrompt()
@@ -206,6 +212,9 @@ class Scheduler:
             raise PromptTooLong(seq.num_prompt_tokens, seq.sampling.max_tokens, self.config.max_model_len)
         if seq.request_id in self._unfinished:
             raise InvalidRequest(f"request_id {seq.request_id} is in use; wait for it to end or choose another.")
+        if (beam_search := seq.sampling.beam_search) is not None:
+            beam_search.check_seats(self.config.max_num_seqs)
+            self._beams.add(seq, beam_search)
         seq.arrival_index = self._num_submitted
         self._num_submitted += 1
         self._unfinished[seq.request_id] = seq
@@ -221,9 +230,7 @@ class Scheduler:
             self._waiting.remove(seq)
         elif seq.status is SequenceStatus.HELD:
             self._forks.drop(seq)
-        else:
-            self._stop_running(seq)
-        self._finish(seq)
+        self._end(seq)
         return True
 
     def plan(self, now_s: float = 0.0) -> Step | None:
@@ -239,12 +246,15 @@ class Scheduler:
             return None
         step, prefills = planned
         budget = self._limits.max_num_batched_tokens - step.num_tokens
+        budget -= self._beams.join(step, budget, self._limits.max_num_batched_tokens)
         if self._policy in (edf, srpf):
             prefills.sort(key=lambda seq: (seq.is_late, order_of(seq)))
         budget -= self._add_chunks(step, prefills, budget)
         while prefills and not step.sequences and not self._in_flight:
             self._make_room(step, prefills)
             budget -= self._add_chunks(step, prefills, budget)
+        if not step.sequences:
+            budget -= self._beams.join(step, budget, self._limits.max_num_batched_tokens)
         if self._kv.has_surplus:
             self._compact(step)
         step.blocked_by = self._admit(step, budget, now_s)
@@ -262,6 +272,7 @@ class Scheduler:
         sampled_token_ids: Collection[int | None],
         spoiled: Collection[int] = (),
         num_accepted: Collection[int] = (),
+        candidates: Mapping[int, TokenLogprobs] | None = None,
     ) -> list[tuple[Sequence, Ending | None]]:
         """Record what the model computed in the oldest step in flight.
 
@@ -270,11 +281,13 @@ class Scheduler:
                 none. Such a sequence has failed, and its blocks leave the prefix cache: what they hold cannot be trusted.
             spoiled: entries whose hidden states are not finite; their pooled sequences have failed likewise.
             num_accepted: how many drafts are what the model chose, up to the first that is not, for each entry with drafts.
+            candidates: the likeliest tokens, by index into ``sampled_token_ids``, at least of the beams.
 
         Returns:
             Each sequence that got a token (its last), is pooled or failed, with the reason if that ended it. A stop token is
             kept as the sequence's last token. Sequences that have ended since the plan are left out. Where drafts were
-            accepted, ``step.num_taken`` says how many tokens a sequence got.
+            accepted, ``step.num_taken`` says how many tokens a sequence got. Of a beam search the sequence of its request,
+            when it has failed or is over; ``step.hypotheses`` then says what was found.
 
         Raises:
             ValueError: not as many tokens or counts as the plan asks for, or another step is older.
@@ -292,9 +305,12 @@ class Scheduler:
         if self._drafter is not None:
             for (seq, drafts), num in zip(step.drafted, num_accepted, strict=True):
                 self._drafter.verified(seq, len(drafts), num)
+        if self._beams:
+            results = list({self._beams.root_of(seq): ending for seq, ending in results}.items())
         for seq, ending in results:
             if ending == "failed":
-                self._kv.forget(seq)
+                for one in self._running_of(seq):
+                    self._kv.forget(one)
                 self._end(seq)
         self._kv.register(filled)
         if self._kv.slides:
@@ -302,8 +318,10 @@ class Scheduler:
         for seq, ending in results:
             if ending and ending != "failed":
                 self._end(seq)
-        if self._leaving:
-            self._let_go(step.plan.number)
+        if self._beams:
+            results += self._advance_beams(step, candidates or {})
+        if self._seats.leaving:
+            self._seats.let_go(step.plan.number)
         return results
 
     def _slide(self, step: Step) -> None:
@@ -327,9 +345,10 @@ class Scheduler:
         self._hurry = False
         if preempted:
             self._outlook.preempted(len(self._running))
+        self._beams.go_on(step)
         self._kv.grow(growing)
         step.table_writes += [
-            TableWrite(_row(seq), len(table) - 1, table[-1:], group)
+            TableWrite(row_of(seq), len(table) - 1, table[-1:], group)
             for seq in growing
             for group, table in enumerate(seq.block_tables)
         ]
@@ -347,7 +366,7 @@ class Scheduler:
             start = seq.num_computed_tokens
             num_tokens = seq.num_tokens
             if num_tokens - start != 1:
-                if num_tokens != start:  # else it is pooled, and its last step is in flight
+                if num_tokens != start:  # else it is pooled, and its last step is in flight; or a computed beam
                     prefills.append(seq)
                 continue
             if num_tokens >= seq.max_total_tokens:
@@ -358,7 +377,11 @@ class Scheduler:
             starts.append(start)
             if start % block_size == 0 and start == len(seq.block_tables[0]) * block_size:
                 growing.append(seq)
-        return Step.of_decodes(decodes, starts), growing, prefills
+        num_beams = 0
+        if self._beams:
+            order, num_beams = plain_first(decodes)
+            decodes, starts = [decodes[index] for index in order], [starts[index] for index in order]
+        return Step.of_decodes(decodes, starts, num_beams), growing, prefills
 
     def _add_drafts(self, step: Step, drafter: Drafter, budget: int) -> None:
         """Have decodes compute drafts behind their tokens, with what is left of budget, time and blocks."""
@@ -388,7 +411,7 @@ class Scheduler:
             return num_fitting
         self._kv.grow([seq] * num_new)
         step.table_writes += [
-            TableWrite(_row(seq), len(table) - num_new, table[-num_new:], group)
+            TableWrite(row_of(seq), len(table) - num_new, table[-num_new:], group)
             for group, table in enumerate(seq.block_tables)
         ]
         return num_drafts
@@ -400,14 +423,14 @@ class Scheduler:
             self._kv.evict_surplus()
             return
         moved, entries = self._kv.compact(self._running.values(), MAX_BLOCK_COPIES)
-        step.block_copies += [BlockCopy(source, target) for source, target in moved.items()]
+        step.move_blocks(moved)
         for write in step.table_writes:  # blocks that this very step takes may be among the moved
             write.blocks[:] = [moved.get(block, block) for block in write.blocks]
         written = {(one.row, one.group, at) for one in step.table_writes for at, _ in enumerate(one.blocks, one.at)}
         step.table_writes += [
-            TableWrite(_row(seq), at, [seq.block_tables[group][at]], group)
+            TableWrite(row_of(seq), at, [seq.block_tables[group][at]], group)
             for seq, group, at in entries
-            if (_row(seq), group, at) not in written
+            if (row_of(seq), group, at) not in written
         ]
 
     def _advance(self, step: Step) -> None:
@@ -416,14 +439,16 @@ class Scheduler:
         self._num_planned += 1
         self._in_flight.append(step)
         num_decodes = step.num_decodes
-        for seq in islice(step.sequences, num_decodes):
+        for seq in islice(step.sequences, num_decodes - step.num_beams):
             seq.num_computed_tokens += 1
             seq.num_tokens += 1
+        for seq in step.beams:
+            seq.num_computed_tokens += 1
         for seq, num, samples in zip(
             step.sequences[num_decodes:], step.num_scheduled[num_decodes:], step.samples[num_decodes:], strict=True
         ):
             seq.num_computed_tokens += num
-            seq.num_tokens += samples
+            seq.num_tokens += samples and not searches(seq)
         for seq, drafts in step.drafted:
             seq.num_tokens += len(drafts)
 
@@ -435,11 +460,13 @@ class Scheduler:
         if len(running) < self._limits.max_num_seqs:
             self._waiting.settle()
         while self._waiting:
-            if step.preempted or step.lacks_blocks:
+            if (step.preempted and step.sequences) or step.lacks_blocks:
                 return BlockedBy.KV
             if len(running) >= self._limits.max_num_seqs:
                 return BlockedBy.SEQS
             seq = self._waiting.head()
+            if running and len(running) + self.num_reserved_seats + seq.num_seats > self._limits.max_num_seqs:
+                return BlockedBy.SEQS
             if self._policy is edf and outlook.is_too_late(seq, step, running, most, now_s):
                 self._waiting.demote_head()
                 continue
@@ -458,7 +485,8 @@ class Scheduler:
             if outlook.paced(step, match.num_tokens, num_remaining, budget) == 0:
                 return BlockedBy.STEP_TIME
             self._last_look_up = None  # it would not hold any more if the sequence were preempted
-            self._start_running(step, self._waiting.admit_head(match.num_tokens), match)
+            self._waiting.admit_head(match.num_tokens)
+            self._start(step, seq, match)
             outlook.admitted(seq)
             _count_admission(step, seq, match, self._kv.enable_prefix_caching)
             budget -= self._add_chunk(step, seq, budget)
@@ -506,7 +534,8 @@ class Scheduler:
     def _make_room(self, step: Step, prefills: list[Sequence]) -> None:
         """Preempt one of some prompts that hold each other up: none of them gets a block for its next token."""
         seq = self._preempt()
-        prefills.remove(seq)
+        if seq in prefills:
+            prefills.remove(seq)
         step.preempted.append(seq)
         self._outlook.preempted(len(self._running))
 
@@ -533,7 +562,7 @@ class Scheduler:
             end = covered - (covered == last)
         if end > seq.num_computed_tokens:
             tails = self._kv.cover(seq, end + (end == last))
-            step.table_writes += [TableWrite(_row(seq), at, blocks, group) for group, at, blocks in tails]
+            step.table_writes += [TableWrite(row_of(seq), at, blocks, group) for group, at, blocks in tails]
         return max(end, seq.num_computed_tokens)
 
     def _preempt(self) -> Sequence:
@@ -545,47 +574,44 @@ class Scheduler:
         )
         seq.num_lost_tokens = seq.num_computed_tokens
         seq.num_preemptions += 1
+        if searches(seq):
+            self._beams.stop([seq])
+            return seq
         self._waiting.push(seq)
-        self._stop_running(seq)
+        self._seats.stop(seq)
         seq.status = SequenceStatus.WAITING
         return seq
 
-    def _start_running(self, step: Step, seq: Sequence, match: PrefixMatch) -> None:
-        for source, target in self._kv.admit(seq, match):
-            step.copy_block(source, target)
-        row = seq.row = heapq.heappop(self._free_rows)
-        seq.status = SequenceStatus.RUNNING
-        self._running[seq.request_id] = seq
-        self._forks.started(seq)
-        self._num_row_starts += 1
-        step.row_starts.append(RowStart(row, self._num_row_starts, seq.token_ids[-1], seq.sampling, Past.of(seq)))
-        step.table_writes += [TableWrite(row, 0, table.copy(), group) for group, table in enumerate(seq.block_tables)]
-
-    def _stop_running(self, seq: Sequence) -> None:
-        heapq.heappush(self._free_rows, _row(seq))
-        seq.row = None
-        del self._running[seq.request_id]
-        self._forks.stopped(seq)
-        self._waiting.release(seq)
-        blocks = self._kv.detach(seq)
-        last_step = next((step for step in reversed(self._in_flight) if seq in step.sequences), None)
-        if last_step is None:
-            self._kv.release(blocks)
+    def _start(self, step: Step, seq: Sequence, match: PrefixMatch) -> None:
+        """Have the head of the queue run, which has just been taken out."""
+        if searches(seq):
+            self._beams.start(step, seq, match)
         else:
-            self._leaving.append((last_step.plan.number, blocks))
+            self._seats.start(step, seq, match, seq.sampling)
 
-    def _let_go(self, number: int) -> None:
-        """Free the blocks of ended sequences that no step after this one may touch."""
-        for last_step, blocks in self._leaving:
-            if last_step <= number:
-                self._kv.release(blocks)
-        self._leaving = [one for one in self._leaving if one[0] > number]
+    def _running_of(self, seq: Sequence) -> list[Sequence]:
+        """Return the running sequences of a request."""
+        if searches(seq):
+            return self._beams.running_of(seq)
+        return [seq] if seq.row is not None else []
+
+    def _advance_beams(self, step: Step, candidates: Mapping[int, TokenLogprobs]) -> Results:
+        """Have searches go on whose beams are all computed; end those that are over."""
+        results: Results = []
+        for search in self._beams.report(step, candidates):
+            if self._beams.advance(search):
+                continue
+            step.hypotheses[search.root.request_id] = search.hypotheses
+            self._end(search.root)
+            results.append((search.root, search.finish(self._kv.block_size)))
+        return results
 
     def _end(self, seq: Sequence) -> None:
-        self._stop_running(seq)
-        self._finish(seq)
-
-    def _finish(self, seq: Sequence) -> None:
+        """End a request, given its sequence, which is in no queue any more."""
+        if searches(seq):
+            self._beams.end(seq)
+        elif seq.row is not None:
+            self._seats.stop(seq)
         seq.status = SequenceStatus.FINISHED
         del self._unfinished[seq.request_id]
 

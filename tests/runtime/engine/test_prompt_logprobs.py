@@ -96,7 +96,7 @@ def test_a_prompt_that_is_scored_already_is_not_scored_again(path: Path) -> None
     assert len(first) == 32
     seq = engine._sequences["a"]
     engine.scheduler._waiting.push(seq)
-    engine.scheduler._stop_running(seq)
+    engine.scheduler._seats.stop(seq)
     seq.status = type(seq.status).WAITING
     seq.num_preemptions += 1
     rest: list[TokenLogprobs] = []

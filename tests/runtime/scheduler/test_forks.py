@@ -136,6 +136,16 @@ def test_blocks_are_copied_out_of_memory_that_is_given_up():
     assert BlockCopy(source, second.block_table[2]) in plan.plan.block_copies
 
 
+def test_a_block_that_is_moved_and_evicted_in_one_plan_is_not_copied():
+    """Two copies into one block could be done in any order."""
+    step = Step.of_decodes([], [])
+    step.move_blocks({11: 7, 10: 8})
+    step.copy_block(4, 7)
+    assert step.block_copies == [BlockCopy(10, 8), BlockCopy(4, 7)]
+    step.copy_block(8, 3)
+    assert step.block_copies[-1] == BlockCopy(10, 3), "what is moved is read where it was"
+
+
 def test_a_source_that_lacks_what_a_window_needs_is_not_used():
     scheduler = make_scheduler(windows=(4,), max_num_seqs=1)
     first, second = submit(scheduler, 2, 10)

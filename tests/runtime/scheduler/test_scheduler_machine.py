@@ -13,17 +13,19 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fake_model import VOCAB_SIZE, FakeModel, expected_output
+from fake_model import VOCAB_SIZE, FakeModel, candidates, expected_hypotheses, expected_output
 from flyball_protocol import Limits, StepModel
+from flyball_runtime.core.beam_search import BeamSearch
 from flyball_runtime.core.kv_layout import most_blocks
 from flyball_runtime.core.pooling import Pooling
-from flyball_runtime.core.request import Sequence, SequenceStatus
+from flyball_runtime.core.request import Sequence, SequenceStatus, TokenLogprobs
 from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.governor import Governor, OutputLengths
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Drafter, Ending, Scheduler, SchedulerConfig, Step
 from flyball_runtime.scheduler.policies import POLICIES
 from flyball_runtime.scheduler.queue import OUTPUT_TOKEN_WEIGHT
+from flyball_runtime.scheduler.search import Search, searches
 from sequences import make_sequence
 
 MAX_MODEL_LEN = 24
@@ -43,6 +45,15 @@ PROMPTS = st.builds(
 )
 WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (3,), (None, 5), (6, None, 6), (2, 9))
 SHARES = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
+BEAMS = (
+    None,
+    None,
+    None,
+    BeamSearch(width=2),
+    BeamSearch(width=3, early_stopping=True),
+    BeamSearch(width=4, length_penalty=0.0, early_stopping="never"),
+    BeamSearch(width=1, length_penalty=2.0),
+)
 TARGETS_MS = st.sampled_from([None, 0.5, 1.5, 4.0])
 
 POOLINGS: tuple[Pooling | None, ...] = (None, "mean", None, None, "last", None, None)
@@ -132,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.model = FakeModel(num_blocks, block_size, windows)
         self.num_blocks_there = num_blocks
-        self.in_flight: deque[tuple[Step, list[int | None], list[int]]] = deque()
+        self.in_flight: deque[tuple[Step, list[int | None], list[int], dict[int, TokenLogprobs]]] = deque()
         self.ceiling = num_blocks
         self.live: dict[str, Sequence] = {}
         self.scored: Counter[str] = Counter()  # prompt tokens, by request
@@ -141,6 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended: Counter[str] = Counter()
         self.num_verified: Counter[bool] = Counter()  # drafts, by whether they were accepted
         self.service: Counter[tuple[int, str]] = Counter()
+        self.num_searches = 0
         self.ahead: dict[tuple[tuple[int, str], tuple[int, str]], int] = {}
         self.submit(prompts, 16, 1, "a")
 
@@ -154,6 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         client=st.sampled_from("abc"),
         deadline_ms=st.sampled_from([None, 1.0, 8.0, 40.0]),
         forks=st.sampled_from([0, 0, 2, 3]),
+        beams=st.sampled_from(BEAMS),
     )
     def submit(
         self,
@@ -163,8 +176,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         client: str,
         deadline_ms: float | None = None,
         forks: int = 0,
+        beams: BeamSearch | None = None,
     ) -> None:
         """The clock goes on by a millisecond with each plan."""
+        if beams is not None and beams.width <= self.scheduler.config.max_num_seqs:
+            self.submit_one(prompts[0], max_tokens, priority, client, deadline_ms, beams=beams)
         for prompt in prompts:
             group = f"group of {self.num_submitted}" if forks else None
             for _ in range(forks or 1):
@@ -187,7 +203,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.kv.size > self.num_blocks_there:
                 self.resize()
             sampled, num_accepted = self.model.run(step.plan)
-            self.in_flight.append((step, [*sampled], num_accepted))
+            following = {
+                index: candidates(content)
+                for index, (seq, content) in enumerate(zip(step.sampled, self.model.read, strict=True))
+                if searches(seq)
+            }
+            self.in_flight.append((step, [*sampled], num_accepted, following))
             self.resize()
 
     @precondition(lambda self: not self.in_flight)
@@ -210,8 +231,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         if self.in_flight:
-            step, sampled, num_accepted = self.in_flight.popleft()
-            self.record(step, self.scheduler.commit(step, sampled, num_accepted=num_accepted))
+            step, sampled, num_accepted, following = self.in_flight.popleft()
+            results = self.scheduler.commit(step, sampled, num_accepted=num_accepted, candidates=following)
+            self.record(step, results)
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 20))
@@ -222,12 +244,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20))
     def fail_one_of_a_step(self, pick: int) -> None:
         """The model gave no token for one sequence: it ends, what it computed is forgotten, and the others go on."""
-        step, sampled, _ = self.in_flight[0]
+        step, sampled, *_ = self.in_flight[0]
         failed = step.sampled[pick % len(step.sampled)]
+        root = self.scheduler._beams.root_of(failed)
         sampled[step.sampled.index(failed)] = None
-        is_alive, blocks = failed.request_id in self.live, set(self.blocks_of(failed))
+        is_alive, blocks = failed.row is not None, set(self.blocks_of(failed))
         self.collect()
-        assert failed.status is SequenceStatus.FINISHED
+        assert root.status is SequenceStatus.FINISHED or not is_alive
         if is_alive:
             assert not any(blocks & set(self.kv._pool.find([name])) for name in failed.block_hashes)
 
@@ -239,8 +262,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.launch()
         for step, *_ in self.in_flight:
             for seq in step.sequences:
-                if seq.request_id in self.live:
-                    self.abort_one(seq.request_id)
+                root = self.scheduler._beams.root_of(seq)
+                if root.request_id in self.live:
+                    self.abort_one(root.request_id)
 
     @precondition(lambda self: self.live)
     @rule(seqs=SHARES, kv=SHARES, budget=SHARES, target_ms=TARGETS_MS)
@@ -263,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """With nothing new, everything ends within a bounded number of steps and nothing stays behind."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(2 * MAX_MODEL_LEN * len(self.live) + MAX_IN_FLIGHT):
+        for _ in range(3 * MAX_MODEL_LEN * sum(seq.num_seats for seq in self.live.values()) + MAX_IN_FLIGHT):
             self.launch()
             self.collect()
             self.holds()
@@ -288,6 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         client: str,
         deadline_ms: float | None,
         fork_group: str | None = None,
+        beams: BeamSearch | None = None,
     ) -> None:
         seq = make_sequence(
             prompt,
@@ -299,9 +324,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[STOP_TOKEN],
             hashed_by=self.kv.block_size if self.num_submitted % 2 else None,
-            pooling=POOLINGS[self.num_submitted % len(POOLINGS)],
-            prompt_logprobs=2 if self.num_submitted % 5 == 0 else None,
+            pooling=None if beams is not None else POOLINGS[self.num_submitted % len(POOLINGS)],
+            prompt_logprobs=2 if self.num_submitted % 5 == 0 and beams is None else None,
             fork_group=fork_group,
+            beam_search=beams,
         )
         seq.arrived_s = self.now_s
         self.scheduler.submit(seq)
@@ -325,7 +351,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.model.resize(self.num_blocks_there)
 
     def plan(self) -> Step | None:
-        computed = {seq.request_id: seq.num_computed_tokens for seq in self.live.values()}
+        computed = {seq.request_id: seq.num_computed_tokens for seq in (*self.live.values(), *self.running())}
         before = {seq.request_id: self.num_missing(seq) for seq in self.running()}
         self.now_s += 0.001
         step = self.scheduler.plan(self.now_s)
@@ -337,7 +363,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_admissions(step, before)
         self.check_blocked_by(step)
         for seq in self.live.values():
-            assert seq.num_computed_tokens >= computed[seq.request_id] or seq in step.preempted
+            assert searches(seq) or seq.num_computed_tokens >= computed[seq.request_id] or seq in step.preempted
         return step
 
     def num_missing(self, seq: Sequence) -> int:
@@ -355,11 +381,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             start, num = plan.starts[index], plan.num_scheduled[index]
             assert plan.rows[index] == seq.row
             assert num > 0
-            assert start == computed[seq.request_id] or (computed[seq.request_id] == 0 and seq in self.admitted(plan))
+            assert start == computed.get(seq.request_id, 0) or seq in self.admitted(plan)
             assert start + num == seq.num_computed_tokens
             num_drafts = self.num_drafts(plan, index)
             # as the step found it, and the drafts
-            num_tokens = len(seq.token_ids) + seq.num_pending_tokens - plan.samples[index]
+            num_tokens = len(seq.token_ids) + seq.num_pending_tokens - (plan.samples[index] and not searches(seq))
             assert plan.samples[index] == (seq.pooling is None and start + num == num_tokens)
             assert num_drafts == 0 or (num == 1 + num_drafts and start + 1 == len(seq.token_ids) < seq.max_total_tokens)
             assert len(seq.block_table) * self.kv.block_size >= start + num
@@ -410,8 +436,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_order(self, step: Step, before: dict[str, int]) -> None:
         """Every running decode is in the plan, first; the rest keeps to the budget."""
         plan = step.plan
+        started = self.admitted(plan)
         decodes = {name for name, missing in before.items() if missing == 1} & {
-            one.request_id for one in self.running() if one.pooling is None
+            one.request_id for one in self.running() if one.pooling is None and one not in started
         }
         drafted = [seq for seq, _ in step.drafted]
         assert {seq.request_id for seq in (*step.sequences[: plan.num_decodes], *drafted)} == decodes
@@ -421,14 +448,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
 
     def check_admissions(self, step: Step, before: dict[str, int]) -> None:
-        admitted = [seq for seq in step.sequences if seq.request_id not in before]
-        assert {seq.request_id for seq in admitted} == {seq.request_id for seq in self.admitted(step.plan)}
-        for seq in admitted:
-            if seq.num_preemptions == 0:
+        started = self.admitted(step.plan)
+        assert (
+            {seq.request_id for seq in step.sequences if seq.request_id not in before}
+            <= {seq.request_id for seq in started}
+            <= {seq.request_id for seq in step.sequences}
+        )
+        for seq in started:
+            if seq.num_preemptions == 0 and seq.request_id in self.live:
                 self.service[self.account(seq)] += seq.num_prompt_tokens - seq.num_cached_tokens
+        admitted = [seq for seq in started if not searches(seq)]
         if admitted:
-            assert not step.preempted
-            assert self.scheduler.num_running <= self.scheduler.limits.max_num_seqs
+            assert not step.preempted or step.sequences[0] in started
+            num_seats = self.scheduler.num_running + self.scheduler.num_reserved_seats
+            assert num_seats <= self.scheduler.limits.max_num_seqs
             assert self.kv.counts().used <= self.kv.capacity
         if not self.scheduler.config.enable_chunked_prefill:
             assert all(
@@ -437,8 +470,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step.preempted:
             assert self.scheduler.num_in_flight == 1, "the step itself"
         for seq in step.preempted:
-            assert seq not in step.sequences
-            assert seq.status is SequenceStatus.WAITING
+            assert searches(seq) or (seq not in step.sequences and seq.status is SequenceStatus.WAITING)
 
     def check_blocked_by(self, step: Step) -> None:
         scheduler, counts = self.scheduler, self.kv.counts()
@@ -449,7 +481,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq in held:
             assert seq.fork_group in {one.fork_group for one in self.running()}, "nobody computes what it waits for"
         if step.blocked_by is BlockedBy.SEQS:
-            assert scheduler.num_running >= scheduler.limits.max_num_seqs
+            num_seats = scheduler.num_running + scheduler.num_reserved_seats + scheduler.head.num_seats
+            assert num_seats > scheduler.limits.max_num_seqs
         if step.blocked_by is BlockedBy.KV:
             most = self.kv.num_blocks_for(MAX_MODEL_LEN)
             assert step.preempted or step.lacks_blocks or counts.capacity - counts.used < most
@@ -463,7 +496,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_verified += Counter({True: num_accepted, False: sum(step.plan.num_drafts) - num_accepted})
         for seq, reason in results:
             assert self.live[seq.request_id] is seq, "a sequence got a token after its end"
-            if reason != "failed" and seq.pooling is None:
+            if searches(seq) and reason != "failed":
+                self.check_hypotheses(seq, step)
+            elif reason != "failed" and seq.pooling is None:
                 self.service[self.account(seq)] += OUTPUT_TOKEN_WEIGHT * step.num_taken.get(seq.request_id, 1)
             if reason is not None:
                 self.end(seq)
@@ -474,12 +509,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.lengths.observe(seq.num_prompt_tokens, seq.num_output_tokens, route=seq.client)
         assert seq.block_table == []
         assert seq.row is None
-        self.check_output(seq)
+        if not searches(seq):
+            self.check_output(seq)
         if seq.num_output_tokens:
             most = 0 if seq.sampling.prompt_logprobs is None else seq.num_prompt_tokens - 1
             assert self.scored[seq.request_id] == most
         self.ended[seq.request_id] += 1
         del self.live[seq.request_id]
+
+    def check_hypotheses(self, seq: Sequence, step: Step) -> None:
+        """However its beams were computed, the search has found what it would have found alone."""
+        found, settings = step.hypotheses[seq.request_id], seq.sampling.beam_search
+        prompt = seq.token_ids[: seq.num_prompt_tokens].tolist()
+        most = seq.max_total_tokens - seq.num_prompt_tokens
+        expected = expected_hypotheses(prompt, most, seq.stop_token_ids, settings)
+        assert [one.token_ids for one in found] == [token_ids for token_ids, _ in expected]
+        assert all(abs(one.score - score) < 1e-6 for one, (_, score) in zip(found, expected, strict=True))
+        assert seq.token_ids.tolist() == prompt + found[0].token_ids
+        self.service[self.account(seq)] += OUTPUT_TOKEN_WEIGHT * settings.width * max(len(o.token_ids) for o in found)
+        self.num_searches += 1
 
     def check_output(self, seq: Sequence) -> None:
         """Batched, chunked, cached and preempted as it may have been, it got what it would have got alone."""
@@ -489,7 +537,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output == expected_output(prompt, num_tokens, seq.stop_token_ids)[: len(output)]
 
     def running(self) -> list[Sequence]:
-        return [seq for seq in self.live.values() if seq.status is SequenceStatus.RUNNING]
+        return list(self.scheduler.running)
 
     # what holds between any two calls
 
@@ -502,15 +550,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def blocks_are_accounted_for(self) -> None:
         counts = self.kv.counts()
-        owners = Counter(block for seq in self.live.values() for block in self.blocks_of(seq))
-        leaving = self.scheduler._leaving
+        owners = Counter(block for seq in self.running() for block in self.blocks_of(seq))
+        leaving = self.scheduler._seats.leaving
         owners.update(block for _, blocks in leaving for block in blocks)
         assert all(last_step >= self.in_flight[0][0].plan.number for last_step, _ in leaving), "nobody touches them"
         assert counts.free + counts.used + counts.cached == counts.total == self.kv.num_blocks
         assert counts.used == len(owners)
         for block in range(self.kv.num_blocks):
             assert self.kv.num_refs(block) == owners[block]
-        for seq in self.live.values():
+        for seq in self.running():
             assert len(set(self.blocks_of(seq))) == len(self.blocks_of(seq))
 
     def blocks_of(self, seq: Sequence) -> list[int]:
@@ -549,16 +597,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows = [seq.row for seq in running]
         assert len(set(rows)) == len(rows) == self.scheduler.num_running
         assert all(row is not None and row < self.scheduler.config.max_num_seqs for row in rows)
-        assert self.scheduler.num_waiting == len(self.live) - len(running)
-        for seq in self.live.values():
-            if seq.status is not SequenceStatus.RUNNING:
-                assert seq.block_table == []
-                assert seq.num_computed_tokens == 0
-                assert seq.row is None
-            else:
+        idle = [seq for seq in self.live.values() if seq.status is not SequenceStatus.RUNNING]
+        assert self.scheduler.num_waiting == len(idle)
+        for seq in idle:
+            assert seq.block_table == []
+            assert seq.num_computed_tokens == 0
+            assert seq.row is None
+        for seq in running:
+            if not (
+                searches(seq) and self.scheduler._beams.beam_of(seq).has_moved
+            ):  # its last block is yet to be copied
                 self.model.check(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
-                self.tables_reach_far_enough(seq)
-                self.windows_are_kept(seq)
+            self.tables_reach_far_enough(seq)
+            self.windows_are_kept(seq)
+        for search in self.scheduler._beams._searches.values():
+            self.search_goes_on(search)
+
+    def search_goes_on(self, search: Search) -> None:
+        """Its request waits in the queue, or else some of its beams run; and some are yet to be computed."""
+        assert bool(search.running) == (search.root.status is SequenceStatus.RUNNING)
+        assert not search.is_computed
+        assert len(search.beams) <= search.settings.width
+        assert all(beam.token_ids is beam.seq.token_ids for beam in search.beams if beam.seq is not None)
 
     def tables_reach_far_enough(self, seq: Sequence) -> None:
         """A whole prompt has blocks in groups that see all of it; in the others what has been computed, and a step's tokens."""
@@ -583,6 +643,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 def test_long_histories_under_load() -> None:
     """Hypothesis favours short histories; these keep the pool full for hundreds of calls."""
     num_verified: Counter[bool] = Counter()
+    num_searches = 0
     for seed in range(NUM_LONG_HISTORIES):
         rng = random.Random(seed)
         machine = SchedulerMachine()
@@ -605,7 +666,9 @@ def test_long_histories_under_load() -> None:
             machine.holds()
         machine.teardown()
         num_verified += machine.num_verified
+        num_searches += machine.num_searches
     assert num_verified[True] > 10 and num_verified[False] > 10
+    assert num_searches > NUM_LONG_HISTORIES
 
 
 def random_call(machine: SchedulerMachine, rng: random.Random) -> None:
@@ -613,8 +676,10 @@ def random_call(machine: SchedulerMachine, rng: random.Random) -> None:
     if kind < 0.25:
         prompt = ([*rng.choice(PREFIXES)[: rng.randint(0, 22)], rng.randint(0, 2)])[: MAX_MODEL_LEN - 1]
         deadline_ms = rng.choice([None, 1.0, 8.0, 40.0])
-        num, forks = rng.randint(1, 3), rng.choice([0, 2])
-        machine.submit([prompt] * num, rng.randint(1, 20), rng.randint(0, 2), rng.choice("abc"), deadline_ms, forks)
+        num, forks, beams = rng.randint(1, 3), rng.choice([0, 2]), rng.choice(BEAMS)
+        machine.submit(
+            [prompt] * num, rng.randint(1, 20), rng.randint(0, 2), rng.choice("abc"), deadline_ms, forks, beams
+        )
     elif kind < 0.85:
         machine.steps(rng.randint(1, 4))
     elif kind < 0.92:
