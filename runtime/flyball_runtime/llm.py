@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flyball_runtime.core.beam_search import BeamSearch, EarlyStopping
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidRequest, RequestError
 from flyball_runtime.core.generation_config import AUTO, default_sampling
-from flyball_runtime.core.request import Failed, Request, TokenLogprobs, validate_request
+from flyball_runtime.core.request import Failed, Hypothesis, Request, TokenLogprobs, validate_request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.engine.runner import start_engine
@@ -17,7 +19,7 @@ from flyball_runtime.text.bad_words import with_bad_words
 from flyball_runtime.text.output import OutputText
 from flyball_runtime.text.tokenizer import load_tokenizer
 
-__all__ = ["LLM", "CompletionOutput", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput", "SamplingParams"]
 
 PromptInput = str | list[int]
 
@@ -36,6 +38,62 @@ class CompletionOutput:
     finish_reason: str
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass
+class BeamSearchParams:
+    """Settings of ``beam_search``, with vLLM's names and those of transformers; see ``core.beam_search.BeamSearch``.
+
+    ``logprobs``: as in SamplingParams.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    def sampling(self) -> SamplingParams:
+        """Return what the engine is asked for."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=self.logprobs,
+            beam_search=BeamSearch(
+                width=self.beam_width, length_penalty=self.length_penalty, early_stopping=self.early_stopping
+            ),
+        )
+
+
+@dataclass
+class BeamSearchSequence:
+    """An output that a beam search has found.
+
+    Attributes:
+        tokens: of the prompt and the output, with the token that ended it, if one did.
+        cum_logprob: of all output tokens together.
+        score: that over the number of output tokens to the power of ``length_penalty``.
+        logprobs: of each output token, if the settings ask for them.
+    """
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    score: float
+    finish_reason: str
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """What the search for one prompt has found: ``beam_width`` outputs, the best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 class LLM:
@@ -88,6 +146,23 @@ class LLM:
         many = _as_list(prompts)
         settings = [self._checked(params) for params in self._settings_for(many, sampling)]
         requests = [self._request(prompt, params, cache_salt) for prompt, params in zip(many, settings, strict=True)]
+        return [output.generation() for output in self._run(requests)]
+
+    def beam_search(
+        self, prompts: PromptInput | Seq[PromptInput], params: BeamSearchParams, *, cache_salt: str | None = None
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest outputs of every prompt; results are in the prompts' order.
+
+        Sequences and scores are those of ``generate(num_beams=beam_width)`` in transformers.
+
+        Raises:
+            RequestError: as ``generate``.
+        """
+        sampling = self._checked(params.sampling())
+        requests = [self._request(prompt, sampling, cache_salt) for prompt in _as_list(prompts)]
+        return [output.found() for output in self._run(requests)]
+
+    def _run(self, requests: list[Request]) -> list["_Output"]:
         outputs = {request.request_id: _Output(request, self.tokenizer) for request in requests}
         try:
             self._submit(requests)
@@ -96,7 +171,7 @@ class LLM:
         finally:  # also when interrupted: the engine goes on clean
             for request in requests:
                 self.engine.abort(request.request_id)
-        return [output.generation() for output in outputs.values()]
+        return list(outputs.values())
 
     def chat(self, messages: list[dict[str, str]], sampling: SamplingParams | None = None) -> CompletionOutput:
         """Answer one chat, rendered with the model's chat template."""
@@ -142,6 +217,8 @@ class LLM:
         for request_id, token_id in zip(step.request_ids, step.token_ids, strict=True):
             if outputs[request_id].add(token_id, step.logprobs.get(request_id)):
                 self.engine.abort(request_id)
+        for request_id, hypotheses in step.hypotheses.items():
+            outputs[request_id].hypotheses = hypotheses
         for ending in step.endings:
             if isinstance(ending, Failed):
                 raise RequestError(f"prompt {list(outputs).index(ending.request_id)}: {ending.message}")
@@ -158,7 +235,9 @@ class _Output:
         self._prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if request.sampling.prompt_logprobs is None else [None]
         )
-        self._text = OutputText(tokenizer.backend_tokenizer, request.sampling)
+        self._new_text = partial(OutputText, tokenizer.backend_tokenizer, request.sampling)
+        self._text = self._new_text()
+        self.hypotheses: list[Hypothesis] = []
         self._pieces: list[str] = []
         self.finish_reason: str | None = None
 
@@ -182,6 +261,20 @@ class _Output:
         if self.finish_reason is None:
             self.finish_reason = reason
             self._pieces.append(self._text.finish())
+
+    def found(self) -> BeamSearchOutput:
+        return BeamSearchOutput([self._sequence(one) for one in self.hypotheses])
+
+    def _sequence(self, one: Hypothesis) -> BeamSearchSequence:
+        text = self._new_text()
+        return BeamSearchSequence(
+            tokens=self._prompt_token_ids + one.token_ids,
+            text=text.add(one.token_ids) + text.finish(),
+            cum_logprob=one.cum_logprob,
+            score=one.score,
+            finish_reason=one.reason,
+            logprobs=None if self._logprobs is None else one.logprobs,
+        )
 
     def generation(self) -> CompletionOutput:
         return CompletionOutput(

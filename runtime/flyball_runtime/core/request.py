@@ -313,6 +313,11 @@ class Sequence:
         return self.block_tables[0] if self.block_tables else []
 
     @property
+    def gets_tokens(self) -> bool:
+        """Whether its tokens are sampled one by one, and told as they come."""
+        return self.pooling is None and self.sampling.beam_search is None
+
+    @property
     def num_seats(self) -> int:
         """How many sequences run for it at once."""
         return 1 if self.sampling.beam_search is None else self.sampling.beam_search.width

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from flyball_protocol import HitPoint, KVBlocks, Lengths, Limits, StepModel
 from flyball_runtime import __version__
-from flyball_runtime.core.request import Failed, Finished, TokenLogprobs
+from flyball_runtime.core.request import Failed, Finished, Hypothesis, TokenLogprobs
 
 
 class StepStats(Struct, frozen=True, kw_only=True):
@@ -79,6 +79,7 @@ class StepOutput(Struct, frozen=True, tag=True):
 
     ``num_cached_tokens``: prompt tokens found in the prefix cache, of the requests first admitted in this step that had any.
     ``logprobs``: of the new tokens of the requests that ask for them. ``prompt_logprobs``: of more of their prompts' tokens.
+    ``hypotheses``: what beam searches have found, of the requests that end with it.
     Between two steps the engine sends one with endings alone, or with nothing but its state.
     """
 
@@ -89,6 +90,7 @@ class StepOutput(Struct, frozen=True, tag=True):
     num_cached_tokens: dict[str, int] = {}
     logprobs: dict[str, TokenLogprobs] = {}
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+    hypotheses: dict[str, list[Hypothesis]] = {}
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):

@@ -181,6 +181,8 @@ class EngineClient:
             prompt = self._prepared(request.prompt_token_ids, request.cache_salt)
             request = msgspec.structs.replace(request, block_hashes=prompt.block_hashes)
         validate_settings(request, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
+        if (beam_search := request.sampling.beam_search) is not None:
+            beam_search.check_seats(self.limits().envelope.max_num_seqs)
         self._check_queue(request.client, len(request.prompt_token_ids))
         if request.request_id in self._router:
             raise InvalidRequest(f"request_id {request.request_id} is in use; wait for it to end or choose another.")
@@ -326,6 +328,7 @@ class EngineClient:
                 self._router.note_logprobs(message.logprobs)
                 self._router.note_prompt_logprobs(message.prompt_logprobs)
                 self._router.push_tokens(message.request_ids, message.token_ids)
+                self._router.note_hypotheses(message.hypotheses)
                 for ending in message.endings:
                     self._router.end(ending)
                     self._retry_after.record_ending(self._clock.now())

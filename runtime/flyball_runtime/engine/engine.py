@@ -322,7 +322,7 @@ class Engine:
         step = oldest.step
         sampled = self._executor.collect(oldest.handle)
         spoiled = {entry for entry, vector in sampled.pooled.items() if vector is None}
-        results = self.scheduler.commit(step, sampled.token_ids, spoiled, sampled.num_accepted)
+        results = self.scheduler.commit(step, sampled.token_ids, spoiled, sampled.num_accepted, sampled.logprobs)
         pooled = {step.sequences[entry].request_id: vector or b"" for entry, vector in sampled.pooled.items()}
         stuck = {step.sampled[index].request_id: reason for index, reason in (sampled.stuck or {}).items()}
         endings = [
@@ -331,7 +331,7 @@ class Engine:
             if ending
         ]
         endings += self._take_refused()
-        going = [seq for seq, ending in results if ending != "failed" and seq.pooling is None]
+        going = [seq for seq, ending in results if ending != "failed" and seq.gets_tokens]
         request_ids, token_ids = _new_tokens(step, going)
         now_s = self._clock.now()
         self._learn(oldest, now_s - self._last_end_s)
@@ -345,6 +345,7 @@ class Engine:
             stats=self._stats(step, duration_s, oldest.predicted_s),
             num_cached_tokens=step.num_cached_tokens,
             logprobs=_by_request(step, sampled.logprobs, going) if sampled.logprobs else {},
+            hypotheses=step.hypotheses,
             prompt_logprobs={
                 step.sequences[entry].request_id: scores for entry, scores in (sampled.prompt_logprobs or {}).items()
             },
@@ -358,7 +359,7 @@ class Engine:
         """
         if self._num_disturbed:
             self._num_disturbed -= 1
-        elif not done.after_idle and not done.step.plan.block_copies:
+        elif not done.after_idle and not done.step.num_moved_blocks:
             self.governor.observe(done.step.plan, seconds)
 
     def _learn_from(self, seq: Sequence) -> None:

@@ -7,7 +7,17 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate, Objectives
-from flyball_runtime.core.request import Failed, Finished, Prompt, Request, RequestEvent, TokenLogprobs, Tokens
+from flyball_runtime.core.request import (
+    Failed,
+    Finished,
+    Hypotheses,
+    Hypothesis,
+    Prompt,
+    Request,
+    RequestEvent,
+    TokenLogprobs,
+    Tokens,
+)
 from flyball_runtime.core.stats import EngineInfo, StepStats
 
 
@@ -70,6 +80,8 @@ class EngineFront(Protocol):
     def submit(self, request: Request) -> AsyncIterator[RequestEvent]:
         """Queue a request; the iterator yields Tokens any number of times, then one Finished or Failed.
 
+        Of a beam search it yields one Hypotheses in the place of Tokens.
+
         Raises:
             RequestError: at once, when the request can never run (PromptTooLong, EmptyPrompt, TokenOutOfVocabulary,
                 InvalidRequest) or not now (QueueFull, QueuedTokensFull, Draining, NotReady,
@@ -111,6 +123,7 @@ class RequestStream:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._hypotheses: list[Hypothesis] = []
         self._ending: Finished | Failed | None = None
         self._exhausted = False
         self._news = asyncio.Event()
@@ -126,6 +139,10 @@ class RequestStream:
     def push_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         """More of those that the first tokens bring along."""
         self._prompt_logprobs += logprobs
+
+    def push_hypotheses(self, hypotheses: list[Hypothesis]) -> None:
+        """All that a beam search has found; the ending follows at once."""
+        self._hypotheses = hypotheses
 
     def end(self, ending: Finished | Failed) -> None:
         """Set the ending; the first one counts."""
@@ -148,6 +165,9 @@ class RequestStream:
             if self._ending is None:
                 self._news.clear()
             return tokens
+        if self._hypotheses:
+            found, self._hypotheses = self._hypotheses, []
+            return Hypotheses(self.request_id, found, self.num_cached_tokens)
         self._exhausted = True
         if self._ending is None:
             raise RuntimeError(f"stream of {self.request_id} woke without news")
@@ -210,6 +230,12 @@ class Router:
         for request_id, scores in logprobs.items():
             if (stream := self._streams.get(request_id)) is not None:
                 stream.push_prompt_logprobs(scores)
+
+    def note_hypotheses(self, hypotheses: dict[str, list[Hypothesis]]) -> None:
+        """Keep what beam searches have found whose requests ``end`` next."""
+        for request_id, found in hypotheses.items():
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.push_hypotheses(found)
 
     def note_cached(self, num_cached_tokens: dict[str, int]) -> None:
         """Keep how many prompt tokens of each request the prefix cache held; its next tokens say so."""
