@@ -11,6 +11,8 @@ from flyball_runtime.core.request import (
     Failed,
     Finished,
     FinishReason,
+    Hypotheses,
+    Hypothesis,
     Prompt,
     Request,
     RequestEvent,
@@ -193,6 +195,18 @@ class FakeEngine:
                 Tokens(request_id, token_ids, self.num_cached_tokens, logprobs, prompt)
             )
 
+    def found(self, request: Request, token_ids: list[int]) -> None:
+        """End a beam search: it has found these tokens, and others that are one, two, ... tokens shorter."""
+        search = request.sampling.beam_search
+        assert search is not None
+        outputs = [token_ids[: len(token_ids) - rank] for rank in range(search.width)]
+        hypotheses = [
+            Hypothesis(one, -0.5 - rank, -1.0 - rank, "length", self._logprobs(one, request.sampling.logprobs))
+            for rank, one in enumerate(outputs)
+        ]
+        self._streams[request.request_id].put_nowait(Hypotheses(request.request_id, hypotheses, self.num_cached_tokens))
+        self.finish("length", request.request_id)
+
     def _logprobs(self, token_ids: list[int], count: int | None) -> list[TokenLogprobs]:
         """Made up: -0.5 for the chosen token, which is the likeliest, and less for those with the next ids."""
         if count is None:
@@ -248,6 +262,9 @@ class FakeEngine:
             self.finish("stop", request.request_id)
             return
         most = request.sampling.max_tokens or len(token_ids)
+        if request.sampling.beam_search is not None:
+            self.found(request, token_ids[:most])
+            return
         for token_id in token_ids[:most]:
             self.tokens([token_id], request.request_id)
         self.finish("length" if len(token_ids) > most else "stop", request.request_id)
@@ -257,5 +274,5 @@ class FakeEngine:
         while True:
             event = await queue.get()
             yield event
-            if not isinstance(event, Tokens):
+            if isinstance(event, Finished | Failed):
                 return

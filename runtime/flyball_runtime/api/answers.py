@@ -94,13 +94,14 @@ class AnswerMessage(Struct, kw_only=True):
 
 
 class ChatChoice(Struct, kw_only=True):
-    """One answer to a chat. ``token_ids`` comes with ``return_token_ids``."""
+    """One answer to a chat. ``token_ids`` comes with ``return_token_ids``, ``sequence_score`` with ``use_beam_search``."""
 
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
     token_ids: list[int] | UnsetType = UNSET
+    sequence_score: float | UnsetType = UNSET
 
 
 class ChatAnswer(Struct, kw_only=True):
@@ -165,7 +166,10 @@ class ChatChunk(Struct, kw_only=True):
 
 
 class CompletionChoice(Struct, kw_only=True):
-    """One completion of one prompt, or its part of a chunk. The token ids come with ``return_token_ids``."""
+    """One completion of one prompt, or its part of a chunk. The token ids come with ``return_token_ids``.
+
+    ``sequence_score`` comes with ``use_beam_search``.
+    """
 
     index: int
     text: str
@@ -174,6 +178,7 @@ class CompletionChoice(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    sequence_score: float | UnsetType = UNSET
 
 
 class CompletionAnswer(Struct, kw_only=True):

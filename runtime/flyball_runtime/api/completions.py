@@ -137,8 +137,12 @@ def _prompt_extras(choice: Choice, format: Format) -> dict[str, Any]:
 
 
 def _extras(choice: Choice, format: Format) -> dict[str, Any]:
-    prompt = _prompt_extras(choice, format) if format.prompt_in_choice else {}
-    return prompt if choice.prompt_token_ids is None else prompt | {"token_ids": choice.take_token_ids()}
+    extras = _prompt_extras(choice, format) if format.prompt_in_choice else {}
+    if choice.prompt_token_ids is not None:
+        extras["token_ids"] = choice.take_token_ids()
+    if choice.score is not None:
+        extras["sequence_score"] = choice.score
+    return extras
 
 
 def _whole(generation: Generation, format: Format, frame: "AnswerFrame") -> Response:
@@ -303,7 +307,7 @@ class CompletionRoutes:
             add_special_tokens=bool(body.add_special_tokens),
             max_tokens=self._server.engine_info().max_model_len,
         )
-        prompts = self._server.front.prepare(ids, body.num_choices, body.cache_salt)
+        prompts = self._server.front.prepare(ids, body.num_requests, body.cache_salt)
         has_grammar = sampling.grammar is not None
         return Understood(body, sampling, prompts, self._server.formats.parsing(body, text, has_grammar=has_grammar))
 
@@ -331,7 +335,7 @@ class CompletionRoutes:
             add_special_tokens=body.add_special_tokens is not False,
             max_tokens=self._server.engine_info().max_model_len,
         )
-        prompts = self._server.front.prepare(ids, body.num_choices, body.cache_salt)
+        prompts = self._server.front.prepare(ids, body.num_requests, body.cache_salt)
         return Understood(body, sampling, prompts, echoes=self._echoes(body, texts, ids))
 
     def _echoes(self, body: CompletionRequest, texts: list[str], ids: list[list[int]]) -> list[Echo]:

@@ -1,13 +1,13 @@
 """One HTTP request's engine requests, from submit to their endings.
 
-Every choice (one engine request) has a task that takes its events at once, so the engine's router never waits for a slow
-reader. Its text gathers until somebody takes it: pieces of a slow reader coalesce, and memory is bounded by the text of
-the output.
+Every choice (one engine request, or one output that a beam search has found) has a task that takes its events at once, so the
+engine's router never waits for a slow reader. Its text gathers until somebody takes it: pieces of a slow reader coalesce, and
+memory is bounded by the text of the output.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -16,12 +16,22 @@ from msgspec import Struct
 from starlette.types import Receive
 
 from flyball_runtime.api.errors import HttpRefusal, from_failed
+from flyball_runtime.api.found import Found
 from flyball_runtime.api.schemas import Urgency, choice_sampling
 from flyball_runtime.api.text import TextCodec
 from flyball_runtime.core.errors import EngineError, RequestError
 from flyball_runtime.core.measurements import Measurements, RequestOutcome, RequestTimes
 from flyball_runtime.core.pooling import Pooling
-from flyball_runtime.core.request import Failed, Finished, Prompt, Request, RequestEvent, TokenLogprobs, Tokens
+from flyball_runtime.core.request import (
+    Failed,
+    Finished,
+    Hypotheses,
+    Prompt,
+    Request,
+    RequestEvent,
+    TokenLogprobs,
+    Tokens,
+)
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.front import EngineFront
 from flyball_runtime.text.output import OutputText
@@ -41,13 +51,14 @@ class Echo(NamedTuple):
 
 
 class Choice:
-    """One engine request: takes its events and turns them into text and one ending.
+    """One answer to a prompt: takes its events and turns them into text and one ending.
 
     Attributes:
         prompt_token_ids: None unless the answer tells token ids.
         prompt_logprobs: a prompt's, if the request asks for them, with the first token, which has none.
         finish_reason: set once, when the request has ended well.
         pooled: as in Finished.
+        score: as in Hypothesis, of an output that a beam search has found.
     """
 
     def __init__(
@@ -68,6 +79,7 @@ class Choice:
         self.finish_reason: Literal["stop", "length"] | None = None
         self.ended = False
         self.pooled = b""
+        self.score: float | None = None
         self._events = events
         self._has_output = False
         self._output = output
@@ -127,6 +139,9 @@ class Choice:
         outcome: RequestOutcome = "error"
         try:
             async for event in self._events:
+                if isinstance(event, Hypotheses):
+                    measured.output(times, self._take_hypothesis(event, changed))
+                    continue
                 if not isinstance(event, Tokens):
                     outcome = self._end(event)
                     return outcome
@@ -142,6 +157,14 @@ class Choice:
             raise
         finally:
             measured.ended(times, outcome, self.num_output_tokens)
+
+    def _take_hypothesis(self, event: Hypotheses, changed: Callable[["Choice"], None]) -> int:
+        """Take a whole output; return how many tokens it has."""
+        (one,) = event.hypotheses
+        self.score = one.score
+        return self._take_tokens(
+            Tokens(event.request_id, one.token_ids, event.num_cached_tokens, one.logprobs), changed
+        )
 
     def _take_tokens(self, event: Tokens, changed: Callable[["Choice"], None]) -> int:
         """Return how many of them belong to the output."""
@@ -218,8 +241,12 @@ class CheckedRequest:
     pooling: Pooling | None = None
 
     def engine_requests(self) -> list[Request]:
-        """One per choice, prompt by prompt: choice ``index`` answers prompt ``index // num_choices``."""
-        pairs = [(prompt, choice) for prompt in self.prompts for choice in range(self.num_choices)]
+        """One per choice, prompt by prompt: choice ``index`` answers prompt ``index // num_choices``.
+
+        A beam search is one per prompt, which answers all choices.
+        """
+        num_each = 1 if self.sampling.beam_search is not None else self.num_choices
+        pairs = [(prompt, choice) for prompt in self.prompts for choice in range(num_each)]
         name = f"{self.request_id}-{self.unique}"
         return [
             Request(
@@ -233,7 +260,7 @@ class CheckedRequest:
                 client=self.client,
                 cache_salt=self.cache_salt,
                 pooling=self.pooling,
-                fork_group=f"{name}-{index // self.num_choices}" if self.num_choices > 1 else None,
+                fork_group=f"{name}-{index // num_each}" if num_each > 1 else None,
             )
             for index, (prompt, choice) in enumerate(pairs)
         ]
@@ -327,24 +354,12 @@ class Generation:
         """Submit all choices. Other requests have turns in between: each choice is encoded and sent for itself."""
         num_tokens = 0
         try:
-            for index, request in enumerate(self.call.engine_requests()):
+            for number, request in enumerate(self.call.engine_requests()):
                 if num_tokens > MAX_TOKENS_AT_ONCE:
                     num_tokens = 0
                     await asyncio.sleep(0)
                 num_tokens += len(request.prompt_token_ids)
-                events = self._front.submit(request)
-                output = self._codec.output(request.sampling, self.call.markers)
-                echo = self.call.echoes[index // self.call.num_choices] if self.call.echoes else None
-                choice = Choice(
-                    index,
-                    request,
-                    events,
-                    output,
-                    keeps_token_ids=self.call.return_token_ids,
-                    tells_prompt_logprobs=self.call.prompt_logprobs,
-                    echo=echo,
-                )
-                self.choices.append(choice)
+                self.choices += self._choices_of(number, request, self._front.submit(request))
         except BaseException as error:
             if isinstance(error, RequestError):
                 self._measured.rejected(error.code)
@@ -352,6 +367,23 @@ class Generation:
             raise
         self._measured.arrived(len(self.choices))
         self._tasks = [asyncio.create_task(self._run(choice)) for choice in self.choices]
+
+    def _choices_of(self, number: int, request: Request, events: AsyncIterator[RequestEvent]) -> Iterator[Choice]:
+        """Yield the choices that the ``number``-th engine request answers."""
+        call, sources = self.call, [events]
+        if request.sampling.beam_search is not None:
+            found = Found(events)
+            sources = [found.choice(rank) for rank in range(call.num_choices)]
+        for index, source in enumerate(sources, number * len(sources)):
+            yield Choice(
+                index,
+                request,
+                source,
+                self._codec.output(request.sampling, call.markers),
+                keeps_token_ids=call.return_token_ids,
+                tells_prompt_logprobs=call.prompt_logprobs,
+                echo=call.echoes[index // call.num_choices] if call.echoes else None,
+            )
 
     async def _run(self, choice: Choice) -> None:
         try:

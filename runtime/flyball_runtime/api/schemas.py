@@ -12,9 +12,10 @@ from msgspec import Meta, Struct, structs
 from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line, quoted, quoted_list
 from flyball_runtime.api.messages import Message, Tool, ToolChoice
 from flyball_runtime.api.structured_outputs import ResponseFormat, StructuredOutputs, grammar_of
+from flyball_runtime.core.beam_search import BeamSearch, EarlyStopping
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.request import validate_deadlines
-from flyball_runtime.core.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from flyball_runtime.core.sampling_params import DEFAULT_SAMPLING, MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 # Fields that clients know and this server does not serve, of three kinds. Values that ask for nothing are let through, so that
 # clients which always send a field work. Hints about who asks and how to cache cannot change an answer and are ignored.
@@ -32,9 +33,6 @@ IGNORED_HINTS = frozenset(
 )
 
 _COMMON_NOOPS: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "length_penalty": (None, 1),
-    "use_beam_search": (None, False),
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
@@ -161,6 +159,11 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
         response_format, structured_outputs: the form of the output; the second has more kinds.
         return_token_ids: answer with the token ids of prompt and output too.
         add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
+        use_beam_search: answer with the likeliest outputs, in the place of sampling.
+        best_of: how many outputs a beam search follows and finds, of which the best ``n`` are told. The default is ``n``.
+        length_penalty: a beam search scores outputs by the sum of their log probabilities over their length to this power.
+        early_stopping: when a beam search ends that has found enough outputs: ``true`` at once, ``false`` when no better one
+            is expected, ``never`` when there can be none.
     """
 
     max_tokens: int | None = None
@@ -171,11 +174,54 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     n: int | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
 
     @property
     def num_choices(self) -> int:
         """Answers to each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def num_requests(self) -> int:
+        """Engine requests for each prompt."""
+        return 1 if self.use_beam_search else self.num_choices
+
+    def beam_search(self) -> BeamSearch | None:
+        """Return the settings of the search, if one is asked for. Raises InvalidRequest for what does not go together."""
+        num, width = self.num_choices, self.num_choices if self.best_of is None else self.best_of
+        if width < num:
+            raise InvalidRequest(
+                f"best_of is {quoted(width)}, below n, which is {num}: so many answers are chosen from it. Raise it or leave "
+                "it out.",
+                param="best_of",
+            )
+        if self.use_beam_search:
+            self._check_whole()
+            penalty = 1.0 if self.length_penalty is None else self.length_penalty
+            return BeamSearch(width=width, length_penalty=penalty, early_stopping=self.early_stopping or False)
+        asking = {
+            "best_of": width != num,
+            "length_penalty": self.length_penalty not in (None, 1.0),
+            "early_stopping": bool(self.early_stopping),
+        }
+        if name := next((name for name, asks in asking.items() if asks), None):
+            raise InvalidRequest(
+                f"{name} is {quoted(getattr(self, name))}, but no beam search is asked for. Send use_beam_search too, or leave "
+                f"{name} out.",
+                param=name,
+            )
+        return None
+
+    def _check_whole(self) -> None:
+        if self.stream:
+            raise InvalidRequest(
+                "stream does not go with beam search: which outputs are the likeliest is known when all have ended. Leave "
+                "out stream, or use_beam_search.",
+                param="stream",
+            )
 
     def check_stream_options(self) -> None:
         """Raise InvalidRequest for what only streams have, or cannot have, and for stream_options that ask for obfuscation."""
@@ -351,8 +397,12 @@ def sampling_params(body: GenerationFields, defaults: SamplingParams, vocab_size
     """The checked SamplingParams of a request. Raises InvalidRequest naming the first field out of range.
 
     Args:
-        defaults: temperature, top_p, top_k, min_p and repetition_penalty where the request has none.
+        defaults: temperature, top_p, top_k, min_p and repetition_penalty where the request has none. A beam search has no
+            use for them.
     """
+    beam_search = body.beam_search()
+    if beam_search is not None:
+        defaults = DEFAULT_SAMPLING
     params = SamplingParams(
         max_tokens=_max_tokens(body),
         temperature=defaults.temperature if body.temperature is None else body.temperature,
@@ -375,6 +425,7 @@ def sampling_params(body: GenerationFields, defaults: SamplingParams, vocab_size
         logprobs=_num_logprobs(body),
         prompt_logprobs=_num_prompt_logprobs(body),
         grammar=grammar_of(body.response_format, body.structured_outputs),
+        beam_search=beam_search,
     )
     params.validate(vocab_size)
     return params

@@ -166,6 +166,12 @@ class Measurements:
         self.counts.add(now, PROMPT_TOKENS, num_prompt_tokens)
         self.counts.add(now, GENERATION_TOKENS, len(requests) * count)
 
+    def output(self, request: RequestTimes, count: int) -> None:
+        """Take in a whole output, ``count`` tokens; when it came says nothing about when its tokens did."""
+        now = self.clock.now()
+        self.counts.add(now, PROMPT_TOKENS, request.num_prompt_tokens)
+        self.counts.add(now, GENERATION_TOKENS, count)
+
     def ended(self, request: RequestTimes, outcome: RequestOutcome, num_output_tokens: int) -> None:
         """Take in the end of a request. Only those that finish (stop and length) count into latencies and sizes."""
         now = self.clock.now()

@@ -170,7 +170,7 @@ async def test_prompts_that_cannot_run(client: httpx.AsyncClient, engine: FakeEn
     [
         {"echo": 0},
         {"echo": True},
-        {"best_of": True},
+        {"truncate_prompt_tokens": 5},
         {"temprature": 1},
     ],
 )
