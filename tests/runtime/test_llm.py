@@ -9,7 +9,7 @@ from checkpoints import make_checkpoint, poison
 from engines import Oracle, Reference, have_drafted, random_prompts
 from flyball_runtime.core.errors import ConfigError, RequestError
 from flyball_runtime.core.sampling_params import SamplingParams
-from flyball_runtime.llm import LLM
+from flyball_runtime.llm import LLM, BeamSearchParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
@@ -128,6 +128,20 @@ def test_nan_logits_are_an_error_that_names_the_prompt(tmp_path: Path) -> None:
         llm.generate([[5], [9], [6]], GREEDY)
     assert not llm.engine.has_work()
     assert len(llm.generate([[5]], SamplingParams(max_tokens=1))[0].token_ids) == 1
+
+
+def test_a_beam_search_gives_outputs_with_texts_and_scores(llm: LLM) -> None:
+    prompts = random_prompts([7, 20])
+    params = BeamSearchParams(beam_width=2, max_tokens=6, length_penalty=0.0, logprobs=1)
+    first, second = llm.beam_search(prompts, params)
+    for prompt, output in zip(prompts, (first, second), strict=True):
+        best, other = output.sequences
+        assert best.tokens[: len(prompt)] == other.tokens[: len(prompt)] == prompt
+        assert best.tokens != other.tokens and best.score == best.cum_logprob >= other.score
+        assert best.text == llm.tokenizer.decode(best.tokens[len(prompt) :], skip_special_tokens=True)
+        assert best.logprobs is not None and len(best.logprobs) == len(best.tokens) - len(prompt)
+    with pytest.raises(RequestError, match="temperature does not go with beam search"):
+        llm.beam_search(prompts, BeamSearchParams(beam_width=2, max_tokens=6, temperature=0.5))
 
 
 def test_a_bad_word_does_not_come(llm: LLM) -> None:

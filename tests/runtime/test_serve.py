@@ -79,6 +79,24 @@ def test_a_disconnect_mid_stream_frees_the_blocks(server: Replica) -> None:
     wait_until(lambda: server.kv_blocks_used() == 0, "blocks of a dropped request were not freed")
 
 
+def test_a_beam_search_ends_when_its_client_leaves(server: Replica) -> None:
+    body = {
+        "model": "test",
+        "prompt": [5] * 50,
+        "max_tokens": 8000,
+        "ignore_eos": True,
+        "use_beam_search": True,
+        "n": 4,
+    }
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
+    wait_until(lambda: server.kv_blocks_used() == 0, "blocks of a dropped search were not freed")
+    answer = server.client.post("/v1/completions", json=body | {"max_tokens": 5}).json()
+    scores = [choice["sequence_score"] for choice in answer["choices"]]
+    assert scores == sorted(scores, reverse=True) and len(set(scores)) == 4
+    assert answer["usage"] == answer["usage"] | {"prompt_tokens": 50, "completion_tokens": 20}
+
+
 def test_half_sent_requests_and_slow_readers_harm_nobody(server: Replica) -> None:
     address = ("127.0.0.1", server.port)
     with socket.create_connection(address) as half, socket.create_connection(address) as slow:

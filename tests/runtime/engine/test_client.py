@@ -16,6 +16,7 @@ from engines import kv_block_bytes
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate, Objectives
 from flyball_runtime.api.app import check_live
 from flyball_runtime.api.errors import HttpRefusal
+from flyball_runtime.core.beam_search import BeamSearch
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import (
@@ -32,7 +33,7 @@ from flyball_runtime.core.errors import (
     TokenOutOfVocabulary,
     TooManyPromptTokens,
 )
-from flyball_runtime.core.request import Failed, Finished, Request, RequestEvent, Tokens
+from flyball_runtime.core.request import Failed, Finished, Hypotheses, Request, RequestEvent, Tokens
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import StepStats
 from flyball_runtime.engine import client as client_module
@@ -263,6 +264,28 @@ def test_an_id_in_use_is_refused_and_its_owner_goes_on(run_shared: RunShared) ->
             client.submit(request("same"))
         tokens, ending = await collect(first)
         assert (len(tokens), ending) == (50, Finished("same", "length", 5, 50))
+
+    run_shared(scenario)
+
+
+def test_a_beam_search_is_told_as_a_whole(run_shared: RunShared) -> None:
+    async def scenario(client: EngineClient) -> None:
+        search = request("search", beam_search=BeamSearch(width=3), logprobs=1)
+        found, ending = [event async for event in client.submit(search)]
+        assert isinstance(found, Hypotheses) and isinstance(ending, Finished)
+        assert (
+            [len(one.token_ids) for one in found.hypotheses]
+            == [len(one.logprobs) for one in found.hypotheses]
+            == [8] * 3
+        )
+        assert (ending.reason, ending.num_output_tokens, client.num_unfinished) == ("length", 8, 0)
+        with pytest.raises(InvalidRequest, match="runs at most 8 sequences") as caught:
+            client.submit(request("wide", beam_search=BeamSearch(width=9)))
+        assert caught.value.param == "best_of"
+        stream = client.submit(request("left", max_tokens=400, beam_search=BeamSearch(width=8)))
+        client.abort("left")
+        (ending,) = [event async for event in stream]
+        assert isinstance(ending, Finished) and ending.reason == "abort"
 
     run_shared(scenario)
 
