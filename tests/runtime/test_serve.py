@@ -118,7 +118,7 @@ def test_half_sent_requests_and_slow_readers_harm_nobody(server: Replica) -> Non
         (b'{"model": "test", "prompt": [5], "temperature": -1}', 400, "temperature is -1"),
         (b'{"model": "test", "prompt": [5], "max_tokens": 9000}', 400, "this model takes 8192"),
         (b'{"model": "test", "prompt": [99999]}', 400, "token id 99999"),
-        (b'{"model": "test", "prompt": [5], "best_of": 3}', 400, "best_of"),
+        (b'{"model": "test", "prompt": [5], "best_of": 3, "n": 4}', 400, "best_of"),
         (b'{"model": "nobody", "prompt": [5]}', 404, "nobody"),
     ],
 )

@@ -147,8 +147,9 @@ def _extras(choice: Choice, format: Format) -> dict[str, Any]:
 
 def _whole(generation: Generation, format: Format, frame: "AnswerFrame") -> Response:
     """The answer of a generation that has ended."""
-    choices = [format.choice(choice) | _extras(choice, format) for choice in generation.choices]
-    prompt = {} if format.prompt_in_choice else _prompt_extras(generation.choices[0], format)
+    told = generation.told
+    choices = [format.choice(choice) | _extras(choice, format) for choice in told]
+    prompt = {} if format.prompt_in_choice else _prompt_extras(told[0], format)
     return json_response(frame.response(choices, generation.usage) | prompt)
 
 
@@ -355,6 +356,11 @@ class CompletionRoutes:
             raise InvalidRequest(
                 f"n is {quoted(body.num_choices)}; with {num_prompts} prompts it may be 1 to {most}.", param="n"
             )
+        if body.num_requests > most:
+            raise InvalidRequest(
+                f"best_of is {quoted(body.num_requests)}; with {num_prompts} prompts it may be 1 to {most}.",
+                param="best_of",
+            )
         return sampling
 
     def _sampling(self, body: GenerationFields) -> SamplingParams:
@@ -394,7 +400,8 @@ class CompletionRoutes:
             arrival_s=arrival_s,
             prompts=understood.prompts,
             sampling=sampling,
-            num_choices=body.num_choices,
+            num_choices=body.num_choices if body.use_beam_search else body.num_outputs,
+            num_told=body.num_choices if body.num_requests > body.num_choices else None,
             urgency=urgency_of(body, request.headers),
             client=client_of(request),
             cache_salt=body.cache_salt,

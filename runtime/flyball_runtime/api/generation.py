@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from starlette.types import Receive
 
 from flyball_runtime.api.errors import HttpRefusal, from_failed
@@ -70,6 +70,7 @@ class Choice:
         *,
         keeps_token_ids: bool = False,
         tells_prompt_logprobs: bool = False,
+        tells_logprobs: bool = True,
         echo: Echo | None = None,
     ) -> None:
         self.index = index
@@ -89,10 +90,12 @@ class Choice:
         self._pieces: list[str] = [] if echo is None else [echo.text]
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._tells_logprobs = tells_logprobs
+        self._sum_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []
         if request.sampling.prompt_logprobs is not None:
             self.prompt_logprobs.append(TokenLogprobs(request.prompt_token_ids[0], None, [], []))
-        self._echoes_logprobs = echo is not None and request.sampling.logprobs is not None
+        self._echoes_logprobs = echo is not None and request.sampling.logprobs is not None and tells_logprobs
 
     @property
     def num_output_tokens(self) -> int:
@@ -102,6 +105,11 @@ class Choice:
     def stop_string(self) -> str | None:
         """The stop string that ended the text."""
         return self._output.stop_string
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens of the output, if the engine tells their log probabilities."""
+        return self._sum_logprob / max(1, self.num_output_tokens)
 
     def take_text(self) -> str:
         """The text that came since the last call."""
@@ -179,7 +187,9 @@ class Choice:
         before = self.num_output_tokens
         text = self._output.add(event.token_ids)
         num_new = self.num_output_tokens - before
-        self._logprobs += event.logprobs[:num_new]
+        self._sum_logprob += sum(token.logprob or 0.0 for token in event.logprobs[:num_new])
+        if self._tells_logprobs:
+            self._logprobs += event.logprobs[:num_new]
         if self.prompt_token_ids is not None:
             self._token_ids += event.token_ids[:num_new]
         if text:
@@ -223,6 +233,7 @@ class CheckedRequest:
         return_token_ids, prompt_logprobs: whether the answer tells them.
         echoes: one for each prompt, or none.
         pooling: as in Request.
+        num_told: of the choices for each prompt, the best ones that are told; None: all are.
     """
 
     request_id: str
@@ -239,6 +250,7 @@ class CheckedRequest:
     prompt_logprobs: bool = False
     echoes: Sequence[Echo] = ()
     pooling: Pooling | None = None
+    num_told: int | None = None
 
     def engine_requests(self) -> list[Request]:
         """One per choice, prompt by prompt: choice ``index`` answers prompt ``index // num_choices``.
@@ -253,7 +265,7 @@ class CheckedRequest:
                 request_id=f"{name}-{index}",
                 prompt_token_ids=prompt.token_ids,
                 block_hashes=prompt.block_hashes,
-                sampling=choice_sampling(self.sampling, choice),
+                sampling=self._scored(choice_sampling(self.sampling, choice)),
                 priority=self.urgency.priority,
                 ttft_deadline_ms=self.urgency.ttft_deadline_ms,
                 e2e_deadline_ms=self.urgency.e2e_deadline_ms,
@@ -264,6 +276,12 @@ class CheckedRequest:
             )
             for index, (prompt, choice) in enumerate(pairs)
         ]
+
+    def _scored(self, sampling: SamplingParams) -> SamplingParams:
+        """Have the engine tell log probabilities, if choices are compared by them."""
+        if self.num_told is None or sampling.logprobs is not None:
+            return sampling
+        return structs.replace(sampling, logprobs=0)
 
 
 class TokenUsage(Struct, frozen=True, kw_only=True):
@@ -334,6 +352,19 @@ class Generation:
         return all(choice.ended for choice in self.choices)
 
     @property
+    def told(self) -> list[Choice]:
+        """The choices that are told, all or the likeliest of each prompt, per token; their indices are changed to be dense."""
+        num, num_told = self.call.num_choices, self.call.num_told
+        if num_told is None:
+            return self.choices
+        groups = (self.choices[start : start + num] for start in range(0, len(self.choices), num))
+        best = (sorted(group, key=lambda choice: -choice.mean_logprob)[:num_told] for group in groups)
+        told = [choice for group in best for choice in group]
+        for index, choice in enumerate(told):
+            choice.index = index
+        return told
+
+    @property
     def usage(self) -> TokenUsage:
         """So far. A prompt counts once however many choices it has; its first choice says what was cached."""
         firsts = self.choices[:: self.call.num_choices]
@@ -382,6 +413,7 @@ class Generation:
                 self._codec.output(request.sampling, call.markers),
                 keeps_token_ids=call.return_token_ids,
                 tells_prompt_logprobs=call.prompt_logprobs,
+                tells_logprobs=call.sampling.logprobs is not None,
                 echo=call.echoes[index // call.num_choices] if call.echoes else None,
             )
 

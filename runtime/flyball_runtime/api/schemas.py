@@ -160,7 +160,8 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
         return_token_ids: answer with the token ids of prompt and output too.
         add_special_tokens: let the tokenizer add its own (BOS); chats leave that to the template by default.
         use_beam_search: answer with the likeliest outputs, in the place of sampling.
-        best_of: how many outputs a beam search follows and finds, of which the best ``n`` are told. The default is ``n``.
+        best_of: how many outputs are sampled, or followed by a beam search, of which the best ``n`` are told. The default is
+            ``n``.
         length_penalty: a beam search scores outputs by the sum of their log probabilities over their length to this power.
         early_stopping: when a beam search ends that has found enough outputs: ``true`` at once, ``false`` when no better one
             is expected, ``never`` when there can be none.
@@ -185,25 +186,24 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
         return 1 if self.n is None else self.n
 
     @property
+    def num_outputs(self) -> int:
+        """Outputs for each prompt, from which the answers are chosen."""
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
     def num_requests(self) -> int:
         """Engine requests for each prompt."""
-        return 1 if self.use_beam_search else self.num_choices
+        return 1 if self.use_beam_search else self.num_outputs
 
     def beam_search(self) -> BeamSearch | None:
         """Return the settings of the search, if one is asked for. Raises InvalidRequest for what does not go together."""
-        num, width = self.num_choices, self.num_choices if self.best_of is None else self.best_of
-        if width < num:
-            raise InvalidRequest(
-                f"best_of is {quoted(width)}, below n, which is {num}: so many answers are chosen from it. Raise it or leave "
-                "it out.",
-                param="best_of",
-            )
+        self._check_best_of()
         if self.use_beam_search:
-            self._check_whole()
             penalty = 1.0 if self.length_penalty is None else self.length_penalty
-            return BeamSearch(width=width, length_penalty=penalty, early_stopping=self.early_stopping or False)
+            return BeamSearch(
+                width=self.num_outputs, length_penalty=penalty, early_stopping=self.early_stopping or False
+            )
         asking = {
-            "best_of": width != num,
             "length_penalty": self.length_penalty not in (None, 1.0),
             "early_stopping": bool(self.early_stopping),
         }
@@ -215,11 +215,19 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown
             )
         return None
 
-    def _check_whole(self) -> None:
-        if self.stream:
+    def _check_best_of(self) -> None:
+        num, most = self.num_choices, self.num_outputs
+        if most < num:
             raise InvalidRequest(
-                "stream does not go with beam search: which outputs are the likeliest is known when all have ended. Leave "
-                "out stream, or use_beam_search.",
+                f"best_of is {quoted(most)}, below n, which is {num}: so many answers are chosen from it. Raise it or leave "
+                "it out.",
+                param="best_of",
+            )
+        if self.stream and (self.use_beam_search or most > num):
+            name = "beam search" if self.use_beam_search else "best_of above n"
+            raise InvalidRequest(
+                f"stream does not go with {name}: which outputs are the likeliest is known when all have ended. Leave one of "
+                "them out.",
                 param="stream",
             )
 

@@ -109,7 +109,7 @@ async def test_what_does_not_go_with_it_is_refused(
     assert not engine.requests
 
 
-@pytest.mark.parametrize("fields", [{"best_of": 2}, {"length_penalty": 0.5}, {"early_stopping": True}])
+@pytest.mark.parametrize("fields", [{"length_penalty": 0.5}, {"early_stopping": True}])
 async def test_without_it_its_settings_are_refused(
     client: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any]
 ) -> None:
