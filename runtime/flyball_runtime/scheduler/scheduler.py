@@ -616,11 +616,6 @@ class Scheduler:
         del self._unfinished[seq.request_id]
 
 
-def _row(seq: Sequence) -> int:
-    assert seq.row is not None, f"{seq!r} runs without a row"
-    return seq.row
-
-
 def _count_admission(step: Step, seq: Sequence, match: PrefixMatch, queried: bool) -> None:
     if seq.num_preemptions > 0:
         step.num_recomputed_tokens += max(0, seq.num_lost_tokens - match.num_tokens)

@@ -153,10 +153,13 @@ class Search:
 
     def _found(self, beam: Beam, token_id: int, logprob: float, is_stop: bool) -> None:
         """Keep an output that has ended, if it is one of the best."""
+        score = self.settings.score(logprob, len(beam.token_ids) - self.root.num_prompt_tokens + 1)
+        if len(self.hypotheses) == self.settings.width and score <= self.hypotheses[-1].score:
+            return  # before its tokens are gathered: with wide searches many outputs end in each step
         tokens = self._extended(beam, token_id, logprob).tokens()
         one = Hypothesis(
             token_ids=[token.token_id for token in tokens],
-            score=self.settings.score(logprob, len(tokens)),
+            score=score,
             cum_logprob=logprob,
             reason="stop" if is_stop else "length",
             logprobs=tokens if self.root.sampling.logprobs is not None else [],
