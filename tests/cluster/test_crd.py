@@ -190,7 +190,7 @@ RULES = [
     ),
     Rule("claimName works with mode Claim only", [cache(mode="EmptyDir")], [cache(claimName="mine")]),
     Rule(
-        "storageClassName and accessMode are of a claim to make",
+        "storageClassName and accessMode are for a claim to be created",
         [cache(mode="Claim", size=1000, storageClassName="fast", accessMode="ReadWriteOnce")],
         [
             cache(size="1Gi", storageClassName="fast"),

@@ -93,7 +93,7 @@ def _cache_problems(spec: DeploymentSpec) -> Iterator[str]:
     if not is_claim and cache.claim_name is not None:
         yield f"spec.model.cache.claimName is {quoted(cache.claim_name)} and mode {cache.mode}; set mode Claim or remove it"
     if not makes_claim and (cache.storage_class_name or cache.access_mode):
-        yield "spec.model.cache.storageClassName and accessMode are of a claim to make; they need mode Claim and size"
+        yield "spec.model.cache.storageClassName and accessMode are for a claim to be created; they need mode Claim and size"
 
 
 def _runtime_problems(spec: DeploymentSpec) -> Iterator[str]:
