@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow proof sanitize e2e compat clients wheel check format chart clean
+.PHONY: help setup demo test test-slow proof sanitize programs e2e compat clients wheel check format chart clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ proof: $(STAMP) ## run the tuner against an oracle in simulation, write docs/tun
 
 sanitize: $(STAMP) ## run the kernel tests on C++ ops compiled with AddressSanitizer and UBSan
 	@PYTHONPATH=tests $(BIN)/python -m sanitize
+
+programs: $(STAMP) ## build Kubernetes, containerd, CoreDNS, Helm and KEDA for the tests, once (they do this by themselves)
+	@PYTHONPATH=tests $(BIN)/python -m e2e_kit.programs
 
 e2e: $(STAMP) ## run the tests on a whole Kubernetes node: root and Debian packages, or it says which (E2E='--full' for all rounds)
 	@PYTHONPATH=tests $(BIN)/python -m e2e_kit $(E2E)

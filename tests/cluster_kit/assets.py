@@ -1,5 +1,6 @@
 """The folder of Kubernetes' binaries: KUBEBUILDER_ASSETS, or our own build."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -37,6 +38,6 @@ def _built() -> Path:
     folder = KUBE.build()
     for part in CONTROL_PLANE + NODE:
         link = folder / part
-        if not link.is_symlink():
+        with contextlib.suppress(FileExistsError):  # made before, or by another process just now
             link.symlink_to("kube")
     return folder

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster_kit import ClusterError, find_assets
+from cluster_kit import ClusterError
 from cluster_kit.go_program import cache_folder
-from e2e_kit import FOLDER_VARIABLE, images, prerequisites
-from e2e_kit.programs import CONTAINERD, COREDNS, HELM, KEDA
+from e2e_kit import FOLDER_VARIABLE, images, prerequisites, programs
 
 ISOLATION = (
     *("setpriv", "--pdeathsig=KILL"),  # ends unshare with us
@@ -43,14 +42,10 @@ def main(arguments: Sequence[str]) -> int:
 def prepare() -> None:
     """Build binaries and images."""
     print("e2e: preparing programs and images, most of an hour the first time, a minute later", flush=True)
-    for what, build in {
-        "Kubernetes": find_assets,
-        **{program.name: program.build for program in (CONTAINERD, COREDNS, HELM, KEDA)},
-        "images": images.build_all,
-    }.items():
-        started_s = time.monotonic()
-        build()
-        print(f"e2e: {what} ready after {time.monotonic() - started_s:.0f} s", flush=True)
+    programs.build_all()
+    started_s = time.monotonic()
+    images.build_all()
+    print(f"e2e: images ready after {time.monotonic() - started_s:.0f} s", flush=True)
     for image in images.ALL:
         print(f"e2e: {image} {images.size(image)}", flush=True)
 

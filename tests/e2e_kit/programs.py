@@ -1,8 +1,10 @@
-"""The Go programs of a node that are not part of Kubernetes itself. Their versions are in the go.mod files."""
+"""The Go programs of a node. Their versions are in the go.mod files. Build them: python -m e2e_kit.programs"""
 
 import subprocess
+import time
 from pathlib import Path
 
+from cluster_kit.assets import find_assets
 from cluster_kit.go_program import GoProgram
 
 _MODULES = Path(__file__).with_name("go")
@@ -31,8 +33,21 @@ KEDA = GoProgram(
 )
 
 
+def build_all() -> None:
+    """Build those that nobody has built yet, and say how long each took."""
+    others = {program.name: program.build for program in (CONTAINERD, COREDNS, HELM, KEDA)}
+    for name, build in {"Kubernetes": find_assets, **others}.items():
+        started_s = time.monotonic()
+        build()
+        print(f"e2e: {name} ready after {time.monotonic() - started_s:.0f} s", flush=True)
+
+
 def keda_config() -> Path:
     """Return the folder of KEDA's CRDs, roles and Deployments, in Go's module cache: read-only."""
     command = ("go", "list", "-m", "-f", "{{.Dir}}", "github.com/kedacore/keda/v2")
     done = subprocess.run(command, cwd=KEDA.module, check=True, capture_output=True, text=True)
     return Path(done.stdout.strip()) / "config"
+
+
+if __name__ == "__main__":
+    build_all()
