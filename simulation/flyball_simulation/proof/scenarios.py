@@ -259,12 +259,20 @@ GIB = 2**30
 
 
 def memory_moves() -> Cell:
-    """The KV cache starts with a tenth of what it may have, and the load needs a third; then a neighbour takes 45 GiB."""
+    """The KV cache starts with a tenth of what it may have, and the load needs more; then a neighbour takes memory.
+
+    It takes 45 GiB and soon 51, so that less than a twentieth of the memory is left beside any KV share above a seventh. What
+    share the load needs depends on the step target: with short steps, a fifth will do.
+    """
+    start_s, end_s = NEIGHBOUR.start_s, NEIGHBOUR.end_s
     memory = Memory(
         limit_bytes=80 * GIB,
         pool_max_bytes=50 * GIB,
         rest_bytes=18 * GIB,
-        neighbours=(Taken(num_bytes=45 * GIB, start_s=NEIGHBOUR.start_s, end_s=NEIGHBOUR.end_s),),
+        neighbours=tuple(
+            Taken(num_bytes=num * GIB, start_s=start_s + after_s, end_s=end_s)
+            for num, after_s in ((45, 0.0), (3, 180.0), (3, 360.0))
+        ),
     )
     setup = structs.replace(CHAT_390, memory=memory, kv_start_tokens=39_000)
     phase = Phase(mix="chat", rate=0.9 * CAPACITY["chat390"], seconds=1.0)
