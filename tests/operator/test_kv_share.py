@@ -9,7 +9,7 @@ from flyball_operator.tuning import Action, Decision, Reason, TunerState, decide
 from flyball_operator.tuning.kv_share import ROOMY_S, knee, shortage
 from flyball_protocol import Evidence, HitPoint, KVBlocks, Limits, MemoryState
 from operator_kit.deployment import Deployment
-from operator_kit.evidence import ENVELOPE, LIMITS, POSTED, TUNING, make_evidence, pods
+from operator_kit.evidence import ENVELOPE, LENGTHS, LIMITS, MODEL, POSTED, TUNING, make_evidence, pods
 
 NOW_S = 10_000.0
 GIB = 1 << 30
@@ -106,17 +106,61 @@ def test_what_memory_is_short_of_is_told() -> None:
     assert shortage(TIGHT) == "2048 MiB are left of 65536 MiB"
 
 
-def test_growing_waits_longer_than_shrinking() -> None:
-    grown = decided(HALF, memory=PLENTY, kv_blocks=BUSY, blocked_by={"kv": 0.5})
-    after = structs.replace(grown.state, settled=True)
-    limits = grown.limits
-    assert limits is not None
-    again = decide(
-        TUNING,
-        after,
-        pods(seen(limits, revision=4, memory=PLENTY, kv_blocks=BUSY, blocked_by={"kv": 0.5})),
-        now_s=NOW_S + 200,
-    )
-    assert again.reason is not Reason.KV_BLOCKED
-    pressed = decide(TUNING, after, pods(seen(limits, revision=4, memory=STALLED, kv_blocks=IDLE)), now_s=NOW_S + 130)
-    assert pressed.reason is Reason.MEMORY_PRESSURE
+def again(decision: Decision, after_s: float, **fields: Any) -> Decision:
+    assert decision.limits is not None
+    one = seen(decision.limits, revision=decision.revision, **fields)
+    return decide(TUNING, structs.replace(decision.state, settled=True), pods(one), now_s=NOW_S + after_s)
+
+
+GROWS: dict[str, Any] = {"memory": PLENTY, "kv_blocks": BUSY, "blocked_by": {"kv": 0.5}}
+
+
+def test_after_a_raise_it_grows_again_once_what_waits_is_of_the_time_since() -> None:
+    grown = decided(structs.replace(PACED, kv_cache_fraction=0.2), **GROWS)
+    assert again(grown, 45, **GROWS).reason is not Reason.KV_BLOCKED
+    assert again(grown, 60, **GROWS).reason is Reason.KV_BLOCKED
+
+
+def test_after_a_cut_growing_waits_longer_than_shrinking() -> None:
+    cut = decided(memory=STALLED)
+    assert again(cut, 130, memory=STALLED).reason is Reason.MEMORY_PRESSURE
+    assert again(cut, 290, **GROWS).reason is not Reason.KV_BLOCKED
+    assert again(cut, 300, **GROWS).reason is Reason.KV_BLOCKED
+
+
+SHORT_STEPS: dict[str, Any] = {
+    "step_model": MODEL,
+    "lengths": LENGTHS,
+    "kv_blocks": BUSY,
+    "blocked_by": {"step_time": 0.5},
+}
+
+
+def test_it_grows_where_steps_are_short_for_its_sake_and_first_tokens_late() -> None:
+    """With short steps few requests wait for blocks, however small the pool is."""
+    decision = decided(HALF, memory=PLENTY, ttft_over=500, **SHORT_STEPS)
+    assert (decision.reason, "the KV pool is small" in decision.why) == (Reason.KV_BLOCKED, True)
+    assert decided(HALF, memory=PLENTY, **SHORT_STEPS).reason is not Reason.KV_BLOCKED
+    assert decided(HALF, memory=TIGHT, ttft_over=500, **SHORT_STEPS).reason is not Reason.KV_BLOCKED
+    large = SHORT_STEPS | {"kv_blocks": KVBlocks(total=20_000, capacity=10_000, free=0, used=10_000, cached=0)}
+    assert decided(HALF, memory=PLENTY, ttft_over=500, **large).reason is not Reason.KV_BLOCKED
+
+
+def test_steps_that_are_shorter_than_suits_the_pool_are_made_longer_first() -> None:
+    small = SHORT_STEPS | {
+        "kv_blocks": KVBlocks(total=1000, capacity=1000, free=0, used=1000, cached=0),
+        "num_arrived": 10,
+    }
+    for target_ms, reason in ((13.0, Reason.TTFT_OVER), (15.0, Reason.KV_BLOCKED)):
+        limits = structs.replace(HALF, step_time_target_ms=target_ms)
+        assert decided(limits, memory=PLENTY, ttft_over=500, **small).reason is reason
+
+
+def test_while_it_may_soon_grow_the_limits_are_not_at_their_end() -> None:
+    small = structs.replace(PACED, kv_cache_fraction=0.2, step_time_target_ms=14.0)
+    late = {"ttft_over": 500, "num_arrived": 10} | SHORT_STEPS | {"blocked_by": {"kv": 0.5}}
+    grown = decided(small, memory=PLENTY, **late)
+    waiting = again(grown, 45, memory=PLENTY, **late)
+    assert (grown.reason, waiting.reason) == (Reason.KV_BLOCKED, Reason.COOLING_DOWN)
+    assert waiting.why.endswith("50% of steps waited for KV blocks; the next raise of the KV share may come in 15 s")
+    assert again(grown, 45, memory=None, **late).reason is Reason.AT_LIMIT

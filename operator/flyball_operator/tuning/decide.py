@@ -405,6 +405,8 @@ def _why_not(now: Situation) -> tuple[Reason, str]:
     if not _may_raise(now) and not _is_paced(now):
         reason = Reason.FEW_SAMPLES if now.itl.standing is Standing.UNKNOWN else Reason.NEAR_OBJECTIVE
         return reason, f"{now.ttft}, but a raise could push inter-token latency over: {now.itl}"
+    if waits := kv_share.waits(now):
+        return Reason.COOLING_DOWN, f"{now.ttft}; {waits}"
     findings = now.findings
     if (
         findings.capacity_per_s

@@ -3,8 +3,11 @@
 A larger pool costs no latency, so this is no trade-off and no experiment: the share follows what is needed and what there is.
 """
 
+from collections.abc import Container
+
 from flyball_operator.tuning.decision import Decision, Reason
-from flyball_operator.tuning.knobs import Knob, towards
+from flyball_operator.tuning.knobs import DEAD_BAND, Knob, towards
+from flyball_operator.tuning.signals import Standing
 from flyball_operator.tuning.situation import BINDING_SHARE, Situation
 from flyball_operator.tuning.state import Direction
 from flyball_protocol import Evidence, HitPoint, MemoryState
@@ -30,7 +33,8 @@ ROOMY = 1.25
 ROOMY_S = 1800.0
 """The pool is cut when it has been ``ROOMY`` times as large as needed for so long."""
 
-RAISE_COOLDOWN_S, CUT_COOLDOWN_S = 300.0, 120.0
+RAISE_COOLDOWN_S, RAISE_AFTER_CUT_S, CUT_COOLDOWN_S = 60.0, 300.0, 120.0
+"""After a raise, what requests wait for is of the time since then after a window; whether memory stays is known later."""
 
 
 def under_pressure(now: Situation) -> Decision | None:
@@ -52,15 +56,50 @@ def under_pressure(now: Situation) -> Decision | None:
 
 
 def blocked(now: Situation) -> Decision | None:
-    """Take more of the pool while requests wait for KV blocks and there is memory for it."""
-    value, share = now.limits.kv_cache_fraction, Knob.KV_CACHE_FRACTION.waited_for(now.blocked_by)
+    """Take more of the pool while it is too small and there is memory for it."""
+    why, value = _why_small(now), _larger(now)
+    if not why or value is None or _raise_in_s(now) > 0:
+        return None
+    return now.change(
+        Reason.KV_BLOCKED, f"{why}, and there is memory", {Knob.KV_CACHE_FRACTION: value}, Direction.RAISE
+    )
+
+
+def waits(now: Situation) -> str:
+    """Return what a larger pool waits for, although it would help; "" if it does not wait."""
+    if not _why_small(now) or _larger(now) is None or (left_s := _raise_in_s(now)) <= 0:
+        return ""
+    return f"{_why_small(now)}; the next raise of the KV share may come in {left_s:.0f} s"
+
+
+def _why_small(now: Situation) -> str:
+    """Return how requests show that the pool is too small; "" if they do not."""
+    share = Knob.KV_CACHE_FRACTION.waited_for(now.blocked_by)
+    if share > BINDING_SHARE:
+        return f"{share:.0%} of steps waited for KV blocks"
+    share = Knob.STEP_TIME.waited_for(now.blocked_by)
+    if share > BINDING_SHARE and now.ttft.standing is Standing.OVER and _keeps_steps_short(now):
+        return f"{share:.0%} of steps waited for the step target, which is short because the KV pool is small"
+    return ""
+
+
+def _keeps_steps_short(now: Situation) -> bool:
+    """Return whether steps are as long as suits the pool, and a larger one would suit longer ones."""
+    plan, target_ms = now.plan, Knob.STEP_TIME.of(now.limits)
+    return plan is not None and plan.aim_s < plan.step_s and target_ms >= (1 - DEAD_BAND) * 1000 * plan.aim_s
+
+
+def _larger(now: Situation) -> float | None:
+    """Return the share that a raise takes, None without memory for it."""
+    value = now.limits.kv_cache_fraction
     raised = towards(Knob.KV_CACHE_FRACTION, value, RAISE * value, now.spans[Knob.KV_CACHE_FRACTION], dead_band=0.02)
-    if share <= BINDING_SHARE or raised is None or raised < value or not _has_memory(now, raised - value):
-        return None
-    if _cooldown_s(now, RAISE_COOLDOWN_S) > 0:
-        return None
-    why = f"{share:.0%} of steps waited for KV blocks, and there is memory"
-    return now.change(Reason.KV_BLOCKED, why, {Knob.KV_CACHE_FRACTION: raised}, Direction.RAISE)
+    return raised if raised is not None and raised > value and _has_memory(now, raised - value) else None
+
+
+def _raise_in_s(now: Situation) -> float:
+    after_raise = _cooldown_s(now, RAISE_COOLDOWN_S)
+    after_cut = _cooldown_s(now, RAISE_AFTER_CUT_S, {Direction.CUT})
+    return max(after_raise, after_cut)
 
 
 def unused(now: Situation) -> Decision | None:
@@ -125,6 +164,7 @@ def _fits(memory: MemoryState, more: float) -> bool:
     )
 
 
-def _cooldown_s(now: Situation, cooldown_s: float) -> float:
-    own = [move.at_s for move in now.state.moves if move.knob is Knob.KV_CACHE_FRACTION]
-    return max((at_s + cooldown_s - now.now_s for at_s in own), default=0.0)
+def _cooldown_s(now: Situation, cooldown_s: float, directions: Container[Direction] = tuple(Direction)) -> float:
+    """Return the seconds left of a cool-down since the last such move of the KV share."""
+    own = [move for move in now.state.moves if move.knob is Knob.KV_CACHE_FRACTION and move.direction in directions]
+    return max((move.at_s + cooldown_s - now.now_s for move in own), default=0.0)
