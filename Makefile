@@ -25,7 +25,7 @@ test: $(STAMP) ## run the tests (a few minutes)
 test-slow: $(STAMP) ## run the slow tests: long property tests, fuzzing, soaks (CI runs them too)
 	@$(PYTEST) -m slow
 
-proof: $(STAMP) ## run the tuner against an oracle in simulation, write docs/tuning-proof.md (an hour; PROOF='--full' and others)
+proof: $(STAMP) ## run the tuner against an oracle in simulation, write docs/tuning-proof.md (two hours; PROOF='--full' and others)
 	@$(BIN)/python -m flyball_simulation.proof $(PROOF)
 
 sanitize: $(STAMP) ## run the kernel tests on C++ ops compiled with AddressSanitizer and UBSan

@@ -11,7 +11,7 @@ from msgspec import structs
 from flyball_simulation.controllers import Static
 from flyball_simulation.result import Result, Tried
 from flyball_simulation.workload import Workload
-from flyball_simulation.world import Setup, simulate
+from flyball_simulation.world import Setup, World, simulate
 
 SEQS = (8, 16, 32, 64, 128, 256, 512)
 TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
@@ -80,8 +80,19 @@ def run_static(
     setup: Setup, workload: Workload, limits: Limits, seed: int, duration_s: float, max_bad: int | None = None
 ) -> Result:
     """Run with fixed limits."""
-    fixed = structs.replace(setup, max_num_seqs=limits[0], max_num_batched_tokens=limits[1], prior=None)
-    return simulate(fixed, workload, Static(), label="static", seed=seed, duration_s=duration_s, max_bad=max_bad)
+    return simulate(
+        fixed(setup, limits), workload, Static(), label="static", seed=seed, duration_s=duration_s, max_bad=max_bad
+    )
+
+
+def world_of(setup: Setup, workload: Workload, limits: Limits, seed: int, max_bad: int) -> World:
+    """Return a world with fixed limits that is given up at more than ``max_bad`` bad requests."""
+    return World(fixed(setup, limits), workload, Static(), seed, max_bad)
+
+
+def fixed(setup: Setup, limits: Limits) -> Setup:
+    """Return a setup that starts with these limits."""
+    return structs.replace(setup, max_num_seqs=limits[0], max_num_batched_tokens=limits[1], prior=None)
 
 
 def _sweep(setup: Setup, workload: Workload, limits: Sequence[Limits], seed: int, duration_s: float) -> list[Tried]:

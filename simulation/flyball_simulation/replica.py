@@ -123,6 +123,7 @@ class Replica:
         self.gaps = array("d")
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
+        self.most_running = 0
         self.end_s = start_s
         self.busy = False
         self._config = config
@@ -145,6 +146,14 @@ class Replica:
     @property
     def limits(self) -> Limits:
         return self.engine.scheduler.limits
+
+    def num_late(self, now_s: float, bound_s: float) -> int:
+        """Return how many requests under way have waited longer than that for their first token."""
+        ends_s = self._ends_s
+        firsts_s = (
+            (one.arrival_s, ends_s[one.first_step] if one.first_step >= 0 else now_s) for one in self._flights.values()
+        )
+        return sum(first_s - arrival_s > bound_s for arrival_s, first_s in firsts_s)
 
     def submit(self, index: int, arrival: Arrival) -> bool:
         """Queue a request; False when the engine refuses it."""
@@ -181,6 +190,7 @@ class Replica:
         stats = output.stats
         self.num_preemptions += stats.num_preemptions
         self.num_recomputed_tokens += stats.num_recomputed_tokens
+        self.most_running = max(self.most_running, stats.num_running + len(output.endings))
         self._note_tokens(output)
         if self._measured:
             self.measurements.step(stats)

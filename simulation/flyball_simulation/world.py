@@ -19,6 +19,9 @@ from flyball_simulation.workload import Workload
 
 Event = Callable[[float], None]
 
+LOOK_S = 5.0
+"""Between two looks at whether a run that may be given up has too many bad requests already."""
+
 
 class Setup(Struct, frozen=True, kw_only=True):
     """A world without its traffic and its controller.
@@ -114,6 +117,8 @@ class World:
             self._at(kill.at_s, self._killer(kill.replica, kill.down_s))
         for at_s in self.setup.faults.operator_restarts:
             self._at(at_s, self._restart_operator)
+        if self._max_bad < len(self.workload):
+            self._at(LOOK_S, self._look)
         events = self._events
         while self._num_left > 0 and self._num_bad <= self._max_bad:
             at_s, _, event = heapq.heappop(events)
@@ -157,6 +162,15 @@ class World:
             num_steps=num_steps,
             steps_per_s=round(num_steps / elapsed_s, 1),
         )
+
+    @property
+    def was_given_up(self) -> bool:
+        return self._num_left > 0
+
+    @property
+    def most_running(self) -> int:
+        """Sequences that never more of ran at once on any replica; an upper bound."""
+        return max(one.most_running for one in (*self._gone, *self.replicas) if one is not None)
 
     def outcomes(self) -> list[Outcome]:
         """Return how every request ended, in order of arrival."""
@@ -244,6 +258,17 @@ class World:
         self._num_left -= len(ended)
         bounds = self.setup.objectives
         self._num_bad += sum(not bounds.met_by(one.ttft_s, one.itl_p95_s) for one in ended)
+
+    def _look(self, now_s: float) -> None:
+        """Count as bad what has not ended, but waited too long for its first token: the run may be given up for that."""
+        bound_s = self.setup.objectives.ttft_s
+        if bound_s is None:
+            return
+        num_late = sum(one.num_late(now_s, bound_s) for one in self.replicas if one is not None)
+        if self._num_bad + num_late > self._max_bad:
+            self._num_bad += num_late
+        else:
+            self._at(now_s + LOOK_S, self._look)
 
     def _round(self, now_s: float) -> None:
         """One round of the slow loop, as the operator makes it."""

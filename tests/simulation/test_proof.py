@@ -3,9 +3,14 @@
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from flyball_simulation.proof import cells, contenders, matrix, scenarios
+from flyball_simulation import oracle
+from flyball_simulation.proof import cells, contenders, matrix, scenarios, search
 from flyball_simulation.proof.__main__ import main
+from flyball_simulation.proof.cells import Cell
+from flyball_simulation.result import Bounds
+from flyball_simulation.workload import Phase
 
 SCENARIOS = scenarios.scenarios()
 
@@ -15,7 +20,7 @@ def test_the_smoke_runs_every_contender_and_writes_the_page(tmp_path: Path) -> N
     words = ["--smoke", "--seeds", "1", "--development", "--output", str(tmp_path), "--cache", str(tmp_path / "cache")]
     assert main([*words, "--processes", "1"]) == 0
     page = (tmp_path / "tuning-proof.md").read_text()
-    assert "| smoke | 1.000 (64, 256) |" in page
+    assert "| smoke | 1.000 (256, 384) |" in page
     for name in ("oracle", "auto", "best single", "tuned on phase 1", "rules", "aimd", "vllm-default"):
         assert name in page
     assert "| 1 | goodput against the oracle of the cell" in page
@@ -59,6 +64,29 @@ def test_a_run_is_known_again_by_all_that_it_depends_on() -> None:
     known = contenders.key(one, "auto", 1, None)
     assert known == contenders.key(one, "auto", 1, None)
     assert len({known, contenders.key(other, "auto", 1, None), contenders.key(one, "auto", 2, None)}) == 3
+
+
+def test_under_fixed_limits_cells_that_differ_by_name_or_prior_are_one(tmp_path: Path) -> None:
+    plain = structs.replace(cells.smoke()[0], minutes=0.1)
+    other = structs.replace(
+        plain, name="other", setup=structs.replace(plain.setup, prior=cells.wrong_prior(2.0).setup.prior)
+    )
+    run = contenders.cached(plain, contenders.FIXED, 1, (64, 256), tmp_path)
+    assert contenders.known(other, contenders.FIXED, 1, (64, 256), tmp_path) == structs.replace(run, cell="other")
+    assert contenders.known(other, "auto", 1, None, tmp_path) is None
+    assert contenders.key(plain, "vllm-default", 1, None) == contenders.key(other, "vllm-default", 1, None)
+    assert contenders.key(plain, "auto", 1, None) != contenders.key(other, "auto", 1, None)
+
+
+def test_a_search_leaves_nothing_out_that_is_better(tmp_path: Path) -> None:
+    grid = tuple((seqs, tokens) for tokens in (64, 256, 1024) for seqs in (64, 32, 8))
+    setup = structs.replace(cells.CHAT_43, max_num_seqs=64, objectives=Bounds(ttft_s=0.5, itl_s=0.03))
+    cell = Cell(name="small", setup=setup, phases=(Phase(mix="chat", rate=8.0, seconds=1.0),), minutes=0.1, grid=grid)
+    work = cell.workload(1)
+    whole = [oracle.run_static(setup, work, one, 1, cell.seconds).share_good for one in (*grid, *search.SINGLES)]
+    found = search.find(cell, 1, tmp_path)
+    assert found.shares[found.best] == max(whole)
+    assert len(set(whole)) > 3
 
 
 def test_there_and_back_is_counted_within_its_time() -> None:

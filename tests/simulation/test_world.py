@@ -7,6 +7,7 @@ from flyball_operator.spec import Objectives, Tuning
 from flyball_protocol import LimitsChange, LimitsUpdate, ObjectiveCounts
 from flyball_protocol import Objectives as ObjectiveTimes
 from flyball_runtime.core.errors import ConfigError
+from flyball_simulation import oracle
 from flyball_simulation.controllers import Aimd, Auto, Controller, Rules, Static
 from flyball_simulation.memory import Memory, Taken
 from flyball_simulation.oracle import best, sweep
@@ -249,6 +250,34 @@ def test_the_oracle_takes_the_best_of_the_grid() -> None:
         Tried(max_num_seqs=n, max_num_batched_tokens=t, share_good=0.5) for n, t in ((64, 256), (32, 128), (8, 128))
     ]
     assert best(same) == (8, 128)
+
+
+def fixed_world(seqs: int, tokens: int, max_bad: int | None = None) -> World:
+    world = World(oracle.fixed(SETUP, (seqs, tokens)), burst(0.0, 40, 2.0, 16, 60), Static(), 1, max_bad)
+    world.run()
+    return world
+
+
+def ended(world: World) -> list[tuple[float, float | None, float | None]]:
+    return [(one.end_s, one.ttft_s, one.itl_p95_s) for one in world.outcomes()]
+
+
+def test_a_limit_on_sequences_above_what_runs_makes_no_other_run() -> None:
+    most = fixed_world(64, 256).most_running
+    assert 8 < most < 63
+    assert ended(fixed_world(64, 256)) == ended(fixed_world(most + 1, 256))
+    assert ended(fixed_world(64, 256)) != ended(fixed_world(most // 2, 256))
+
+
+def test_a_run_is_given_up_when_it_has_too_many_bad_requests_and_not_before() -> None:
+    whole = fixed_world(1, 128)
+    num_bad = sum(not SETUP.objectives.met_by(one.ttft_s, one.itl_p95_s) for one in whole.outcomes())
+    kept, lost = fixed_world(1, 128, num_bad), fixed_world(1, 128, num_bad - 1)
+    assert (kept.was_given_up, ended(kept)) == (False, ended(whole))
+    assert lost.was_given_up
+    early = fixed_world(1, 128, 25)
+    assert early.was_given_up
+    assert len(early.outcomes()) < 25  # what has waited too long for its first token is bad before it ends
 
 
 def test_aimd_needs_an_objective_of_inter_token_latency() -> None:

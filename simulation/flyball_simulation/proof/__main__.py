@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdicts = _judge(told, plan)
     done = matrix.compute(wanted, plan)
     args.output.mkdir(parents=True, exist_ok=True)
-    source = page.Source(_command(args), args.commit or _commit(), contenders.code_version(), plan.exhaustive)
+    source = page.Source(_command(args), args.commit or _commit(), contenders.code_version())
     written = page.write(args.output, done, told, verdicts, source)
     print(f"wrote {written}", file=sys.stderr)
     return 0
@@ -39,7 +39,6 @@ def _plan(args: argparse.Namespace) -> matrix.Plan:
     return matrix.Plan(
         seeds=seeds,
         others=seeds if args.full else seeds[:1],
-        exhaustive=args.full,
         folder=args.cache,
         processes=args.processes,
         cached=args.cached,
@@ -51,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="5 seeds for everybody, and the oracle tries its whole grid; else 3, one for the baselines, and it goes uphill",
+        help="5 seeds for everybody; else 3, and one for the other tuners",
     )
     parser.add_argument("--seeds", type=int, choices=range(1, 6), help="how many")
     parser.add_argument(

@@ -32,6 +32,9 @@ TUNERS: dict[str, Callable[[Tuning], Controller]] = {
 FIXED = "fixed"
 """The contender of a run under fixed limits, whatever they stand for: one run serves all that take these limits."""
 
+SEARCH = "search"
+"""What stands for the contender in the key of a search for the best fixed limits."""
+
 _MANIFEST = """
 apiVersion: flyball.dev/v1alpha1
 kind: LLMDeployment
@@ -95,18 +98,12 @@ def cached(cell: Cell, contender: str, seed: int, limits: oracle.Limits | None, 
     return found
 
 
-def share_unless_worse(cell: Cell, limits: oracle.Limits, seed: int, than: float) -> float:
-    """Return the share of good requests under fixed limits; a run that is worse than others is given up."""
-    workload = cell.workload(seed)
-    most = round((1.0 - than) * len(workload))
-    result = oracle.run_static(cell.setup, workload, limits, seed, cell.seconds, most)
-    return min(result.share_good, than) if result.num_requests < len(workload) else result.share_good
-
-
 def known(cell: Cell, contender: str, seed: int, limits: oracle.Limits | None, folder: Path) -> Run | None:
     """Return a run that ``folder`` has, else None."""
     path = folder / f"{key(cell, contender, seed, limits)}.json"
-    return msgspec.json.decode(path.read_bytes(), type=Run) if path.exists() else None
+    if not path.exists():
+        return None
+    return structs.replace(msgspec.json.decode(path.read_bytes(), type=Run), cell=cell.name)
 
 
 def keep(path: Path, value: Struct) -> None:
@@ -132,18 +129,11 @@ def kept(cell: Cell, contender: str, seed: int, result: Result, limits: oracle.L
 
 
 def _start(setup: Setup, contender: str, limits: oracle.Limits | None) -> tuple[Setup, Controller]:
-    if limits is not None:
-        fixed = structs.replace(setup, max_num_seqs=limits[0], max_num_batched_tokens=limits[1], prior=None)
-        return fixed, Static()
     if contender == "vllm-default":
         profile = PROFILES[setup.name]
-        fixed = structs.replace(
-            setup,
-            max_num_seqs=profile.vllm_max_num_seqs,
-            max_num_batched_tokens=profile.vllm_max_num_batched_tokens,
-            prior=None,
-        )
-        return fixed, Static()
+        limits = profile.vllm_max_num_seqs, profile.vllm_max_num_batched_tokens
+    if limits is not None:
+        return oracle.fixed(setup, limits), Static()
     return setup, TUNERS[contender](tuning_for(setup.objectives))
 
 
@@ -173,7 +163,9 @@ def code_version(fixed: bool = False) -> str:
 
 
 def key(cell: Cell, contender: str, seed: int, limits: oracle.Limits | None) -> str:
-    """Return the name under which a run is cached."""
+    """Return the name under which a run is cached. Cells that differ by name or prior alone are one under fixed limits."""
     version = code_version(contender != "auto")
+    if limits is not None or contender in ("vllm-default", SEARCH):
+        cell = structs.replace(cell, name="", setup=structs.replace(cell.setup, prior=None))
     content = msgspec.json.encode((version, cell, contender, seed, limits))
     return hashlib.sha256(content).hexdigest()[:24]

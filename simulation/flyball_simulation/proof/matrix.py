@@ -16,7 +16,7 @@ from flyball_simulation.proof import contenders, search
 from flyball_simulation.proof.cells import Cell
 from flyball_simulation.proof.contenders import FIXED, Run
 
-CONTENDERS = ("auto", "rules", "aimd", "vllm-default")
+CONTENDERS = ("auto", "vllm-default", "rules", "aimd")
 ORACLE, SINGLE, PHASE_1 = "oracle", "best single", "tuned on phase 1"
 
 
@@ -24,16 +24,14 @@ class Plan(NamedTuple):
     """How much is run.
 
     Attributes:
-        seeds: for the tuner, the oracle and the best single limits.
-        others: seeds for the rest.
-        exhaustive: try the whole grid for the best fixed limits, rather than go uphill in it.
+        seeds: for the tuner and all fixed limits.
+        others: seeds for the other tuners.
         processes: None: one for each core.
         cached: run nothing; take what is there.
     """
 
     seeds: Sequence[int]
     others: Sequence[int]
-    exhaustive: bool
     folder: Path
     processes: int | None = None
     cached: bool = False
@@ -55,7 +53,7 @@ class Matrix(Struct, kw_only=True):
         cells: those with a run of the tuner, the oracle and the best single limits at least.
         missing: names of the others.
         seeds: those that some cell has.
-        best: the oracle's limits, by cell.
+        best: the oracle's limits, by cell and seed.
         single: the best single fixed limits over the cells.
         phase_1: the best limits for the first phase alone, of cells with several.
     """
@@ -64,7 +62,7 @@ class Matrix(Struct, kw_only=True):
     seeds: list[int]
     missing: list[str] = []
     runs: list[Run] = []
-    best: dict[str, Limits] = {}
+    best: dict[tuple[str, int], Limits] = {}
     single: Limits = (0, 0)
     phase_1: dict[str, Limits] = {}
 
@@ -108,23 +106,25 @@ def _is_plain(cell: Cell) -> bool:
 
 
 def _begin(pool: ProcessPoolExecutor, cell: Cell, plan: Plan) -> Iterator[Future[Any]]:
-    """Start what is told of a cell first: the tuner against the best fixed limits, with one seed."""
-    for one in (cell, *([first_phase(cell)] if len(cell.phases) > 1 else [])):
-        yield pool.submit(search.find, one, plan.seeds[0], plan.folder, plan.exhaustive)
-    yield pool.submit(_run, Job(cell=cell, contender="auto", seed=plan.seeds[0]), plan.folder)
+    """Start what is told of a cell first: the tuner against the best fixed limits."""
+    for seed in plan.seeds:
+        yield pool.submit(_run, Job(cell=cell, contender="auto", seed=seed), plan.folder)
+        yield pool.submit(search.find, cell, seed, plan.folder)
+    if len(cell.phases) > 1:
+        yield pool.submit(search.find, first_phase(cell), plan.seeds[0], plan.folder)
 
 
 def _tuner_jobs(cells: Sequence[Cell], plan: Plan) -> Iterator[Job]:
     for seed in plan.seeds:
         for cell in cells:
-            for name in CONTENDERS if seed in plan.others else CONTENDERS[:1]:
+            for name in CONTENDERS if seed in plan.others else CONTENDERS[:2]:
                 yield Job(cell=cell, contender=name, seed=seed)
 
 
 def _fixed_jobs(matrix: Matrix, plan: Plan) -> Iterator[Job]:
     for seed in plan.seeds:
         for cell in matrix.cells:
-            for limits in {matrix.best[cell.name], matrix.single}:
+            for limits in {matrix.best[cell.name, seed], matrix.single}:
                 yield Job(cell=cell, contender=FIXED, seed=seed, limits=limits)
             if cell.name in matrix.phase_1 and seed in plan.others:
                 yield Job(cell=cell, contender=FIXED, seed=seed, limits=matrix.phase_1[cell.name])
@@ -142,19 +142,18 @@ def _run(job: Job, folder: Path) -> None:
 
 
 def _read_limits(matrix: Matrix, plan: Plan) -> None:
-    """Take in what the searches found; a cell without it is left out."""
-    seed = plan.seeds[0]
-    shares: dict[Limits, list[float]] = {limits: [] for limits in search.singles(plan.exhaustive)}
+    """Take in what the searches found; a cell without any is left out."""
+    shares: dict[Limits, list[float]] = {limits: [] for limits in search.SINGLES}
     for cell in list(matrix.cells):
-        found = search.found(cell, seed, plan.folder, plan.exhaustive)
-        if found is None:
+        found = {seed: one for seed in plan.seeds if (one := search.found(cell, seed, plan.folder)) is not None}
+        if not found:
             _leave_out(matrix, cell)
             continue
-        matrix.best[cell.name] = found.best
+        matrix.best |= {(cell.name, seed): one.best for seed, one in found.items()}
         for limits in shares:
-            shares[limits].append(found.shares[limits])
+            shares[limits].append(fmean(one.shares[limits] for one in found.values()))
         if len(cell.phases) > 1:
-            early = search.found(first_phase(cell), seed, plan.folder, plan.exhaustive)
+            early = search.found(first_phase(cell), plan.seeds[0], plan.folder)
             if early is not None:
                 matrix.phase_1[cell.name] = early.best
     if matrix.cells:
@@ -180,9 +179,11 @@ def _read_all(matrix: Matrix, plan: Plan) -> None:
 
 def _compared(matrix: Matrix, cell: Cell, seed: int, folder: Path) -> list[Run]:
     """Return the runs of a seed; none if one of the three that are compared is missing."""
+    if (cell.name, seed) not in matrix.best:
+        return []
     limits: Mapping[str, Limits | None] = {
         **dict.fromkeys(CONTENDERS),
-        ORACLE: matrix.best[cell.name],
+        ORACLE: matrix.best[cell.name, seed],
         SINGLE: matrix.single,
         **({PHASE_1: matrix.phase_1[cell.name]} if cell.name in matrix.phase_1 else {}),
     }
