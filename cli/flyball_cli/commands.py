@@ -1,4 +1,4 @@
-"""The commands of ``flyball``, and where they are."""
+"""The commands of ``flyball``, and the packages that have them."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        extra: the extra of the package that brings what it needs; its code is ``main`` of ``flyball_EXTRA.cli``.
-        summary: its line in the help; None for a command that Flyball itself runs.
+        extra: the pip extra with its dependencies; its code is ``main`` of ``flyball_EXTRA.cli``.
+        summary: its line in the help; None for a command that only Flyball itself runs, which the help leaves out.
     """
 
     extra: str

@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """Return the script for a parser that knows the commands' names.
+    """Return the script for a parser that has the commands' names.
 
-    Flags of commands whose packages are not installed are left out, which standard error says.
+    Flags of commands whose packages are not installed are left out, with a message on standard error.
     """
     import shtab  # here: no other command needs it
 
@@ -47,13 +47,13 @@ def commands_of(parser: argparse.ArgumentParser) -> "Commands[argparse.ArgumentP
 
 
 def _installed(extra: str, listed: "Commands[argparse.ArgumentParser]") -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers, with all flags, of the commands that the package of an extra has."""
+    """Return the parsers of the commands of one extra's package, with all flags; nothing if it is not installed."""
     try:
         package = importlib.import_module(f"flyball_{extra}.cli")
         known = commands_of(package.build_parser()).choices
     except ModuleNotFoundError as error:
         print(
-            f"flyball: the script lacks the flags of some commands, because {error.name} is not installed; "
+            f"flyball: the script has no flags for some commands, because {error.name} is not installed; "
             f"install it with: pip install 'flyball[{extra}]'",
             file=sys.stderr,
         )
@@ -62,7 +62,7 @@ def _installed(extra: str, listed: "Commands[argparse.ArgumentParser]") -> dict[
 
 
 def _values(commands: "Commands[argparse.ArgumentParser]") -> Iterator[argparse.Action]:
-    """Yield the arguments that may be paths: positional ones, and flags that say so."""
+    """Yield the arguments that may be paths: positional ones, and flags of type Path or with a path's metavar."""
     for parser in commands.choices.values():
         for action in parser._actions:
             is_path = action.type is Path or action.metavar in _FILE_METAVARS

@@ -194,10 +194,10 @@ def test_the_delays_between_tries_never_run_out() -> None:
     [
         ([], "one of the arguments --namespace --all-namespaces is required"),
         (["--all-namespaces", "--namespace=a"], "not allowed with argument"),
-        (["--all-namespaces", "--lease-seconds=0"], "0 is not within 1 and 86400 seconds"),
-        (["--all-namespaces", "--lease-seconds=nan"], "nan is not within 1 and 86400 seconds"),
-        (["--all-namespaces", "--resync-seconds=inf"], "inf is not within 1 and 86400 seconds"),
-        (["--all-namespaces", "--metrics-port=65536"], "65536 is no port"),
+        (["--all-namespaces", "--lease-seconds=0"], "0 is out of range; give 1 to 86400 seconds"),
+        (["--all-namespaces", "--lease-seconds=nan"], "nan is out of range; give 1 to 86400 seconds"),
+        (["--all-namespaces", "--resync-seconds=inf"], "inf is out of range; give 1 to 86400 seconds"),
+        (["--all-namespaces", "--metrics-port=65536"], "65536 is not a port"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

@@ -1,4 +1,4 @@
-"""What the fused op means, step by step: norm per head, rotation, write to the paged cache."""
+"""Torch reference of the fused op: norm per head, rotation, write to the paged cache."""
 
 from torch import Tensor, cat
 
@@ -36,7 +36,7 @@ def split_norm_rope(
     eps: float,
     norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what attention needs, each ``[num_tokens, heads, head_dim]``; the value is a view of ``qkv``."""
+    """Return rotated query, rotated key, and value, each ``[num_tokens, heads, head_dim]``; the value is a view of ``qkv``."""
     heads = qkv.unflatten(1, (-1, head_dim))
     query, key, value = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None:

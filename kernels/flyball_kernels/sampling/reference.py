@@ -1,13 +1,13 @@
-"""What sampling means, in torch; also what runs on CUDA."""
+"""Torch reference of sampling; CUDA uses it too."""
 
 import torch
 from torch import Tensor
 
 NO_TOKEN = -1
-"""The id of a row whose logits give no distribution."""
+"""The id for a row whose largest logit is not finite (NaN or infinity), so that nothing can be sampled."""
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this stand for their limit, 0. vLLM draws the same line."""
+"""Lower temperatures mean greedy sampling, as in vLLM."""
 
 
 def sample(
@@ -56,14 +56,14 @@ def _signed(x: int) -> int:
 
 
 def _is_used(setting: Tensor | None, off: float) -> bool:
-    # on CUDA a look at the values would wait for the device; there the caller says None
+    # on CUDA, reading the values would wait for the device; there the caller passes None for unused settings
     return setting is not None and (setting.is_cuda or bool((setting != off).any()))
 
 
 def _filter(
     logits: Tensor, weights: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> Tensor:
-    """Zero what min_p, then top_k, then top_p drop; equal logits rank by lower id first."""
+    """Return ``weights`` with zeros for the tokens that min_p, then top_k, then top_p drop. Equal logits rank by id."""
     ids = logits.sort(dim=-1, descending=True, stable=True).indices
     ranked = weights.gather(1, ids)
     if min_p is not None:

@@ -23,7 +23,7 @@ from flyball_protocol import endpoints
 from flyball_protocol.quoting import one_line, quoted
 
 GRACE_MARGIN_S = 10
-"""Between the runtime's drain deadline and SIGKILL, so that the runtime itself ends what is left and says so."""
+"""Seconds between the runtime's drain deadline and SIGKILL: time for the runtime to end and log the remaining requests."""
 
 _NON_ROOT_ID = 65532
 
@@ -31,10 +31,10 @@ STARTUP_PERIOD_S = 1
 READINESS_PERIOD_S = 2
 LIVENESS_PERIOD_S = 10
 STUCK_GRACE_S = 10
-"""What fails start-up or liveness is stuck and has nothing to drain, so it is not given the pod's whole grace period."""
+"""A runtime that fails start-up or liveness is stuck and cannot drain, so it does not get the pod's whole grace period."""
 
 _LISTENER_SOCKET = f"{names.RUN_MOUNT}/listener.sock"
-"""Where the runtime takes the API port from the listener."""
+"""Unix socket at which the runtime gets the API port from the listener."""
 
 _MERGE_KEYS = {
     "containers": "name",
@@ -53,11 +53,11 @@ _MERGE_KEYS = {
 """Lists of a PodTemplateSpec that are merged by a key of their entries (Kubernetes' patchMergeKey); others are replaced."""
 
 _REPLACED_ENTRIES = frozenset({"volumes"})
-"""Lists whose entries replace their namesakes whole (retainKeys): a volume has one source, and two cannot be merged."""
+"""Lists whose entries replace those of the same name as a whole (retainKeys): two sources of a volume cannot be merged."""
 
 
 def pod_template(llm: LLMDeployment, default_image: str, admin_token_secret: str) -> Object:
-    """Return the PodTemplateSpec. ``default_image`` is for a spec that names none.
+    """Return the PodTemplateSpec. ``default_image`` is used if the spec has no image.
 
     Raises:
         SpecError: ``spec.podTemplate`` cannot be merged.
@@ -136,7 +136,7 @@ _TEMPLATE_HASH = {"apiVersion": "v1", "fieldPath": "metadata.labels['pod-templat
 
 
 def _env(llm: LLMDeployment, admin_token_secret: str) -> list[Object]:
-    """Return the variables, one per name: the spec's own replace ours."""
+    """Return the variables, one per name. Those of the spec replace Flyball's."""
     given = [_given_variable(variable) for variable in llm.spec.runtime.env]
     ours = [
         _from_secret(endpoints.ADMIN_TOKEN_ENV, admin_token_secret, names.ADMIN_TOKEN_KEY),
@@ -154,7 +154,7 @@ def _given_variable(variable: EnvVar) -> Object:
 
 
 def _cache_env() -> Iterator[Object]:
-    """Yield what keeps libraries from writing to a home folder: there is none, and the root file system is read-only."""
+    """Yield variables that keep libraries from writing to a home folder; the root file system is read-only."""
     yield {"name": "HF_HOME", "value": f"{names.CACHE_MOUNT}/huggingface"}
     yield {"name": "XDG_CACHE_HOME", "value": names.CACHE_MOUNT}
     yield {"name": "TRITON_CACHE_DIR", "value": f"{names.CACHE_MOUNT}/triton"}
@@ -179,7 +179,7 @@ def _resources(llm: LLMDeployment) -> Object:
 
 
 def _program(llm: LLMDeployment, default_image: str) -> Object:
-    """Return the fields of a container that say what runs, and what it may do."""
+    """Return the container's fields for its image, command and security context."""
     runtime = llm.spec.runtime
     pull_policy = {"imagePullPolicy": runtime.image_pull_policy} if runtime.image_pull_policy else {}
     return {
@@ -191,7 +191,7 @@ def _program(llm: LLMDeployment, default_image: str) -> Object:
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        # What cannot start says why in its last lines; so the container's status says it too.
+        # If the runtime cannot start, its last log lines give the reason. This copies them into the container's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
@@ -227,7 +227,7 @@ def _serve_args(llm: LLMDeployment) -> list[str]:
 
 
 def _model_argument(source: ModelSource) -> str:
-    """Return what ``flyball serve`` is told to load, as seen from inside the pod."""
+    """Return the argument MODEL of ``flyball serve``, as a path or id that is valid inside the pod."""
     match source:
         case HubModel(repo=repo):
             return repo
@@ -339,7 +339,7 @@ def _model_mount(source: ModelSource) -> Iterator[Object]:
 
 
 def _merge(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str) -> Object:
-    """Return ``ours`` with ``theirs`` over it, as ``kubectl patch --type strategic`` merges; a null removes the field.
+    """Return ``ours`` with ``theirs`` merged over it, as ``kubectl patch --type strategic`` does; a null removes the field.
 
     Raises:
         SpecError: a mapping or a list stands against something else; ``path`` begins the message.
@@ -360,7 +360,7 @@ def _merge_value(ours: Any, theirs: Any, key: str, path: str) -> Any:
 
 
 def _merge_list(ours: list[Any], theirs: list[Any], field: str, path: str) -> list[Any]:
-    """Entries that both have keep their place; further ones come after them."""
+    """Return the merged list: entries that both have keep their place, and further ones follow."""
     key = _MERGE_KEYS[field]
     merged = {entry[key]: entry for entry in ours}
     for i, entry in enumerate(theirs):

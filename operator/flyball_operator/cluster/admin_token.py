@@ -16,7 +16,7 @@ _KEY_BYTES = 32
 
 
 class AdminTokens:
-    """Token and name of the Secret of each deployment. Another key gives other ones, so that pods never mix them up."""
+    """Tokens and Secret names of the deployments. Both depend on the key, so pods never get the token of another key."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -31,23 +31,23 @@ class AdminTokens:
 
 
 async def load_key(client: Client, namespace: str) -> bytes:
-    """Return the operator's key from its Secret, which is made when there is none yet.
+    """Return the operator's key from its Secret, which is created if it does not exist.
 
     Raises:
-        ClusterError: the Secret cannot be read or made, or holds no key.
+        ClusterError: the Secret cannot be read or created, or its key is missing or too short.
     """
     found = await client.find(SECRET, namespace, KEY_SECRET) or await _make_key(client, namespace)
     key = _key_in(found)
     if len(key) < _KEY_BYTES:
         raise ClusterError(
-            f"Secret {namespace}/{KEY_SECRET} holds a key of {len(key)} bytes under {_ENTRY!r}, and {_KEY_BYTES} are needed; "
-            "delete it, and another is made"
+            f"Secret {namespace}/{KEY_SECRET} has a key of {len(key)} bytes under {_ENTRY!r}, but {_KEY_BYTES} are needed; "
+            "delete it, and the operator creates a new one"
         )
     return key
 
 
 def _key_in(secret: Object) -> bytes:
-    """Return the key, empty where there is none."""
+    """Return the key; empty if there is none."""
     entry = (secret.get("data") or {}).get(_ENTRY) or ""
     return base64.b64decode(entry)
 

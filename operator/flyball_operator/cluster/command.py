@@ -21,7 +21,7 @@ MAX_SECONDS = 86400
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``flyball-operator run``."""
-    parser.description = "Watch LLMDeployments and keep their children, status and limits as they should be."
+    parser.description = "Watch LLMDeployments and keep their children, status and limits up to date."
     scope = parser.add_mutually_exclusive_group(required=True)
     scope.add_argument("--namespace", action="append", metavar="NAME", help="serve this namespace; may be repeated")
     scope.add_argument("--all-namespaces", action="store_true", help="serve every namespace")
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--own-namespace",
         metavar="NAME",
         default=own_namespace(),
-        help="where the lease and the operator's key are (default: the pod's, here %(default)s)",
+        help="namespace of the Lease and of the operator's key (default: the pod's, here %(default)s)",
     )
     parser.add_argument(
         "--runtime-image",
@@ -45,25 +45,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port of /metrics, /livez and /readyz (default: %(default)s)",
     )
     parser.add_argument(
-        "--no-leader-election", action="store_true", help="act without the lease; for one process only, never for two"
+        "--no-leader-election", action="store_true", help="act without the Lease; safe for a single process only"
     )
     parser.add_argument(
         "--lease-name",
         metavar="NAME",
         default=LEASE_NAME,
-        help="the Lease by which operators take turns; those of another release need another (default: %(default)s)",
+        help="Lease by which the operator's replicas elect a leader; each release needs its own (default: %(default)s)",
     )
     parser.add_argument(
         "--lease-seconds",
         type=_seconds,
         metavar="S",
         default=15.0,
-        help="seconds after which another replica takes over from one that is not heard of any more (default: %(default)s)",
+        help="seconds without a renewal after which another replica takes over (default: %(default)s)",
     )
     parser.add_argument(
         "--identity",
         default=own_name(),
-        help="this process's name in the lease, no other's (default: the pod's, or host and process, here %(default)s)",
+        help="unique name of this process in the Lease (default: the pod's, or host and process, here %(default)s)",
     )
     parser.add_argument(
         "--resync-seconds",
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run until SIGTERM; returns the exit code. Raises OperatorError when it cannot start or go on."""
+    """Run until SIGTERM and return the exit code. Raises OperatorError if it cannot start or continue."""
     if not arguments.verbose:
         logging.getLogger("kopf").setLevel(logging.WARNING)
     for part in ("orchestration", "running"):  # the tracebacks of a watch that failed; the operator logs its reason
@@ -106,8 +106,8 @@ async def _run(options: OperatorOptions) -> None:
 def tell_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log an error that no task handles.
 
-    In the end asyncio closes all generators at once. One of Kopf's that is cut off with an event in its hands then finds its
-    inner one closed before it and raises; nothing is lost by that, so it is a word for ``--verbose``, not a traceback.
+    At the end asyncio closes all generators at once. A generator of Kopf that is interrupted while it handles an event may find
+    its inner generator closed already, and raises. Nothing is lost by that, so it is logged at debug, without a traceback.
     """
     if "asyncgen" in context:
         log.debug("%s: %s", context["message"], context.get("exception"))
@@ -116,7 +116,7 @@ def tell_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
 
 
 def own_namespace() -> str:
-    """Return the namespace of the pod that this runs in, or the one that is meant for it."""
+    """Return the namespace of the pod that this process runs in; outside a pod, the default one."""
     file = SERVICE_ACCOUNT / "namespace"
     if given := os.environ.get("POD_NAMESPACE"):
         return given
@@ -124,10 +124,10 @@ def own_namespace() -> str:
 
 
 def own_name() -> str:
-    """Return the name of the pod that this runs in; elsewhere that of the host, and the number of the process.
+    """Return the name of the pod that this process runs in; outside a pod, host name and process id.
 
-    A pod's host name is its name cut to 63 characters, which two replicas with long names have in common. Of two processes
-    with one name, each would take the lease from the other.
+    A pod's host name is its name cut to 63 characters, so two replicas with long names may share it. Two processes with the
+    same name would take the Lease from each other.
     """
     return os.environ.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}"
 
@@ -135,12 +135,12 @@ def own_name() -> str:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 1 <= seconds <= MAX_SECONDS:  # neither is nan
-        raise argparse.ArgumentTypeError(f"{text} is not within 1 and {MAX_SECONDS} seconds")
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give 1 to {MAX_SECONDS} seconds")
     return seconds
 
 
 def _port(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; give 1 to 65535, or 0 for any that is free")
+        raise argparse.ArgumentTypeError(f"{text} is not a port; give 1 to 65535, or 0 for any free one")
     return port

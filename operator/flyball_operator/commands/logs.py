@@ -34,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the logs; returns the exit code. Raises OperatorError when there are none."""
+    """Print the logs and return the exit code. Raises OperatorError if there are none."""
     if where.is_on_cluster(arguments):
         return _on_cluster(arguments)
     if arguments.previous:
-        raise OperatorError("--previous is for a cluster; on this machine a replica's log has all its processes")
+        raise OperatorError("--previous is for a cluster; on this machine, a replica's log has all its restarts")
     return _here(arguments)
 
 
@@ -57,8 +57,8 @@ def _here(arguments: argparse.Namespace) -> int:
         offsets = find_last_lines(log_dir, arguments.tail)
         if not offsets:
             raise LocalError(
-                f"there are no logs in {log_dir}; an instance that was started with --log-dir has them there. "
-                "Give -n NAMESPACE for a deployment on a cluster"
+                f"there are no logs in {log_dir}; if the instance was started with --log-dir, they are in that folder. "
+                "For a deployment on a cluster, give -n NAMESPACE"
             )
         pass_on(offsets, _echo)
     except OSError as error:

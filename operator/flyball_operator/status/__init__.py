@@ -1,4 +1,4 @@
-"""The status of an LLMDeployment: counters and conditions that say what it does and why. Pure."""
+"""The status of an LLMDeployment: counters, and conditions with their reasons. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from flyball_operator.status import diagnosis
 from flyball_operator.status.diagnosis import Diagnosis
 
 MAX_MESSAGE = 2000
-"""The API allows 32768 characters; a condition is read by people."""
+"""The API allows 32768 characters, but people read conditions."""
 
 
 class Problem(NamedTuple):
-    """Why the children cannot be brought to the spec. ``accepted``: the spec itself is fine."""
+    """Why the children cannot be made to match the spec. ``accepted`` is true if the spec itself is valid."""
 
     reason: str
     message: str
@@ -32,14 +32,14 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """All that the status is made of.
+    """Everything that the status is computed from.
 
     Attributes:
         replicas, accelerator, port: of the spec.
         deployment: the child Deployment, None while there is none.
-        problem: what keeps the operator from bringing the children to the spec.
-        autoscaling: status.autoscaling, None where the spec leaves it off.
-        tuning: status.tuning, None where the spec leaves it off.
+        problem: why the operator cannot make the children match the spec.
+        autoscaling: status.autoscaling, None if it is off in the spec.
+        tuning: status.tuning, None if it is off in the spec.
         extra: conditions of the features that are on.
     """
 
@@ -80,7 +80,7 @@ def status_of(seen: Observation, now: str) -> Object:
 
 
 class _Rollout(NamedTuple):
-    """The Deployment's counters. ``current``: its controller has seen the Deployment as it is now."""
+    """The Deployment's counters. ``current`` is true if its controller has seen the latest generation."""
 
     wanted: int
     total: int
@@ -130,7 +130,7 @@ def _ready(seen: Observation, rollout: _Rollout, found: Diagnosis | None) -> Con
     if seen.problem is not None:
         return Condition("Ready", "False", seen.problem.reason, seen.problem.message)
     if seen.suspended:
-        message = "spec.suspend is true: the operator changes nothing, the replicas go on as they are"
+        message = "spec.suspend is true: the operator changes nothing, and the replicas keep running"
         return Condition("Ready", "False", "Suspended", message)
     if rollout.complete and found is None:
         return _complete(rollout, seen.pods)
@@ -196,7 +196,7 @@ def _progressing(rollout: _Rollout) -> Condition:
     if rollout.complete:
         return Condition("Progressing", "False", "Complete", "every replica runs the present template")
     if rollout.stuck:
-        message = "the rollout did not get on within spec.rollout.progressDeadlineSeconds; Ready says why"
+        message = "the rollout made no progress within spec.rollout.progressDeadlineSeconds; Ready says why"
         return Condition("Progressing", "False", "ProgressDeadlineExceeded", message)
     return Condition(
         "Progressing", "True", "RollingOut", f"{rollout.updated} of {_replicas(rollout.wanted)} up to date"
@@ -209,7 +209,7 @@ def _degraded(problem: Problem | None, rollout: _Rollout, found: Diagnosis | Non
     if found is not None and found.failing:
         return Condition("Degraded", "True", found.reason, found.message)
     if rollout.stuck:
-        return Condition("Degraded", "True", "ProgressDeadlineExceeded", "the rollout does not get on")
+        return Condition("Degraded", "True", "ProgressDeadlineExceeded", "the rollout makes no progress; see Ready")
     return Condition("Degraded", "False", "AsExpected", "nothing fails")
 
 
@@ -218,7 +218,7 @@ def _replicas(number: int) -> str:
 
 
 def with_times(conditions: Iterator[Condition], before: Sequence[Object], now: str) -> list[Object]:
-    """Return the conditions as objects; lastTransitionTime is that of ``before`` where the status is the same."""
+    """Return the conditions as objects. If a status is the same as in ``before``, so is its lastTransitionTime."""
     known = {condition["type"]: condition for condition in before}
     return [
         {

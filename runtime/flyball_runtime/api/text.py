@@ -17,13 +17,13 @@ from flyball_runtime.text.token_text import TokenText
 from flyball_runtime.text.tokenizer import max_chars_per_token
 
 MAX_LOCKED_CHARS = 4096
-"""Longer texts are tokenized without Python's lock. For short ones the threads behind that cost more than they give."""
+"""Longer texts are tokenized without Python's lock. For short ones the threads that this starts cost more than they save."""
 
 PIECE_CHARS = 65536
 MAX_WHOLE_CHARS = 4 * PIECE_CHARS
 """Longer texts are tokenized in pieces first, to refuse them before they take memory."""
 
-# What a chat template raises on messages it was not written for: Python's own errors come from its expressions.
+# Errors that a chat template raises on messages that it does not support; Python's own ones come from its expressions.
 _TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
@@ -39,7 +39,7 @@ class ChatTokenizer(Protocol):
 
 
 def template_text(chat_template: Any) -> str:
-    """The text of a tokenizer's chat template; some have several by name."""
+    """Return the text of a tokenizer's chat template. If it has several by name, they are joined."""
     if isinstance(chat_template, dict):
         return "\n".join(map(str, chat_template.values()))
     return str(chat_template or "")
@@ -48,8 +48,8 @@ def template_text(chat_template: Any) -> str:
 class TextCodec:
     """The model's tokenizer and chat template.
 
-    What is certainly too long is refused before it is tokenized. Long texts take long, and any thread may call these methods.
-    Truncation and padding that a tokenizer.json may carry are turned off: a prompt is never cut silently.
+    A text that is certainly too long is refused before it is tokenized. Long texts take long, so any thread may call these
+    methods. Truncation and padding in a tokenizer.json are turned off: a prompt is never cut silently.
 
     Raises:
         ConfigError: the tokenizer is not a fast one.
@@ -75,7 +75,7 @@ class TextCodec:
         self._template_arguments = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
 
     def encode(self, texts: list[str], *, add_special_tokens: bool, max_tokens: int) -> list[list[int]]:
-        """The token ids of each text.
+        """Return the token ids of each text.
 
         Args:
             max_tokens: longest text, in tokens.
@@ -88,35 +88,35 @@ class TextCodec:
         return [self._encode(text, add_special_tokens, max_tokens) for text in texts]
 
     def encode_chat(self, chat: Chat, *, add_special_tokens: bool, max_tokens: int) -> list[int]:
-        """The prompt of a chat, like ``encode``. Raises InvalidRequest when the template is missing or refuses it."""
+        """Return the token ids of a chat, like ``encode``. Raises InvalidRequest if no template accepts it."""
         (ids,) = self.encode([self.render(chat)], add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of these ids, special tokens included."""
+        """Return the text of these ids, special tokens included."""
         return self._backend.decode_batch([token_ids], skip_special_tokens=False)[0]
 
     def token_strings(self, token_ids: list[int]) -> list[str | None]:
-        """The vocabulary's spelling of each id."""
+        """Return the vocabulary's spelling of each id; None for ids without one."""
         return [
             self._backend.id_to_token(token_id) for token_id in token_ids
         ]  # map() would keep Python's lock to the end
 
     def with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
-        """Like the function of this name."""
+        """Return ``sampling`` with the token ids of its ``bad_words``; see ``text/bad_words.py``."""
         return with_bad_words(sampling, self._backend)
 
     def output(self, sampling: SamplingParams, markers: tuple[str, ...] = ()) -> OutputText:
-        """The text of an output, without special tokens but for ``markers``."""
+        """Return an OutputText that leaves out special tokens, except ``markers``."""
         return OutputText(self._backend, sampling, hidden=self._hidden(markers))
 
     def _hidden(self, markers: tuple[str, ...]) -> frozenset[int] | None:
-        """The special tokens that have no text in an output, or None for all of them."""
+        """Return the special tokens to leave out of an output, or None for all of them."""
         shown = {self._special_ids[marker] for marker in markers if marker in self._special_ids}
         return frozenset(self._special_ids.values()) - shown if shown else None
 
     def _check_length(self, text: str, max_tokens: int) -> None:
-        """Refuse what is too long by its length alone."""
+        """Refuse a text whose number of characters alone shows that it is too long."""
         if self._max_chars_per_token is not None and len(text) > max_tokens * self._max_chars_per_token:
             raise PromptTooLong(-(-len(text) // self._max_chars_per_token), None, max_tokens, at_least=True)
 
@@ -134,10 +134,10 @@ class TextCodec:
         return ids
 
     def _check_pieces(self, text: str, max_tokens: int) -> None:
-        """Refuse what is too long by the tokens of its pieces.
+        """Refuse a text whose pieces have too many tokens.
 
-        The tokenizer takes 150 bytes of memory for a token, 600 MB for a body of 4 MB. A cut changes the tokens next to it
-        only; the quarter that is allowed for that is a thousand times as much.
+        The tokenizer takes 150 bytes of memory for a token, 600 MB for a body of 4 MB. A cut changes only the tokens next to
+        it; the margin of a quarter is a thousand times as much.
         """
         num_tokens = 0
         for start in range(0, len(text), PIECE_CHARS):
@@ -146,11 +146,11 @@ class TextCodec:
                 raise PromptTooLong(max_tokens + 1, None, max_tokens, at_least=True)
 
     def _encode_unlocked(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        """Tokenize without Python's lock, which ``encode`` holds to its end."""
+        """Tokenize without Python's lock, which the backend's ``encode`` would hold until it returns."""
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def render(self, chat: Chat) -> str:
-        """The prompt of a chat as a text, like ``encode_chat``."""
+        """Return the prompt of a chat as text. Raises as ``encode_chat`` does."""
         messages, tools = template_messages(chat.messages), template_tools(offered_tools(chat))
         variables = self._template_variables(chat)
         continues = bool(chat.continue_final_message)

@@ -9,7 +9,7 @@ from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields
 
 MAX_POSITIONS = 2**24
-"""Tokens: the longest context that a config.json may name."""
+"""Tokens of the longest context that a config.json may have."""
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -27,7 +27,7 @@ class RopeConfig:
         attention_factor: cosines and sines are multiplied by it (``yarn``, ``longrope``).
         beta_fast, beta_slow, truncate: ``yarn`` only: wavelengths that fit more often than beta_fast into the original
             context are left alone, those that fit less often than beta_slow are stretched; truncate rounds the borders.
-        short_factors, long_factors: ``longrope`` only: what each wavelength is stretched by, ``rotary_dim / 2`` numbers;
+        short_factors, long_factors: ``longrope`` only: factors that stretch each wavelength, ``rotary_dim / 2`` numbers;
             short ones for contexts up to the original, long ones beyond.
         rotated_share: how much of a head is rotated; the rest passes through.
     """
@@ -51,11 +51,11 @@ class RopeConfig:
         return int(head_dim * self.rotated_share)
 
     def context_len(self, max_position_embeddings: int) -> int:
-        """Return the tokens that the model can take, if config.json says ``max_position_embeddings``."""
+        """Return the longest context in tokens, given ``max_position_embeddings`` of config.json."""
         match self.rope_type:
             case "linear" | "dynamic":  # max_position_embeddings is the length before stretching
                 return int(max_position_embeddings * self.factor)
-            case "yarn":  # either length is found in that field
+            case "yarn":  # checkpoints have either length in that field
                 return int(self.original_max_position_embeddings * self.factor)
             case _:
                 return max_position_embeddings
@@ -75,8 +75,8 @@ def read_ropes(
     ``rope_theta`` (transformers 4).
 
     Args:
-        theta, sliding_theta: where config.json names none. Without a ``sliding_theta`` both kinds are rotated alike.
-        default: rope_parameters where config.json has none.
+        theta, sliding_theta: used if config.json has none. Without a ``sliding_theta`` both kinds are rotated alike.
+        default: rope_parameters to use if config.json has none.
         is_partial: whether the architecture has ``partial_rotary_factor``.
     Raises:
         ConfigError: a type that is not supported, or a field that is missing or out of range.
@@ -124,7 +124,7 @@ def _rope_type(rope: JsonFields) -> RopeType:
     value = rope.raw(key)
     if value is None:
         return "default"
-    if value == "su":  # its first name
+    if value == "su":  # longrope's former name
         return "longrope"
     if value not in get_args(RopeType):
         raise ConfigError(
@@ -188,7 +188,7 @@ def _max_positions(config: JsonFields) -> int:
 
 
 def _original(config: JsonFields, rope: JsonFields) -> int:
-    """Tokens; the field beside the rope's object counts first, as in transformers."""
+    """Return the original context in tokens; a field outside the RoPE object takes precedence, as in transformers."""
     outside = config.raw("original_max_position_embeddings") is not None
     default = None if outside else _max_positions(config)
     return (config if outside else rope).integer("original_max_position_embeddings", default, high=MAX_POSITIONS)

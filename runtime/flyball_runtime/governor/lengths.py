@@ -1,4 +1,4 @@
-"""How long answers are, and how much those under way will still grow."""
+"""Distribution of output lengths, and how many tokens running requests are still expected to generate."""
 
 import math
 from collections import OrderedDict, deque
@@ -8,7 +8,7 @@ from flyball_protocol import Lengths
 from flyball_runtime.core.request import Sequence
 
 KEEP = 0.998
-"""Weight of a request after the next one: the tables rest on the last 500 or so."""
+"""Factor by which each new request lowers the weight of earlier ones: the tables describe about the last 500."""
 
 NUM_AGES = 18
 """Ages are output tokens so far, by their bit length: 0, 1, 2 to 3, 4 to 7, and so on."""
@@ -21,10 +21,10 @@ ONE_PERCENT = 2.33
 
 
 class OutputLengths:
-    """The distribution of output lengths as residual life: of requests that came to an age, how much followed.
+    """The distribution of output lengths as residual life: how many tokens followed after a request reached an age.
 
-    Each route (a client, say) has a table of its own from MIN_REQUESTS requests on; until then, what holds is the
-    table of all. The MAX_ROUTES routes that were seen last are kept.
+    Each route (for example a client) has its own table from MIN_REQUESTS requests on; until then, the table of all requests is
+    used. The MAX_ROUTES most recently used routes are kept.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class OutputLengths:
     def observe(
         self, num_prompt_tokens: int, num_output_tokens: int, *, num_cached_tokens: int = 0, route: str = ""
     ) -> None:
-        """Take in a request that ended with this many tokens; one without output says nothing about its length."""
+        """Add a request that ended with this many tokens. Requests without output are ignored."""
         if num_output_tokens < 1:
             return
         self._all.observe(num_output_tokens)
@@ -49,15 +49,15 @@ class OutputLengths:
         self._moments = [old * KEEP + new for old, new in zip(self._moments, sample, strict=True)]
 
     def expected_remaining(self, num_output_tokens: int, route: str = "") -> float | None:
-        """Return how many tokens are still expected of a request that has this many; None while nothing is known."""
+        """Return the expected number of further tokens of a request that has this many; None while nothing is known."""
         table = self._table(route)
         return None if table is None else table.mean[_age(num_output_tokens)]
 
     def reserve(self, running: Iterable[Sequence], sigmas: float = ONE_PERCENT) -> int:
-        """Return by how many tokens running requests will grow together, at most but for the risk that ``sigmas`` leave.
+        """Return an upper bound on the tokens by which running requests will grow together; 0 while nothing is known.
 
-        It is a normal bound on the sum of their residual lives, each cut at its own maximum; 0 while nothing is known. It
-        takes about half a microsecond a sequence.
+        It is ``sigmas`` standard deviations above the mean of a normal distribution: the sum of their residual lives, each
+        cut at its own maximum. It takes about half a microsecond a sequence.
         """
         total = variance = 0.0
         for seq in running:
@@ -71,7 +71,7 @@ class OutputLengths:
         return math.ceil(total + sigmas * math.sqrt(variance) - 1e-3)  # rounding errors are no token
 
     def snapshot(self) -> Lengths | None:
-        """Return the moments of the requests that ended lately; None before MIN_REQUESTS of them."""
+        """Return the means over the requests that ended lately; None before MIN_REQUESTS of them."""
         if self._all.num_requests < MIN_REQUESTS:
             return None
         prompt, computed, squared, output, area = (one / self._weight for one in self._moments)
@@ -101,10 +101,10 @@ class OutputLengths:
 
 
 class _ResidualLife:
-    """Mean and variance of what follows, by age; each request counts at all ages that it came to.
+    """Mean and variance of the tokens that follow, by age; each request counts at all ages that it reached.
 
     Attributes:
-        mean, variance: by age; at ages that no request came to, those of the last one before.
+        mean, variance: by age; ages that no request reached have the values of the last age before them.
     """
 
     def __init__(self) -> None:

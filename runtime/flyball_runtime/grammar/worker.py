@@ -1,7 +1,7 @@
 """The process that tries out grammars: ``python -m flyball_runtime.grammar.worker CHECKPOINT SECONDS``.
 
-It reads a Grammar from stdin, writes a Verdict to stdout, and so on, each with its length before it. SIGPROF ends it when a
-grammar has taken so many seconds of CPU time; the clock on the wall says nothing on a busy machine.
+It reads Grammars from stdin and answers each with a Verdict on stdout; a length precedes each. If a grammar takes more than
+SECONDS of CPU time, SIGPROF ends the process. Wall-clock time would depend on how busy the machine is.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from flyball_runtime.grammar.compiler import GrammarCompiler, no_vocabulary
 from flyball_runtime.grammar.verdict import LENGTH, Verdict
 
 STACK_BYTES = 1024 * 1024
-"""Less than any thread has that compiles the same grammar again."""
+"""Smaller than the stack of any thread that compiles the same grammar later, so that what fits here fits there."""
 
 MEMORY_BYTES = 256 * 1024 * 1024
-"""What a grammar may take, beside the vocabulary."""
+"""Memory that a grammar may take, beside the vocabulary."""
 
 NICENESS = 5
 """The steps of the engine come first."""
@@ -32,7 +32,7 @@ NICENESS = 5
 
 def main() -> None:
     inbox, outbox = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nobody else writes into the answers
+    os.dup2(2, 1)  # prints of libraries go to stderr, not into the answers
     os.nice(NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM):  # they go to the whole group; this process ends with its stdin
         signal.signal(number, signal.SIG_IGN)
@@ -61,7 +61,7 @@ def _judge(compiler: GrammarCompiler | None, grammar: Grammar) -> Verdict:
 
 
 def _limit_memory() -> None:
-    """Let the process take so much more than it has, and be the first to go where memory runs out, under Linux."""
+    """Under Linux, allow the process MEMORY_BYTES more than it has, and make it the OOM killer's first choice."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
         num_pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stacks

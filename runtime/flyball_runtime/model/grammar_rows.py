@@ -1,4 +1,4 @@
-"""Grammars of running sequences: which tokens may come next, and which came."""
+"""Grammars of running sequences: masks of the tokens that may come next, advanced by the sampled ones."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,19 +15,19 @@ MAX_REASON_CHARS = 200
 
 
 class GrammarRow:
-    """Where one sequence is in its grammar."""
+    """The position of one sequence in its grammar."""
 
     def __init__(self, compiled: CompiledGrammar, output_token_ids: Sequence[int]) -> None:
-        """Begin behind the output so far, which is empty unless the sequence was preempted."""
+        """Begin after the output so far, which is empty unless the sequence was preempted."""
         self.matcher = compiled.matcher()
         self.num_words = compiled.num_words
         self.matcher.consume_tokens(list(output_token_ids))
         self._mask = np.zeros(0, np.int32)
 
     def take(self, mask: np.ndarray) -> str:
-        """Take the mask of the next token over, ``[num_words]``; return why no token may come, or nothing.
+        """Store the mask of the next token, ``[num_words]``; return why no token is allowed, or "".
 
-        llguidance lets a sequence end when it cannot follow a grammar any further. Here no token is left then.
+        llguidance allows the end of a sequence when it cannot follow a grammar any further. Here no token is allowed then.
         """
         self._mask = mask
         if not self.matcher.is_error():
@@ -43,7 +43,7 @@ class GrammarRow:
 
 
 class _Sampled(NamedTuple):
-    """Tokens on their way to the host; ``done`` is None where they are there."""
+    """Tokens that are being copied to the host; ``done`` is None if they are there already."""
 
     rows: list[GrammarRow]
     token_ids: Tensor
@@ -51,10 +51,10 @@ class _Sampled(NamedTuple):
 
 
 class GrammarMasks:
-    """Fills the masks of a step and follows what it samples.
+    """Fills the masks of a step, and advances the grammars by the tokens that it samples.
 
-    A GPU's tokens are waited for when the next masks are filled: then the next step's kernels are running already. On a
-    CPU, which runs one step after the other, masks are filled right before they are used.
+    On a GPU, filling the next masks waits for the sampled tokens; by then the next step's kernels are running. On a CPU, which
+    runs one step after the other, masks are filled right before they are used.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class GrammarMasks:
         self._sampled: _Sampled | None = None
 
     def fill(self, rows: Sequence[GrammarRow]) -> tuple[np.ndarray, dict[int, str]]:
-        """Return ``[len(rows), num_words]`` int32 masks, and why no token may come, by index, where that is so."""
+        """Return ``[len(rows), num_words]`` int32 masks, and the reasons of rows for which no token is allowed, by index."""
         self.catch_up()
         masks = np.empty((len(rows), rows[0].num_words), np.int32)
         matchers = [(row.matcher, index) for index, row in enumerate(rows)]
@@ -71,7 +71,7 @@ class GrammarMasks:
         return masks, {index: reason for index, reason in reasons.items() if reason}
 
     def sampled(self, rows: list[GrammarRow], token_ids: Tensor) -> None:
-        """Note the tokens that these rows got, ``[len(rows)]``; one that is below 0 is none."""
+        """Note the tokens that these rows got, ``[len(rows)]``; a negative id means no token."""
         if token_ids.device.type != "cuda":
             self._sampled = _Sampled(rows, token_ids, None)
             return
@@ -82,7 +82,7 @@ class GrammarMasks:
         self._sampled = _Sampled(rows, host, done)
 
     def catch_up(self) -> None:
-        """Have the grammars follow what was sampled last."""
+        """Advance the grammars by the tokens that were sampled last."""
         if self._sampled is None:
             return
         rows, token_ids, done = self._sampled

@@ -12,11 +12,11 @@ from flyball_runtime.core.sampling_params import MIN_LOGPROB
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """Of those rows of a step that ask for them.
+    """Log probabilities of the whole vocabulary, for the rows of a step that ask for any.
 
     Attributes:
-        indices: ``[n]`` which of the step's rows they are.
-        counts: ``[n]`` how many of the likeliest tokens each asks for.
+        indices: ``[n]`` indices of these rows in the step.
+        counts: ``[n]`` how many of the likeliest tokens each row asks for.
         logprobs: ``[n, vocab]`` fp32.
     """
 
@@ -27,10 +27,10 @@ class RawLogprobs:
     @classmethod
     @torch.inference_mode()
     def of(cls, logits: Tensor, counts: np.ndarray) -> "RawLogprobs":
-        """Take them from the logits, which may be changed afterwards.
+        """Compute them from the logits, which may be changed afterwards.
 
         Args:
-            counts: for each row of ``logits``; -1 for one that asks for none.
+            counts: for each row of ``logits``; -1 if the row asks for no log probabilities.
         """
         indices = np.flatnonzero(counts >= 0)
         asked = logits[torch.from_numpy(indices).to(logits.device, non_blocking=True)]
@@ -38,7 +38,7 @@ class RawLogprobs:
 
     @torch.inference_mode()
     def of_tokens(self, token_ids: Tensor) -> "SampledLogprobs":
-        """Keep those of the tokens that the step has sampled, ``[num_sampled]`` int64, and of the likeliest."""
+        """Return those of the sampled tokens, ``[num_sampled]`` int64, and of the likeliest ones."""
         chosen = token_ids[torch.from_numpy(self.indices).to(token_ids.device, non_blocking=True)]
         top = self.logprobs.topk(min(int(self.counts.max()), self.logprobs.shape[1]))
         of_chosen = self.logprobs.gather(1, chosen.clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -47,7 +47,7 @@ class RawLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """What a request gets of a step: ``[n]`` chosen tokens with theirs, ``[n, most]`` likeliest tokens with theirs."""
+    """Log probabilities of a step: of ``[n]`` sampled tokens, and of ``[n, most]`` likeliest tokens."""
 
     indices: np.ndarray
     counts: np.ndarray
@@ -57,12 +57,12 @@ class SampledLogprobs:
     top_logprobs: Tensor
 
     def on_host(self) -> "SampledLogprobs":
-        """Have them copied from a GPU, without waiting."""
+        """Start copying the tensors from a GPU to pinned memory, without waiting; return the copies."""
         tensors = (_to_host(one) for one in (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs))
         return SampledLogprobs(self.indices, self.counts, *tensors)
 
     def by_index(self) -> dict[int, TokenLogprobs]:
-        """Return what each row gets; the tensors are on the host."""
+        """Return the log probabilities by row of the step. The tensors must be on the host."""
         columns = (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs)
         rows = zip(self.indices.tolist(), self.counts.tolist(), *(one.tolist() for one in columns), strict=True)
         return {
