@@ -91,6 +91,7 @@ def test_the_digest_follows_the_pod_and_nothing_else() -> None:
         (containers({"name": "proxy"}), "a container 'proxy'; local mode runs the runtime alone"),
         (containers({"name": "runtime", "command": ["sh"]}), "changes the runtime's command or args"),
         (containers({"name": "runtime", "args": None}), "changes the runtime's command or args"),
+        (containers({"name": "runtime", "args": ["serve", "other"]}), "changes the runtime's command or args"),
         (containers({"name": "runtime", "startupProbe": {"httpGet": None}}), "makes the startupProbe no httpGet probe"),
         (
             containers({"name": "runtime", "startupProbe": {"periodSeconds": "soon"}}),

@@ -27,6 +27,9 @@ Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Period = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 
 LOOPBACK = "127.0.0.1"
+ADDRESS_FLAGS = frozenset({"--host", "--port", "--admin-host", "--admin-port"})
+"""Flags whose values local mode replaces. Without them, all replicas would listen on the same ports."""
+
 RESOURCE_NAME = "nvidia.com/gpu"
 """The one kind of accelerator that local mode hands out."""
 
@@ -145,10 +148,10 @@ def local_deployment(llm: LLMDeployment) -> Object:
 
 
 def process_template(deployment: Object, executable: tuple[str, ...]) -> ProcessTemplate:
-    """Read the Deployment's pod template; ``executable`` takes the place of the image's ``flyball``.
+    """Read the Deployment's pod template; ``executable`` replaces the image's ``flyball``.
 
-    Security context, CPU and memory amounts are the kubelet's business and have no effect here; neither have the preStop sleep
-    and --drain-quiet, which give load balancers time to notice: ours knows before the process does.
+    Security context, CPU and memory amounts have no effect here: the kubelet applies them. The preStop sleep and --drain-quiet,
+    which give load balancers time to notice a drain, have no effect either: the balancer knows of a drain before the process.
 
     Raises:
         LocalError: the pod needs something that only a cluster has.
@@ -181,7 +184,7 @@ def _runtime_container(pod: PodSpec) -> ContainerSpec:
     others = [*pod.containers[1:], *pod.init_containers]
     for other in (one for one in others if one.name != names.LISTENER_CONTAINER):  # here the balancer retries
         raise LocalError(f"spec.podTemplate has a container {quoted(other.name)}; local mode runs the runtime alone")
-    if container.command != ("flyball",) or not container.args:
+    if container.command != ("flyball",) or not {word.partition("=")[0] for word in container.args} >= ADDRESS_FLAGS:
         raise LocalError("spec.podTemplate changes the runtime's command or args; use spec.runtime.extraArgs here")
     if container.env_from:
         raise LocalError("spec.runtime.envFrom names cluster objects; give the values in spec.runtime.env here")
@@ -209,7 +212,7 @@ def _check_keys(volumes: Sequence[Volume]) -> None:
 
 
 def _check_folders(volumes: Sequence[Volume]) -> None:
-    """Refuse a model that is not here. Other volumes have no effect: what they hold, this machine keeps in its own places."""
+    """Refuse a model that is not on this machine. Other volumes have no effect: this machine has its own folders for them."""
     for volume in (volume for volume in volumes if volume.name == "model"):
         if volume.host_path is None:
             scheme = "oci://" if volume.persistent_volume_claim is None else "pvc://"
