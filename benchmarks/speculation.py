@@ -1,0 +1,137 @@
+"""What n-gram drafts are worth (``--speculative-config``): the same engine with them and without, in turns.
+
+    python benchmarks/speculation.py [--shape small] [--load 1x64x256 ...] [--runs 5]
+
+A load is NUM x INPUT x OUTPUT tokens, all submitted at once. The model computes what one of its shape does, and its weights
+are set so that the next token depends on the last one alone, in three kinds of text:
+
+- repeated: a token always has the same successor, and 64 tokens make a circle. Every draft is right.
+- ambiguous: two successors, equally likely, among 32 tokens. There is always a draft, and most of its tokens are wrong, or
+  behind a wrong one.
+- free: 7,000 successors. There is hardly ever a draft; what is left is the time of looking for one.
+
+``mixed`` gives half of the clients repeated text and half free text. Prompts and seeds are fresh in each run. Both modes
+answer the same prompts with the same seeds, and their tokens are compared. ``on_over_off`` is the ratio of the medians of
+output tokens per second. Writes results/speculation.json.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import make_checkpoint, save
+from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.llm import LLM
+from machine import median_of
+
+LOADS = ("1x64x256", "4x64x256", "16x64x128")
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+MODES = {"off": None, "on": SPECULATION}
+
+REPEATED, AMBIGUOUS, FREE = range(10, 74), range(100, 132), range(1000, 8000)
+KINDS = {"repeated": (REPEATED,), "ambiguous": (AMBIGUOUS,), "free": (FREE,), "mixed": (REPEATED, FREE)}
+LOGIT = 40.0
+"""Of each successor; other tokens have 0, so that they never come."""
+
+
+def successors(token_id: int) -> Sequence[int]:
+    """Return what may follow a token."""
+    if token_id in REPEATED:
+        return [REPEATED[(REPEATED.index(token_id) + 1) % len(REPEATED)]]
+    if token_id in AMBIGUOUS:
+        return random.Random(token_id).sample(AMBIGUOUS, 2)
+    return FREE
+
+
+def make_chain(folder: Path, shape: str, dtype: str) -> Path:
+    """Write a checkpoint whose layers add nothing, and whose head gives the successors; an existing one is reused."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = make_checkpoint(folder, shape, dtype=dtype)
+    path = folder / f"{source.name}-chain"
+    if (path / "model.safetensors").exists():
+        return path
+    weights = load_file(source / "model.safetensors")
+    embedding, head = weights["model.embed_tokens.weight"].zero_(), weights["lm_head.weight"].zero_()
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    hidden_size = embedding.shape[1]  # behind the norm, the one number that is not 0 is its square root
+    for at, token_id in enumerate((*REPEATED, *AMBIGUOUS, FREE[0])):
+        embedding[token_id, at] = 1.0
+        head[torch.tensor(successors(token_id)), at] = LOGIT / hidden_size**0.5
+    embedding[FREE[0] : FREE[-1] + 1] = embedding[FREE[0]].clone()
+    path.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            (path / file.name).write_text(file.read_text())
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def make_prompt(kind: range, length: int, rng: random.Random) -> list[int]:
+    tokens = [rng.choice(kind)]
+    while len(tokens) < length:
+        tokens.append(rng.choice(successors(tokens[-1])))
+    return tokens
+
+
+def run(llm: LLM, prompts: list[list[int]], num_tokens: int, seed: int) -> tuple[float, list[list[int]]]:
+    """Return output tokens per second, and the tokens."""
+    sampling = [
+        SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed + index) for index in range(len(prompts))
+    ]
+    start_s = time.perf_counter()
+    outputs = llm.generate(prompts, sampling)
+    return len(prompts) * num_tokens / (time.perf_counter() - start_s), [output.token_ids for output in outputs]
+
+
+def measure(llms: dict[str, LLM], kind: str, load: str, runs: int) -> dict[str, Any]:
+    """Run both modes in turns, the first one first in every other run."""
+    num, input_len, output_len = map(int, load.split("x"))
+    speeds: dict[str, list[float]] = {mode: [] for mode in llms}
+    num_different = 0
+    for index in range(runs + 1):
+        rng = random.Random(1000 * index + num)
+        prompts = [make_prompt(KINDS[kind][at % len(KINDS[kind])], input_len, rng) for at in range(num)]
+        tokens = {}
+        for mode in list(llms)[:: 1 if index % 2 else -1]:
+            speed, tokens[mode] = run(llms[mode], prompts, output_len, 1000 * index)
+            if index:  # the first is a warm-up
+                speeds[mode].append(speed)
+        num_different += sum(one != other for one, other in zip(tokens["off"], tokens["on"], strict=True))
+    figures = {mode: median_of(values) for mode, values in speeds.items()}
+    ratio = figures["on"]["median"] / figures["off"]["median"]
+    print(f"{kind} {load}: on/off {ratio:.3f}, {num_different} outputs differ", flush=True)
+    return {"output_tokens_per_s": figures, "on_over_off": ratio, "num_outputs_that_differ": num_different}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="small", choices=("small", "tiny"))
+    parser.add_argument("--kind", action="append", choices=KINDS, help="of text; default: all")
+    parser.add_argument("--load", action="append", help=f"default: {', '.join(LOADS)}")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--checkpoints", type=Path, default=Path("out/checkpoints"))
+    args = parser.parse_args()
+    path = make_chain(args.checkpoints, args.shape, args.dtype)
+    llms = {
+        mode: LLM(
+            path, dtype=args.dtype, max_model_len=2048, kv_cache_memory_bytes=2**29, enable_prefix_caching=False,
+            speculative_config=config,
+        )
+        for mode, config in MODES.items()
+    }  # fmt: skip
+    results = {
+        kind: {load: measure(llms, kind, load, args.runs) for load in args.load or LOADS} for kind in args.kind or KINDS
+    }
+    save("speculation", {"shape": args.shape, "dtype": args.dtype, "runs": args.runs, **SPECULATION, "kinds": results})
+
+
+if __name__ == "__main__":
+    main()
