@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball_runtime.core.speculation import SpeculativeConfig
-from flyball_runtime.engine.runner import Rows
+from flyball_runtime.engine.rows import Rows
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.model.transformer import StepInputs
 from flyball_runtime.scheduler import Drafter, Scheduler, SchedulerConfig, Step
