@@ -57,9 +57,9 @@ def test_a_stop_string_among_accepted_drafts(llm: LLM, path: Path) -> None:
     assert not speculating.engine.has_work()
 
 
-def test_a_draft_model_is_refused(path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown field `model`"):
-        LLM(path, speculative_config={"model": "draft", "num_speculative_tokens": 4})
+def test_an_unknown_setting_of_speculation_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown field `modle`"):
+        LLM(path, speculative_config={"modle": "draft", "num_speculative_tokens": 4})
 
 
 def test_a_stop_string_cuts_the_text_and_ends_the_request(llm: LLM) -> None:

@@ -8,7 +8,7 @@ from msgspec import Struct
 from flyball_protocol.quoting import one_line, quoted
 from flyball_runtime.core.errors import ConfigError
 
-NGRAM = "ngram"
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
 
 DEFAULT_LOOKUP = 5
 """Tokens that have to occur earlier, if nothing is said; vLLM's default."""
@@ -22,7 +22,9 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How tokens are drafted, of which the model then verifies several in one step.
 
     Attributes:
-        method: only ``ngram``: what followed the sequence's last tokens when they occurred before.
+        method: ``ngram``: what followed the sequence's last tokens when they occurred before; ``draft_model``: what a smaller
+            model says. None is the second with a model, else the first.
+        model: the smaller model: directory of a Hugging Face checkpoint, or a Hugging Face id.
         num_speculative_tokens: most drafts of a sequence in one step.
         prompt_lookup_max: longest run of last tokens that is looked up; None takes ``prompt_lookup_min``, or 5.
         prompt_lookup_min: shortest one; None takes ``prompt_lookup_max``, or 5.
@@ -30,7 +32,8 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     num_speculative_tokens: int
-    method: str = NGRAM
+    method: str | None = None
+    model: str | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     disable_by_batch_size: int = 32
@@ -69,11 +72,7 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def validate(self) -> None:
         """Raise ConfigError naming the first field that is out of range."""
-        if self.method != NGRAM:
-            raise ConfigError(
-                f"method in --speculative-config is {quoted(self.method)}; only {NGRAM} is there, which needs no draft model. "
-                "Use it, or leave the flag out."
-            )
+        self._validate_method()
         ranges = (
             ("num_speculative_tokens", self.num_speculative_tokens, MAX_SPECULATIVE_TOKENS),
             ("prompt_lookup_max", self.prompt_lookup_max, MAX_LOOKUP),
@@ -87,4 +86,24 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError(
                 f"prompt_lookup_min in --speculative-config is {self.shortest_lookup}, above prompt_lookup_max "
                 f"{self.longest_lookup}. Lower the first or raise the second."
+            )
+
+    def _validate_method(self) -> None:
+        if self.method not in (None, NGRAM, DRAFT_MODEL):
+            raise ConfigError(
+                f"method in --speculative-config is {quoted(self.method)}; it must be {NGRAM}, or {DRAFT_MODEL} with a model. "
+                "Use one of them, or leave the flag out."
+            )
+        if self.method == DRAFT_MODEL and not self.model:
+            raise ConfigError(
+                f"method in --speculative-config is {DRAFT_MODEL}, and no model is given. Give one, or use {NGRAM}."
+            )
+        if self.method == NGRAM and self.model is not None:
+            raise ConfigError(
+                f"model in --speculative-config is {quoted(self.model)}, which the method {NGRAM} does not use. Leave one out."
+            )
+        if self.model is not None and (self.prompt_lookup_max or self.prompt_lookup_min):
+            raise ConfigError(
+                f"prompt_lookup_max and prompt_lookup_min in --speculative-config are of the method {NGRAM}; "
+                "with a draft model nothing is looked up. Leave them out."
             )

@@ -62,6 +62,7 @@ class Sampled(NamedTuple):
         stuck: by index into ``token_ids``, why a grammar lets none follow, where that is so.
         pooled: by entry of the plan, the vector of a prompt that ends there, 32-bit floats; None where it is not finite.
         num_accepted: how many drafts are accepted, for each entry of the plan that has some.
+        drafts: what a draft model has drafted, of all entries one after another; empty if the plan has the drafts.
     """
 
     token_ids: list[int | None]
@@ -70,6 +71,7 @@ class Sampled(NamedTuple):
     stuck: dict[int, str] | None = None
     pooled: dict[int, bytes | None] = {}  # noqa: RUF012  never changed
     num_accepted: Sequence[int] = ()
+    drafts: Sequence[int] = ()
 
 
 class StepOutput(Struct, frozen=True, tag=True):

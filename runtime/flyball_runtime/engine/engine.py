@@ -322,6 +322,8 @@ class Engine:
         step = oldest.step
         sampled = self._executor.collect(oldest.handle)
         spoiled = {entry for entry, vector in sampled.pooled.items() if vector is None}
+        if sampled.drafts:
+            step.fill_drafts(sampled.drafts)
         results = self.scheduler.commit(step, sampled.token_ids, spoiled, sampled.num_accepted, sampled.logprobs)
         pooled = {step.sequences[entry].request_id: vector or b"" for entry, vector in sampled.pooled.items()}
         stuck = {step.sampled[index].request_id: reason for index, reason in (sampled.stuck or {}).items()}

@@ -2,7 +2,7 @@
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ from torch import Tensor
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.stats import EngineInfo, Sampled
+from flyball_runtime.engine.draft_model import DraftModel
 from flyball_runtime.engine.engine import Engine, Executor, InThread, Progress
 from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
 from flyball_runtime.engine.rows import Rows
@@ -48,6 +49,7 @@ class LaunchedStep:
         stuck: as in Sampled.
         pooled: like ``token_ids``.
         num_accepted: ``[num_drafted]`` int64 on the host, likewise; None when nothing was drafted.
+        drafts: of a draft model, of all entries; None without one.
     """
 
     token_ids: Tensor
@@ -57,6 +59,7 @@ class LaunchedStep:
     stuck: dict[int, str] = field(default_factory=dict)
     pooled: PooledStates | None = None
     num_accepted: Tensor | None = None
+    drafts: np.ndarray | None = None
 
 
 class ModelRunner:
@@ -95,6 +98,17 @@ class ModelRunner:
             backend=self._backend,
             max_model_len=self._max_model_len,
         )
+        speculation = config.speculative_config
+        self._draft_model: DraftModel | None = None
+        if speculation is not None and speculation.model is not None:
+            self._draft_model = DraftModel(
+                speculation.model,
+                self._model_config,
+                dtype=self._dtype_name,
+                device=self._device,
+                backend=config.kernel_backend,
+                max_model_len=self._max_model_len,
+            )
         self._stages.done("weights")
         self.eos_token_ids = self._model_config.eos_token_ids
 
@@ -123,6 +137,7 @@ class ModelRunner:
             device=self._device,
             max_model_len=self._max_model_len,
             step_bytes=step_bytes,
+            draft_bytes_per_token=self._draft_bytes_per_token,
         )
 
     def allocate(self, size: KVCacheSize) -> None:
@@ -137,6 +152,8 @@ class ModelRunner:
             dtype=self._dtype,
             device=self._device,
         )
+        if self._draft_model is not None:
+            self._draft_model.allocate(size.max_blocks, config.block_size)
         self._rows = Rows(
             max_num_seqs=config.max_num_seqs,
             max_model_len=self._max_model_len,
@@ -161,11 +178,17 @@ class ModelRunner:
             num_parameters=self._model.num_parameters,
             device_name=device_name(self._device),
             kv_block_bytes=config.block_size
-            * layout.num_tensors
-            * self._model_config.kv_bytes_per_layer(self._dtype_name),
+            * (
+                layout.num_tensors * self._model_config.kv_bytes_per_layer(self._dtype_name)
+                + self._draft_bytes_per_token
+            ),
             startup_s=self._stages.seconds,
             longest_pause_s=self._longest_pause_s,
         )
+
+    @property
+    def _draft_bytes_per_token(self) -> int:
+        return 0 if self._draft_model is None else self._draft_model.kv_bytes_per_token
 
     def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Run a step; on a GPU, return when its kernels are launched."""
@@ -175,6 +198,8 @@ class ModelRunner:
         for start in plan.row_starts:
             self._sampling.set_row(start.row, start.sampling, start.past)
             self._sums.pop(start.row, None)
+        if self._draft_model is not None:
+            plan = self._draft_model.fill(plan, self._rows, self._sampling, self._on_progress)
         scores = self._prompt_logprobs(plan) if plan.prompt_spans else None
         pooled = self._pooled(plan) if plan.pool_spans else None
         logits = self._model.forward(
@@ -192,11 +217,13 @@ class ModelRunner:
         rows, positions = _each_draft(entries, ends, plan.num_drafts) if plan.num_drafts else (entries, ends)
         raw = self._sampling.raw_logprobs(logits, rows)
         token_ids = self._sampling.sample(logits, rows, positions)
-        logprobs, num_accepted = None if raw is None else raw.of_tokens(token_ids), None
+        logprobs, drafts, num_accepted = None if raw is None else raw.of_tokens(token_ids), None, None
         if plan.num_drafts:
-            token_ids, num_accepted = verify(token_ids, _drafts_of(plan), plan.num_drafts)
+            drafts = _drafts_of(plan)
+            token_ids, num_accepted = verify(token_ids, drafts, plan.num_drafts)
         self._rows.remember(torch.from_numpy(entries).to(self._device, non_blocking=True), token_ids)
-        return self._to_host(token_ids, logprobs, scores, pooled, num_accepted)
+        handle = self._to_host(token_ids, logprobs, scores, pooled, num_accepted)
+        return handle if self._draft_model is None else replace(handle, drafts=drafts)
 
     def _prompt_logprobs(self, plan: BatchPlan) -> PromptLogprobs:
         begins = _begins(plan)
@@ -224,6 +251,8 @@ class ModelRunner:
 
     def resize(self, num_blocks: int) -> None:
         self._pool.resize(num_blocks)
+        if self._draft_model is not None:
+            self._draft_model.resize(num_blocks)
 
     def collect(self, handle: LaunchedStep) -> Sampled:
         if handle.done is not None:
@@ -239,6 +268,7 @@ class ModelRunner:
             handle.stuck,
             {} if pooled is None else pooled.by_entry(),
             () if handle.num_accepted is None else handle.num_accepted.tolist(),
+            () if handle.drafts is None else handle.drafts.tolist(),
         )
 
     def _to_host(

@@ -68,15 +68,18 @@ def resolve_kv_cache(
     device: torch.device,
     max_model_len: int,
     step_bytes: int,
+    draft_bytes_per_token: int = 0,
 ) -> KVCacheSize:
     """Size the KV cache once the weights are loaded; never more than ``max_num_seqs`` full-length sequences need.
 
     Args:
         step_bytes: what a step takes beside weights and cache, kept free on a GPU (see ``WarmUp.largest_step``).
+        draft_bytes_per_token: what a token takes in the cache of a draft model, which lies in the same blocks.
     Raises:
         ConfigError: not one sequence of ``max_model_len`` tokens would fit, or the most is less than the start.
     """
-    bytes_per_block = config.block_size * layout.num_tensors * model.kv_bytes_per_layer(dtype)
+    bytes_per_token = layout.num_tensors * model.kv_bytes_per_layer(dtype) + draft_bytes_per_token
+    bytes_per_block = config.block_size * bytes_per_token
     step_tokens, block_size = config.max_num_batched_tokens, config.block_size
     num_needed = sum(most_blocks(window, max_model_len, step_tokens, block_size) for window in layout.windows)
     budget_bytes = config.kv_cache_memory_bytes or _default_kv_bytes(config, device, step_bytes)

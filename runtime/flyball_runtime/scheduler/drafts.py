@@ -56,6 +56,8 @@ class Drafter:
             return array("I")
         # the model gives one more token, behind the last draft
         most = min(self._config.num_speculative_tokens, seq.max_total_tokens - len(seq.token_ids) - 1)
+        if self._config.model is not None:
+            return array("I", [0] * most)  # places, which the executor's draft model fills
         return look_up(seq.token_ids, self._config.shortest_lookup, self._config.longest_lookup, most)
 
     def expected(self, seq: Sequence) -> float:

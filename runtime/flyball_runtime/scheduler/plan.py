@@ -251,6 +251,11 @@ class Step:
         self._add_entry(seq, start, seq.token_ids[start:] + drafts)
         self.samples.append(True)
 
+    def fill_drafts(self, token_ids: Collection[int]) -> None:
+        """Take the drafts that the executor's draft model has put into the places of the plan's, one entry after another."""
+        tokens = iter(token_ids)
+        self.drafts = [array("I", islice(tokens, len(drafts))) for drafts in self.drafts]
+
     def _add_entry(self, seq: Sequence, start: int, token_ids: "array[int]") -> None:
         num_tokens = len(token_ids)
         self.sequences.append(seq)

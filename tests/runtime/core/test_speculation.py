@@ -25,7 +25,8 @@ def test_the_fields_have_the_names_and_defaults_of_vllm():
         ("[4]", "Expected `object`"),
         ('{"method": "ngram"}', "missing required field `num_speculative_tokens`"),
         ('{"num_speculative_tokens": "4"}', "num_speculative_tokens"),
-        ('{"num_speculative_tokens": 4, "model": "draft"}', "unknown field `model`"),
+        ('{"num_speculative_tokens": 4, "modle": "draft"}', "unknown field `modle`"),
+        ('{"num_speculative_tokens": 4, "model": 7}', "model"),
         ('{"num_speculative_tokens": ' + "9" * 5000, "cannot be read"),
         ("\ud800", "cannot be read"),
     ],
@@ -40,7 +41,13 @@ def test_a_config_that_is_none_is_refused(text: str, named: str):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"method": "eagle\n"}, r"method in --speculative-config is 'eagle\\n'; only ngram"),
+        ({"method": "eagle\n"}, r"method in --speculative-config is 'eagle\\n'; it must be ngram, or draft_model"),
+        ({"method": "draft_model"}, "is draft_model, and no model is given"),
+        ({"method": "ngram", "model": "a\n"}, r"model in --speculative-config is 'a\\n', which the method ngram"),
+        (
+            {"model": "a", "prompt_lookup_max": 4},
+            "prompt_lookup_max and prompt_lookup_min in --speculative-config are of",
+        ),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens in --speculative-config is 0; it must be from 1 to 64"),
         ({"num_speculative_tokens": 65}, "is 65"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min in --speculative-config is 0"),
@@ -62,7 +69,7 @@ def test_the_flag_is_read():
 
     assert config().speculative_config is None
     read = config("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}').speculative_config
-    assert read == SpeculativeConfig(num_speculative_tokens=4)
+    assert read == SpeculativeConfig(num_speculative_tokens=4, method="ngram")
     with pytest.raises(ConfigError, match="--speculative-config 'ngram' cannot be read"):
         config("--speculative-config", "ngram")
 
