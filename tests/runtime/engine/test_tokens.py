@@ -167,7 +167,7 @@ def test_speculated_and_sampled(case: Case) -> None:
 
 def test_drafts_from_the_sequence_itself(case: Case) -> None:
     """With two tokens to choose from, an output soon repeats itself."""
-    sampling = SamplingParams(temperature=1.0, top_k=2, ignore_eos=True, seed=3, max_tokens=100)
+    sampling = SamplingParams(temperature=1.0, top_k=2, ignore_eos=True, seed=3, max_tokens=50)
     prompts = [prompt[:30] for prompt in case.prompts]
     engine = case.engine(speculative_config=SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1))
     engine.governor.tokens_per_s = lambda *_: None

@@ -13,7 +13,7 @@ from flyball_runtime.model.verify import verify
 DRAFTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(drafts=DRAFTS, num_plain=st.integers(0, 3), data=st.data())
 def test_drafts_are_accepted_up_to_the_first_that_is_not_chosen(drafts: list[list[int]], num_plain: int, data) -> None:
     num_chosen = num_plain + sum(1 + len(one) for one in drafts)
