@@ -63,6 +63,7 @@ class Sampled(NamedTuple):
         pooled: by entry of the plan, the vector of a prompt that ends there, 32-bit floats; None where it is not finite.
         num_accepted: how many drafts are accepted, for each entry of the plan that has some.
         drafts: what a draft model has drafted, of all entries one after another; empty if the plan has the drafts.
+        drafting_s: seconds of the step in which it did.
     """
 
     token_ids: list[int | None]
@@ -72,6 +73,7 @@ class Sampled(NamedTuple):
     pooled: dict[int, bytes | None] = {}  # noqa: RUF012  never changed
     num_accepted: Sequence[int] = ()
     drafts: Sequence[int] = ()
+    drafting_s: float = 0.0
 
 
 class StepOutput(Struct, frozen=True, tag=True):

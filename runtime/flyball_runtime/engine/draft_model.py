@@ -1,5 +1,7 @@
 """A smaller model that guesses tokens, which the served model then verifies in the same step."""
 
+import time
+
 import numpy as np
 import torch
 from msgspec import structs
@@ -29,6 +31,11 @@ class DraftModel:
         backend: as ``--kernel-backend``.
     Raises:
         ConfigError: it cannot be loaded, or does not fit the served model.
+
+    Attributes:
+        model: it is loaded.
+        kv_bytes_per_token: what a token takes in its KV tensors.
+        drafting_s: seconds that the latest ``fill`` took beyond its first pass, which every step has.
     """
 
     def __init__(
@@ -46,7 +53,7 @@ class DraftModel:
         _check_fit(model, self._config, served, max_model_len)
         self._dtype = TORCH_DTYPES[dtype]
         self._device = device
-        self._model = load_model(
+        self.model = load_model(
             path,
             self._config,
             dtype=self._dtype,
@@ -54,13 +61,14 @@ class DraftModel:
             backend=kernel_backend(backend, device),
             max_model_len=max_model_len,
         )
-        self.kv_bytes_per_token = self._model.layout.num_tensors * self._config.kv_bytes_per_layer(dtype)
+        self.drafting_s = 0.0
+        self.kv_bytes_per_token = self.model.layout.num_tensors * self._config.kv_bytes_per_layer(dtype)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Make the KV tensors."""
         self._pool = make_pool(
             self._config,
-            self._model.layout.num_tensors,
+            self.model.layout.num_tensors,
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=self._dtype,
@@ -78,8 +86,22 @@ class DraftModel:
         if plan.block_copies:
             copy_blocks(self._pool.tensors, plan.block_copies)
         logits = self._forward(_without_drafts(plan), rows, on_progress)
+        self.drafting_s = 0.0
         if not plan.num_drafts:
             return plan
+        started_s = self._now_s()
+        drafts = self._draft(plan, logits, rows, sampling, on_progress)
+        self.drafting_s = self._now_s() - started_s
+        return _with_drafts(plan, drafts)
+
+    def _draft(
+        self, plan: BatchPlan, logits: Tensor, rows: Rows, sampling: SamplingTensors, on_progress: Progress
+    ) -> np.ndarray:
+        """Return ``[num_drafted, most]`` drafts, of which each sequence wants as many as the plan says.
+
+        Args:
+            logits: behind the last tokens of those sequences.
+        """
         num_plain, num_drafts = len(plan.rows) - len(plan.num_drafts), np.array(plan.num_drafts)
         drafted, ends = np.array(plan.rows[num_plain:]), np.array(plan.starts[num_plain:]) + 1
         drafts = np.zeros((len(num_drafts), num_drafts.max()), np.uint32)
@@ -91,10 +113,16 @@ class DraftModel:
             # the last one is computed too: it may be accepted
             step = _decodes(drafted[wanting], ends[wanting] + at, num_drafts[wanting] > at + 1)
             logits = self._forward(step, rows, on_progress)
-        return _with_drafts(plan, drafts)
+        return drafts
+
+    def _now_s(self) -> float:
+        """Return the time at which all that was launched is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic()
 
     def _forward(self, plan: BatchPlan, rows: Rows, on_progress: Progress) -> Tensor:
-        return self._model.forward(rows.inputs(plan), self._pool.tensors, on_progress)
+        return self.model.forward(rows.inputs(plan), self._pool.tensors, on_progress)
 
 
 def _check_fit(model: str, config: ServedModel, served: ServedModel, max_model_len: int) -> None:

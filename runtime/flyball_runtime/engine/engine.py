@@ -18,7 +18,7 @@ from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, TokenLogprobs
 from flyball_runtime.core.sampling_params import with_seed
 from flyball_runtime.core.stats import EngineInfo, Sampled, StepOutput, StepStats
-from flyball_runtime.governor import GhostCache, Governor, OutputLengths, usable_prior
+from flyball_runtime.governor import Drafting, GhostCache, Governor, OutputLengths, usable_prior
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BatchPlan, Drafter, Ending, LimitsLedger, Scheduler, SchedulerConfig, Step
 
@@ -283,12 +283,16 @@ class Engine:
         if self._ghost is not None:
             for seq in step.admitted:
                 self._ghost.look_up(seq.block_hashes, seq.num_prompt_tokens, self.info.block_size)
-        predicted_s, after_idle = self.governor.predict(step.plan), self._idle
+        predicted_s, after_idle = self._predict(step), self._idle
         handle = self._executor.launch(step.plan)
         self._in_flight.append(_InFlight(step, handle, started_s, predicted_s, after_idle))
         self._idle = False
         self._fit_memory()  # the step may have moved blocks out of what is given back
         return True
+
+    def _predict(self, step: Step) -> float | None:
+        seconds = self.governor.predict(step.plan)
+        return None if seconds is None else seconds + self.governor.drafting_s(_drafting(step))
 
     def _watch_drain(self, now_s: float) -> None:
         """Preempt for a lowered KV limit that running sequences have held up for too long."""
@@ -336,7 +340,7 @@ class Engine:
         going = [seq for seq, ending in results if ending != "failed" and seq.gets_tokens]
         request_ids, token_ids = _new_tokens(step, going)
         now_s = self._clock.now()
-        self._learn(oldest, now_s - self._last_end_s)
+        self._learn(oldest, now_s - self._last_end_s, sampled.drafting_s)
         # a step that was launched behind another one began when that ended
         duration_s, self._last_end_s = now_s - max(oldest.started_s, self._last_end_s), now_s
         self._idle = not self.has_work()
@@ -353,16 +357,18 @@ class Engine:
             },
         )
 
-    def _learn(self, done: _InFlight, seconds: float) -> None:
+    def _learn(self, done: _InFlight, seconds: float, drafting_s: float) -> None:
         """Have the governor learn from a step, unless its time says little about what it computed.
 
         Args:
             seconds: from the end of the step before to its own, as a stream sees it.
+            drafting_s: the part of them in which a draft model drafted.
         """
         if self._num_disturbed:
             self._num_disturbed -= 1
         elif not done.after_idle and not done.step.num_moved_blocks:
-            self.governor.observe(done.step.plan, seconds)
+            self.governor.observe(done.step.plan, seconds - drafting_s)
+            self.governor.observe_drafting(_drafting(done.step), drafting_s)
 
     def _learn_from(self, seq: Sequence) -> None:
         """Take in what a request that has ended says of others: its length, and which blocks may be asked for again."""
@@ -416,6 +422,11 @@ class Engine:
             effective=scheduler.effective,
             max_num_seqs=scheduler.envelope.max_num_seqs,
         )
+
+
+def _drafting(step: Step) -> Drafting:
+    starts = step.starts[len(step.starts) - len(step.drafts) :]
+    return Drafting(len(starts), sum(step.plan.num_drafts), sum(starts) // max(1, len(starts)))
 
 
 def _new_tokens(step: Step, going: list[Sequence]) -> tuple[list[str], list[int]]:

@@ -50,6 +50,7 @@ class LaunchedStep:
         pooled: like ``token_ids``.
         num_accepted: ``[num_drafted]`` int64 on the host, likewise; None when nothing was drafted.
         drafts: of a draft model, of all entries; None without one.
+        drafting_s: seconds in which it made them.
     """
 
     token_ids: Tensor
@@ -60,6 +61,7 @@ class LaunchedStep:
     pooled: PooledStates | None = None
     num_accepted: Tensor | None = None
     drafts: np.ndarray | None = None
+    drafting_s: float = 0.0
 
 
 class ModelRunner:
@@ -223,7 +225,9 @@ class ModelRunner:
             token_ids, num_accepted = verify(token_ids, drafts, plan.num_drafts)
         self._rows.remember(torch.from_numpy(entries).to(self._device, non_blocking=True), token_ids)
         handle = self._to_host(token_ids, logprobs, scores, pooled, num_accepted)
-        return handle if self._draft_model is None else replace(handle, drafts=drafts)
+        if self._draft_model is None:
+            return handle
+        return replace(handle, drafts=drafts, drafting_s=self._draft_model.drafting_s)
 
     def _prompt_logprobs(self, plan: BatchPlan) -> PromptLogprobs:
         begins = _begins(plan)
@@ -269,6 +273,7 @@ class ModelRunner:
             {} if pooled is None else pooled.by_entry(),
             () if handle.num_accepted is None else handle.num_accepted.tolist(),
             () if handle.drafts is None else handle.drafts.tolist(),
+            handle.drafting_s,
         )
 
     def _to_host(

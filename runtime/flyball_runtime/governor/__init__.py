@@ -1,8 +1,9 @@
 """The fast loop: learns how long steps take, and how long answers are, and says what fits. No torch, no I/O."""
 
+from flyball_runtime.governor.drafting import Drafting
 from flyball_runtime.governor.ghost_cache import GhostCache
 from flyball_runtime.governor.learner import StepTimeLearner
 from flyball_runtime.governor.lengths import OutputLengths
 from flyball_runtime.governor.pace import MIN_CHUNK, Governor, usable_prior
 
-__all__ = ["MIN_CHUNK", "GhostCache", "Governor", "OutputLengths", "StepTimeLearner", "usable_prior"]
+__all__ = ["MIN_CHUNK", "Drafting", "GhostCache", "Governor", "OutputLengths", "StepTimeLearner", "usable_prior"]

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from flyball_protocol import BootPrior, StepModel
+from flyball_runtime.governor.drafting import Drafting, DraftingShare
 from flyball_runtime.governor.learner import StepTimeLearner
 from flyball_runtime.governor.work import Work
 
@@ -55,6 +56,7 @@ class Governor:
     def __init__(self, prior: StepModel | None = None) -> None:
         self.target_s: float | None = None
         self._learner = StepTimeLearner(prior)
+        self._drafting = DraftingShare()
         self._largest_chunk = 0 if prior is None else 1 << 30
 
     @property
@@ -73,12 +75,44 @@ class Governor:
         self._largest_chunk = max(self._largest_chunk, work.prefill_tokens)
         self._learner.observe(*work, seconds)
 
+    def observe_drafting(self, drafting: Drafting, seconds: float) -> None:
+        """Learn what the passes of a draft model took, which are left out of the time that ``observe`` gets; 0.0: none ran."""
+        if not seconds:
+            self._drafting.skip()
+        elif (expected_s := self._passes_s(drafting)) > 0.0:
+            self._drafting.observe(seconds / expected_s)
+
     def predict(self, step: Planned) -> float | None:
-        """Return the seconds that a step is expected to take, None before anything is known."""
+        """Return the seconds that a step is expected to take, None before anything is known. Drafting comes on top."""
         model = self._learner.coefficients
         return None if model is None else model.predict(*work_of(step))
 
-    def chunk(self, step: Planned, start: int, most: int, least: int = 0) -> int:
+    def drafting_s(self, drafting: Drafting) -> float:
+        """Return the seconds that drafting is expected to add to a step; 0.0 without a draft model, or if nothing is known."""
+        share = self._drafting.share
+        return share * self._passes_s(drafting) if share else 0.0
+
+    def _passes_s(self, drafting: Drafting) -> float:
+        """Return what the served model would take for the passes of a draft model; 0.0 if nothing is known."""
+        num_drafted, num_drafts, start = drafting
+        model = self._learner.coefficients
+        if model is None or not num_drafts:
+            return 0.0
+        num_passes = -(-num_drafts // num_drafted)
+        return num_passes * model.predict(0, num_drafted, num_drafted * start, 0)
+
+    def drafts(self, step: Planned, num_drafted: int, most: int) -> int:
+        """Return how many drafts, of so many for some of the decodes, a step has time for.
+
+        Args:
+            step: what is planned so far, all its decodes included.
+            num_drafted: decodes that get some.
+            most: of all of them together.
+        """
+        start = step.num_context_tokens // max(1, step.num_decodes)
+        return self.chunk(step, start, most, spent_s=self.drafting_s(Drafting(num_drafted, most, start)))
+
+    def chunk(self, step: Planned, start: int, most: int, least: int = 0, spent_s: float = 0.0) -> int:
         """Return how many more prompt tokens of one sequence a step has time for.
 
         A step without decodes delays no stream, so it has time for all.
@@ -88,6 +122,7 @@ class Governor:
             start: tokens of the sequence that are computed.
             most: what is left of it and of the token budget.
             least: what the step computes however long it takes, if ``most`` allows.
+            spent_s: what the step takes beside its tokens.
         """
         if self.target_s is None or not step.num_decodes or most <= 0:
             return most
@@ -100,7 +135,7 @@ class Governor:
         available_s = self._available_s(self.target_s, model, step.num_decodes, step.num_context_tokens)
         # Where decodes alone miss the target, tokens below the knee are still free.
         free_s = NEXT_TO_NOTHING * model.predict(*work)
-        low = _most_tokens(model, work, start, high, max(available_s, free_s))
+        low = _most_tokens(model, work, start, high, max(available_s, free_s) - spent_s)
         if low < most:
             low -= low % CHUNK_MULTIPLE
         return max(low, least)
@@ -157,6 +192,7 @@ class Governor:
             work.context_tokens - num_drafted * start,
             work.attention_pairs + num_tokens * start,
         )
+        seconds += self.drafting_s(Drafting(num_drafted, num_drafts, start))
         return (work.decodes + num_accepted) / seconds if seconds > 0.0 else None
 
     def _available_s(self, target_s: float, model: StepModel, decodes: int, context_tokens: int) -> float:

@@ -20,6 +20,10 @@ class Pace(Protocol):
         """Return how many more tokens of a sequence, from ``start`` on, a step has time for."""
         ...
 
+    def drafts(self, step: Step, num_drafted: int, most: int) -> int:
+        """Return how many drafts, of so many for some decodes together, a step has time for."""
+        ...
+
     def fits(self, num_decodes: int, num_context_tokens: int) -> bool:
         """Return whether a step has time for so many decodes and the cached tokens that they read."""
         ...
@@ -186,9 +190,9 @@ class Outlook:
                 highest, num_worth = tokens_per_s, num_drafted
         return num_worth
 
-    def num_drafts(self, step: Step, num_drafts: int, budget: int) -> int:
-        """Return how many drafts, of so many, a step with decodes has tokens and time for."""
+    def num_drafts(self, step: Step, num_drafted: int, num_drafts: int, budget: int) -> int:
+        """Return how many drafts, of so many for some decodes together, a step has tokens and time for."""
         num_fitting = max(0, min(num_drafts, budget))
         if self._pace is None:
             return num_fitting
-        return self._pace.chunk(step, step.num_context_tokens // step.num_decodes, num_fitting)
+        return self._pace.drafts(step, num_drafted, num_fitting)

@@ -395,7 +395,7 @@ class Scheduler:
         num_worth = self._outlook.num_worth(step, expected)
         for seq, _ in drafted[num_worth:]:
             drafter.pause(seq)
-        num_left = self._outlook.num_drafts(step, sum(num for num, _ in expected[:num_worth]), budget)
+        num_left = self._outlook.num_drafts(step, num_worth, sum(num for num, _ in expected[:num_worth]), budget)
         for seq, drafts in drafted[:num_worth]:
             if fitting := drafts[: self._grow_for_drafts(step, seq, min(num_left, len(drafts)))]:
                 step.verify(step.sequences.index(seq, 0, step.num_decodes), fitting)

@@ -10,6 +10,7 @@ from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.core.stats import EngineInfo, Sampled, StepStats
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.scheduler import BatchPlan
@@ -72,6 +73,38 @@ def make(
     return Engine(config, Plant(clock), clock), clock
 
 
+PASS_S = 0.020
+
+
+class DraftingPlant(Plant):
+    """With a draft model, each pass of which takes 20 ms; the drafts are accepted."""
+
+    def launch(self, plan: BatchPlan) -> tuple[float, BatchPlan]:  # type: ignore[override]
+        work = (plan.num_tokens - plan.num_decodes, plan.num_decodes, plan.num_context_tokens, plan.prefill_work)
+        seconds = self.model.predict(*work) + PASS_S * max(plan.num_drafts, default=0)
+        self._free_s = max(self._clock.now(), self._free_s) + seconds
+        return self._free_s, plan
+
+    def collect(self, handle: tuple[float, BatchPlan]) -> Sampled:  # type: ignore[override]
+        ends_s, plan = handle
+        self._clock.advance_to(ends_s)
+        return Sampled(
+            [1] * sum(plan.samples),
+            num_accepted=plan.num_drafts,
+            drafts=[1] * sum(plan.num_drafts),
+            drafting_s=PASS_S * max(plan.num_drafts, default=0),
+        )
+
+
+def make_drafting(num_tokens: int) -> Engine:
+    clock = FakeClock()
+    speculation = SpeculativeConfig(num_speculative_tokens=num_tokens, model="draft")
+    config = EngineConfig(
+        model="plant", served_model_name="plant", max_num_seqs=64, speculative_config=speculation, fair_share=False
+    )
+    return Engine(config, DraftingPlant(clock), clock)
+
+
 def load(engine: Engine, num_requests: int, seed: int = 1) -> None:
     rng = Random(seed)
     for _ in range(num_requests):
@@ -103,6 +136,35 @@ def test_the_engine_learns_what_its_steps_take(ahead: bool) -> None:
     model = engine.state().step_model
     assert model is not None and model.settled and model.num_steps >= len(stats) - 3
     assert model.predict(200, 20, 20_000, 20_100) == pytest.approx(LINEAR.predict(200, 20, 20_000, 20_100), rel=0.05)
+
+
+def test_what_a_draft_model_takes_is_not_taken_for_what_tokens_cost() -> None:
+    engine = make_drafting(2)
+    engine.governor.tokens_per_s = lambda *_: None  # type: ignore[method-assign]  pay whatever drafts cost
+    load(engine, 150)
+    stats = drain(engine)
+    late = [one for one in stats[100:] if one.predicted_s]
+    right = [one for one in late if one.predicted_s == pytest.approx(one.duration_s, rel=0.15)]
+    assert len(right) >= 0.8 * len(late) > 50
+    assert any(one.num_drafts for one in stats[100:])
+    model = engine.state().step_model
+    assert model is not None
+    assert model.predict(200, 20, 20_000, 20_100) == pytest.approx(LINEAR.predict(200, 20, 20_000, 20_100), rel=0.05)
+
+
+def test_a_draft_model_that_takes_too_long_is_left_alone() -> None:
+    """A step takes some 12 ms, and four passes 80 ms: five tokens come sooner one at a time."""
+    engine = make_drafting(4)
+    engine.submit(
+        Request(
+            request_id="a",
+            prompt_token_ids=[1] * 50,
+            sampling=SamplingParams(max_tokens=800, ignore_eos=True),
+        )
+    )
+    stats = drain(engine)
+    num_drafted = sum(one.num_drafts for one in stats)
+    assert 4 <= num_drafted < 0.1 * len(stats)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

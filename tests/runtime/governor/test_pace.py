@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball_protocol import BootPrior, Limits, StepModel
-from flyball_runtime.governor import MIN_CHUNK, Governor, usable_prior
+from flyball_runtime.governor import MIN_CHUNK, Drafting, Governor, usable_prior
+from flyball_runtime.governor.drafting import FORGET_STEPS, MIN_SHARES
 from flyball_runtime.governor.pace import FIRST_CHUNK, NEXT_TO_NOTHING, work_of
 from runtime.governor.plants import LINEAR, mixed, took
 
@@ -218,3 +219,48 @@ def test_tokens_a_second_of_any_model(model: StepModel, decodes: int, start: int
     rate = made.tokens_per_s(step, num_drafted, 4 * num_drafted, 2.0)
     assert rate is None or rate > 0.0
     assert made.predict(step) or made.tokens_per_s(step, 0, 0, 0.0) is None
+
+
+def drafting(target_ms: float | None = None, pass_s: float = 0.0055) -> Governor:
+    """A governor beside a draft model, a pass of which takes half a step of one decode."""
+    made = governor(target_ms, StepModel(base_s=0.010, token_s=0.001, knee_tokens=0.0))
+    for _ in range(MIN_SHARES):
+        made.observe_drafting(Drafting(1, 4, 100), 4 * pass_s)
+    return made
+
+
+@pytest.mark.parametrize(("num_accepted", "pays"), [(2.3, False), (2.5, True)])
+def test_drafts_of_a_model_have_to_pay_for_its_passes(num_accepted: float, pays: bool):
+    """A step of 1 decode takes 11 ms; with four drafts it takes 15 ms, and their passes 22: worth 2.36 tokens."""
+    made, step = drafting(), Step(1, 1, 100)
+    without, with_drafts = made.tokens_per_s(step, 0, 0, 0.0), made.tokens_per_s(step, 1, 4, num_accepted)
+    assert without is not None and with_drafts is not None
+    assert (with_drafts > without) == pays
+
+
+def test_passes_of_more_sequences_take_longer_as_steps_do():
+    assert drafting().drafting_s(Drafting(8, 32, 100)) == pytest.approx(4 * 0.009)
+    assert drafting().drafting_s(Drafting(8, 8, 100)) == pytest.approx(0.009)
+    assert governor(None).drafting_s(Drafting(8, 32, 100)) == 0.0, "unknown, so that it is tried"
+    assert drafting().drafting_s(Drafting(0, 0, 0)) == 0.0
+
+
+def test_one_long_pass_says_nothing():
+    made = drafting()
+    made.observe_drafting(Drafting(1, 4, 100), 10.0)
+    assert made.drafting_s(Drafting(1, 4, 100)) == pytest.approx(0.022)
+
+
+@pytest.mark.parametrize(("target_ms", "expected"), [(37.0, 0), (50.0, 4)])
+def test_drafts_stay_within_the_target_passes_included(target_ms: float, expected: int):
+    """A step of a decode and four drafts takes 15 ms, their passes 22 ms, and nothing measured a margin of 25 %."""
+    assert drafting(target_ms).drafts(Step(1, 1, 100), 1, 4) == expected
+
+
+def test_what_drafting_costs_is_measured_again_after_a_time_without():
+    made = drafting(pass_s=1.0)
+    for _ in range(FORGET_STEPS - 1):
+        made.observe_drafting(Drafting(0, 0, 0), 0.0)
+    assert made.drafting_s(Drafting(1, 4, 100)) == pytest.approx(4.0)
+    made.observe_drafting(Drafting(0, 0, 0), 0.0)
+    assert made.drafting_s(Drafting(1, 4, 100)) == 0.0

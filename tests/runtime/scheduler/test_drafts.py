@@ -235,6 +235,9 @@ class Pace:
     def chunk(self, step: Step, start: int, most: int, least: int = 0) -> int:
         return min(most, self.num_tokens) if step.num_decodes else most
 
+    def drafts(self, step: Step, num_drafted: int, most: int) -> int:
+        return self.chunk(step, 0, most)
+
     def fits(self, num_decodes: int, num_context_tokens: int) -> bool:
         return True
 
