@@ -119,6 +119,11 @@ class Reference:
         return [self._generate(prompt, max_tokens) for prompt in prompts]
 
     @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Return those behind the last token, ``[vocab_size]``."""
+        return self._model(torch.tensor([token_ids])).logits[0, -1]
+
+    @torch.inference_mode()
     def _generate(self, prompt: list[int], max_tokens: int) -> list[int]:
         inputs = torch.tensor([prompt])
         output = self._model.generate(

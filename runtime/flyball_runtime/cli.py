@@ -151,7 +151,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--speculative-config",
         metavar="JSON",
-        help='have several tokens verified in one step, e.g. {"method": "ngram", "num_speculative_tokens": 4} '
+        help='have several tokens verified in one step, e.g. {"method": "ngram", "num_speculative_tokens": 4}, '
+        'or with a draft model {"model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 4} '
         "(default: one token of a sequence per step)",
     )
     engine.add_argument("--fair-share", default=True, action=on_off, help="clients take turns, measured in tokens")

@@ -1,14 +1,18 @@
 """A smaller model that guesses tokens, which the served model then verifies in the same step."""
 
+import logging
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
 
+from flyball_protocol.quoting import one_line
 from flyball_runtime.core.checkpoint import DType, ServedModel
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.json_fields import JsonFields, read_json_object
 from flyball_runtime.engine.engine import Progress
 from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
 from flyball_runtime.engine.rows import Rows
@@ -16,6 +20,8 @@ from flyball_runtime.model.hub import resolve_model_path
 from flyball_runtime.model.loader import TORCH_DTYPES, describe_model, kernel_backend, load_model
 from flyball_runtime.model.sampler import SamplingTensors
 from flyball_runtime.scheduler import BatchPlan
+
+logger = logging.getLogger(__name__)
 
 
 class DraftModel:
@@ -27,7 +33,7 @@ class DraftModel:
 
     Args:
         model: directory of a Hugging Face checkpoint, or a Hugging Face id.
-        served: what it drafts for.
+        served: what it drafts for, and ``served_path`` the directory of its checkpoint.
         backend: as ``--kernel-backend``.
     Raises:
         ConfigError: it cannot be loaded, or does not fit the served model.
@@ -43,6 +49,7 @@ class DraftModel:
         model: str,
         served: ServedModel,
         *,
+        served_path: Path,
         dtype: DType,
         device: torch.device,
         backend: str,
@@ -51,6 +58,7 @@ class DraftModel:
         path = resolve_model_path(model)
         self._config = describe_model(path, "auto")
         _check_fit(model, self._config, served, max_model_len)
+        _check_vocabulary(model, path, served_path)
         self._dtype = TORCH_DTYPES[dtype]
         self._device = device
         self.model = load_model(
@@ -127,7 +135,7 @@ class DraftModel:
 
 def _check_fit(model: str, config: ServedModel, served: ServedModel, max_model_len: int) -> None:
     """Raise ConfigError if a model cannot draft for another one."""
-    name = f"model in --speculative-config ({model})"
+    name = f"model in --speculative-config ({one_line(model)})"
     if config.vocab_size != served.vocab_size:
         raise ConfigError(
             f"{name} has a vocabulary of {config.vocab_size} tokens, and the served model one of {served.vocab_size}. "
@@ -144,6 +152,27 @@ def _check_fit(model: str, config: ServedModel, served: ServedModel, max_model_l
                 f"{who} has sliding windows, and draft models work only without. Use the method ngram, or a "
                 "--max-model-len within the windows."
             )
+
+
+def _check_vocabulary(model: str, path: Path, served_path: Path) -> None:
+    """Raise ConfigError if the same number stands for different tokens. Special tokens may differ."""
+    draft, served = _vocabulary(path), _vocabulary(served_path)
+    if draft is None or served is None:
+        logger.warning(
+            "the vocabulary of the draft model %s is not compared: there is no tokenizer.json", one_line(model)
+        )
+    elif draft != served:
+        raise ConfigError(
+            f"model in --speculative-config ({one_line(model)}) has other tokens than the served model: "
+            f"{path}/tokenizer.json and {served_path}/tokenizer.json number them differently. "
+            "Take a draft model of the same family."
+        )
+
+
+def _vocabulary(path: Path) -> object:
+    """Return the tokens of a checkpoint but the special ones, or None without a tokenizer.json. Raises ConfigError."""
+    file = path / "tokenizer.json"
+    return JsonFields(file, read_json_object(file)).child("model").raw("vocab") if file.is_file() else None
 
 
 def _without_drafts(plan: BatchPlan) -> BatchPlan:

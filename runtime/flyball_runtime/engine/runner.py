@@ -106,6 +106,7 @@ class ModelRunner:
             self._draft_model = DraftModel(
                 speculation.model,
                 self._model_config,
+                served_path=Path(config.model),
                 dtype=self._dtype_name,
                 device=self._device,
                 backend=config.kernel_backend,
@@ -122,14 +123,17 @@ class ModelRunner:
 
     def measure(self) -> KVCacheSize:
         """Return how many KV blocks fit, after steps that show what one takes; a GPU's kernels are compiled in them."""
-        warm_up = WarmUp(
-            self._model, self._config, max_model_len=self._max_model_len, dtype=self._dtype, device=self._device
-        )
+        models = [self._model] if self._draft_model is None else [self._model, self._draft_model.model]
+        warm_ups = [
+            WarmUp(model, self._config, max_model_len=self._max_model_len, dtype=self._dtype, device=self._device)
+            for model in models
+        ]
         step_bytes = 0
         if self._device.type == "cuda":
-            warm_up.small_steps()
-            step_bytes = peak_bytes(warm_up.largest_step, self._device)
-        self._longest_pause_s = warm_up.longest_pause_s()
+            for warm_up in warm_ups:
+                warm_up.small_steps()
+                step_bytes = max(step_bytes, peak_bytes(warm_up.largest_step, self._device))
+        self._longest_pause_s = max(warm_up.longest_pause_s() for warm_up in warm_ups)
         self._stages.done("warm_up")
         return resolve_kv_cache(
             self._config,

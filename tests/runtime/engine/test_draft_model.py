@@ -1,9 +1,15 @@
 """Tokens that a smaller model drafts, in the blocks of the model that verifies them."""
 
+import json
 import random
+import shutil
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+import torch
+from msgspec import structs
+from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
 from engines import Reference, generate, make_engine, random_prompts
@@ -13,6 +19,8 @@ from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.engine.engine import Engine
+from flyball_runtime.engine.start_up import WarmUp
+from flyball_runtime.model.loader import describe_model
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=30, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -28,6 +36,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another architecture and other weights, with the same vocabulary."""
     return make_checkpoint(tmp_path_factory.mktemp("draft"), "qwen3", seed=3)
+
+
+@pytest.fixture(scope="module")
+def similar(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The served model with some noise in its weights: it is right more often than not."""
+    draft = shutil.copytree(path, tmp_path_factory.mktemp("similar") / "draft")
+    generator = torch.Generator().manual_seed(0)
+    file = draft / "model.safetensors"
+    tensors = load_file(file)
+    for name, one in tensors.items():
+        if "norm" not in name:
+            tensors[name] = one + 0.2 * one.std() * torch.randn(one.shape, generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return draft
 
 
 def speculating(path: Path, draft: Path, num: int = 4, **settings: float) -> Engine:
@@ -105,6 +127,75 @@ def test_it_agrees_with_itself_while_memory_is_given_back_and_taken_again(path: 
     assert revision > 10
 
 
+def test_it_agrees_with_itself_beside_requests_without_drafts_and_after_aborts(path: Path) -> None:
+    """They share their prompts, so that most are found in the prefix cache: computed with drafts, without, or in part."""
+    rng = random.Random(1)
+    engine = speculating(path, path, kv_cache_memory_bytes=2 * 30 * make_engine(path).info.kv_block_bytes, **TIGHT)
+    shared = random_prompts([60])[0]
+    kinds = [GREEDY, SAMPLED, structs.replace(SAMPLED, logprobs=1), structs.replace(GREEDY, presence_penalty=1.0)]
+    for index in range(40):
+        prompt = shared[: rng.randrange(1, 60)] + [rng.randrange(4, 384) for _ in range(rng.randrange(30))]
+        pooling = "mean" if index % 7 == 0 else None
+        request = Request(request_id=str(index), prompt_token_ids=prompt or [5], sampling=rng.choice(kinds))
+        assert engine.submit(structs.replace(request, pooling=pooling)) is None
+    drafted = accepted = hits = 0
+    while engine.has_work():
+        if rng.random() < 0.05:
+            engine.abort(str(rng.randrange(40)))
+            if not engine.has_work():
+                break
+        stats = engine.step().stats
+        assert stats is not None
+        drafted += stats.num_draft_tokens
+        accepted += stats.num_accepted_tokens
+        hits += stats.num_prefix_hit_tokens
+    assert drafted == accepted > 50
+    assert hits > 500
+
+
+def test_sampled_tokens_have_the_distribution_of_the_served_model(path: Path, similar: Path) -> None:
+    """Three tokens, two of them drafted, for 1,500 seeds, against the probabilities by transformers of what they may be."""
+    num, prompt = 1500, [7]
+    engine = speculating(path, similar, num=2, max_num_seqs=32)
+    sampling = [
+        SamplingParams(temperature=0.7, top_k=3, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(num)
+    ]
+    for seed, one in enumerate(sampling):
+        engine.submit(Request(request_id=str(seed), prompt_token_ids=prompt, sampling=one))
+    outputs: dict[str, list[int]] = defaultdict(list)
+    num_rejected = num_accepted = 0
+    while engine.has_work():
+        output = engine.step()
+        assert output.stats is not None
+        num_accepted += output.stats.num_accepted_tokens
+        num_rejected += output.stats.num_draft_tokens - output.stats.num_accepted_tokens
+        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            outputs[request_id].append(token_id)
+    assert min(num_accepted, num_rejected) > 300
+
+    reference = Reference(path)
+    counts = Counter(tuple(tokens[:3]) for tokens in outputs.values())
+    chi_square, expected = 0.0, _outcomes(reference, prompt, 3)
+    assert set(counts) <= set(expected)
+    for outcome, probability in expected.items():
+        chi_square += (counts[outcome] - num * probability) ** 2 / (num * probability)
+    assert len(expected) == 27
+    assert chi_square < 54.1  # the seeds are fixed; the 99.9 % point of 26 degrees of freedom
+
+
+def _outcomes(reference: Reference, prompt: list[int], num_tokens: int) -> dict[tuple[int, ...], float]:
+    """Return the probability of each output of so many tokens, at temperature 0.7 and top_k 3."""
+    outcomes: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(num_tokens):
+        longer: dict[tuple[int, ...], float] = {}
+        for tokens, probability in outcomes.items():
+            top = reference.logits([*prompt, *tokens]).topk(3)
+            shares = (top.values / 0.7).softmax(dim=0).tolist()
+            longer |= {(*tokens, int(one)): probability * share for one, share in zip(top.indices, shares, strict=True)}
+        outcomes = longer
+    return outcomes
+
+
 def test_its_keys_count_towards_the_kv_cache(path: Path, other: Path) -> None:
     alone, draft = make_engine(path).info.kv_block_bytes, make_engine(other).info.kv_block_bytes
     assert speculating(path, other).info.kv_block_bytes == alone + draft
@@ -124,6 +215,29 @@ def test_a_model_that_does_not_fit_is_refused(
     draft = make_checkpoint(tmp_path, arch, **overrides)
     with pytest.raises(ConfigError, match=named):
         speculating(path, draft)
+
+
+def test_a_model_whose_tokens_have_other_numbers_is_refused(path: Path, tmp_path: Path) -> None:
+    """The vocabulary is as large: without a look at the tokens, hardly a draft would ever be accepted."""
+    draft = make_checkpoint(tmp_path, "qwen3")
+    file = draft / "tokenizer.json"
+    tokenizer = json.loads(file.read_bytes())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"has other tokens than the served model: .* number them differently"):
+        speculating(path, draft)
+
+
+def test_both_models_are_warmed_up(path: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would compile the kernels of the other one's shapes while a request waits."""
+    timed = []
+    monkeypatch.setattr(WarmUp, "longest_pause_s", lambda self: float(timed.append(self._model.config) or len(timed)))
+    engine = speculating(path, other)
+    assert [one.num_key_value_heads * one.head_dim for one in timed] == [
+        describe_model(one, "auto").num_key_value_heads * describe_model(one, "auto").head_dim for one in (path, other)
+    ]
+    assert engine.info.longest_pause_s == 2.0, "the longer one"
 
 
 def test_a_model_that_is_not_there_is_refused(path: Path, tmp_path: Path) -> None:
