@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint
 from engines import Reference, generate, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_runtime.core.beam_search import BeamSearch
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling_params import SamplingParams
@@ -151,6 +152,35 @@ def test_it_agrees_with_itself_beside_requests_without_drafts_and_after_aborts(p
         hits += stats.num_prefix_hit_tokens
     assert drafted == accepted > 50
     assert hits > 500
+
+
+def test_it_agrees_with_itself_in_forks_and_beside_a_beam_search(path: Path) -> None:
+    """Choices of a prompt get a copy of its last block, with the keys of both models in it; beams are not drafted for."""
+    engine = speculating(path, path, enable_prefix_caching=False, max_num_seqs=12)
+    for number, prompt in enumerate(random_prompts([5, 21, 40])):
+        for seed in range(3):
+            sampling = structs.replace(SAMPLED, seed=seed)
+            request = Request(
+                request_id=f"{number}/{seed}", prompt_token_ids=prompt, sampling=sampling, fork_group=str(number)
+            )
+            assert engine.submit(request) is None
+    search = SamplingParams(temperature=0.0, max_tokens=8, beam_search=BeamSearch(width=3))
+    assert engine.submit(Request(request_id="search", prompt_token_ids=[7, 8, 9], sampling=search)) is None
+    drafted = accepted = 0
+    found: list[list[int]] = []
+    while engine.has_work():
+        output = engine.step()
+        assert output.stats is not None
+        drafted += output.stats.num_draft_tokens
+        accepted += output.stats.num_accepted_tokens
+        found += [one.token_ids for one in output.hypotheses.get("search", [])]
+    assert drafted == accepted > 50
+    alone = make_engine(path, enable_prefix_caching=False)
+    alone.submit(Request(request_id="search", prompt_token_ids=[7, 8, 9], sampling=search))
+    expected: list[list[int]] = []
+    while alone.has_work():
+        expected += [one.token_ids for one in alone.step().hypotheses.get("search", [])]
+    assert found == expected != []
 
 
 def test_sampled_tokens_have_the_distribution_of_the_served_model(path: Path, similar: Path) -> None:
