@@ -190,7 +190,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
         model: served model name.
         boot_id: differs between any two starts of a runtime.
         template: which template of the deployment this replica was started from (FLYBALL_TEMPLATE); "" if it was not told.
-        key: what step times depend on, ``model/dtype/device/version``. Models of runtimes with another key do not fit.
+        key: what step times depend on, ``model/dtype/device/version``; a draft model is named behind the model. Models of
+            runtimes with another key do not fit.
         uptime_s: seconds since the runtime became ready.
         num_arrived: requests accepted, and those refused because the queue was full.
         ttft, itl, e2e: arrival to first token, gap between two tokens, arrival to last token.

@@ -109,6 +109,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         device_name: which GPU, or which CPU with how many threads; "" if nobody said.
         kv_block_bytes: memory of one KV block in all its layers; 0 if nobody said.
         kernel_backend: which implementation the ops run: cpp, torch or triton.
+        draft_model: as ``--speculative-config`` names it; "" without one.
     """
 
     model: str
@@ -126,8 +127,10 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     longest_pause_s: float
     kv_block_bytes: int = 0
     device_name: str = ""
+    draft_model: str = ""
 
     @property
     def key(self) -> str:
         """What step times depend on; see ``Evidence.key``."""
-        return f"{self.model}/{self.dtype}/{self.device_name or self.device}/{__version__}"
+        model = f"{self.model}+{self.draft_model}" if self.draft_model else self.model
+        return f"{model}/{self.dtype}/{self.device_name or self.device}/{__version__}"

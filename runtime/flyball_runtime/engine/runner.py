@@ -190,6 +190,7 @@ class ModelRunner:
             ),
             startup_s=self._stages.seconds,
             longest_pause_s=self._longest_pause_s,
+            draft_model=(config.speculative_config and config.speculative_config.model) or "",
         )
 
     @property

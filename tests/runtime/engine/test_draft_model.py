@@ -231,6 +231,11 @@ def test_its_keys_count_towards_the_kv_cache(path: Path, other: Path) -> None:
     assert speculating(path, other).info.kv_block_bytes == alone + draft
 
 
+def test_its_step_times_are_not_those_of_the_served_model_alone(path: Path, other: Path) -> None:
+    alone, drafting = make_engine(path).info.key, speculating(path, other).info.key
+    assert drafting == alone.replace("test/", f"test+{other}/", 1)
+
+
 @pytest.mark.parametrize(
     ("arch", "overrides", "named"),
     [
