@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from flyball_simulation.chart import BLUE, GREEN, GREY, ORANGE, RED, new_figure, save
+from flyball_simulation.oracle import grid
 from flyball_simulation.proof.cells import Cell
 from flyball_simulation.proof.contenders import Run
 from flyball_simulation.proof.matrix import CONTENDERS, ORACLE, PHASE_1, SINGLE, Matrix
@@ -86,8 +87,8 @@ def _head(matrix: Matrix, source: Source) -> list[str]:
         "objectives: TTFT, and the request's own ITL p95. Intervals are 95 % over the seeds; without one there was one seed.",
         "Seeds and recorded traces were named before, in `simulation/flyball_simulation/proof/cells.py`. Contenders:",
         "",
-        "- *oracle*: the best fixed limits of a grid of 76, chosen with hindsight for each cell and each seed (those of the",
-        "  first seed are shown). All are tried; a run is given up once it cannot become the best",
+        f"- *oracle*: the best fixed limits of a grid of {len(grid())}, chosen with hindsight for each cell and each seed",
+        "  (shown are those of the first seed). All are tried; a run is given up once it cannot become the best",
         f"- *best single*: the fixed limits that are best over all cells, of {len(SINGLES)} candidates: "
         f"{seqs} sequences, {tokens} tokens",
         "- *tuned on phase 1*: the best fixed limits for the first phase of a load that shifts",
