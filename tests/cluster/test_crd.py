@@ -59,6 +59,10 @@ def autoscaling(**fields: Any) -> Spec:
     return {"autoscaling": fields}
 
 
+def by_load(tuning: str = "Recommend", **fields: Any) -> Spec:
+    return {**autoscaling(targetLoadPercent=80, maxReplicas=3, **fields), "tuning": {"mode": tuning, **OBJECTIVE}}
+
+
 def bounds(**fields: Any) -> Spec:
     return {"tuning": {"bounds": fields}}
 
@@ -76,6 +80,8 @@ def labels(**fields: str) -> Spec:
 
 
 CPU = {"accelerator": {"count": 0}}
+OBJECTIVE = {"objectives": {"ttftP95Milliseconds": 500}}
+PROMETHEUS = {"trigger": "Prometheus", "prometheusAddress": "http://p:9090"}
 SECRET = {"secretKeyRef": {"name": "s", "key": "k"}}
 CONFIG_MAP = {"configMapKeyRef": {"name": "c", "key": "k"}}
 
@@ -287,8 +293,23 @@ RULES = [
         [autoscaling(mode="KEDA", minReplicas=4, maxReplicas=3), autoscaling(minReplicas=2, maxReplicas=1)],
     ),
     Rule(
+        "autoscaling.targetLoadPercent is a share of what tuning finds that a replica can serve",
+        [by_load(), by_load("Auto"), {"tuning": {"mode": "Disabled"}}],
+        [by_load("Disabled"), autoscaling(targetLoadPercent=80)],
+    ),
+    Rule(
+        "pods have no metric for targetLoadPercent, the operator has it; set hpa.metricType to External",
+        [by_load(mode="HPA", hpa={"metricType": "External"}), by_load(mode="External")],
+        [by_load(mode="HPA"), by_load(mode="HPA", hpa={"metricType": "Pods"})],
+    ),
+    Rule(
+        "pods have no metric for targetLoadPercent, the operator has it; set keda.trigger to Prometheus",
+        [by_load(mode="KEDA", keda=PROMETHEUS)],
+        [by_load(mode="KEDA"), by_load(mode="KEDA", keda={"trigger": "MetricsAPI"})],
+    ),
+    Rule(
         "trigger Prometheus needs prometheusAddress",
-        [autoscaling(keda={"trigger": "Prometheus", "prometheusAddress": "http://p:9090"})],
+        [autoscaling(keda=PROMETHEUS)],
         [autoscaling(keda={"trigger": "Prometheus"})],
     ),
     Rule(

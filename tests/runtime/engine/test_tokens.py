@@ -79,9 +79,7 @@ def test_prefix_cached(case: Case) -> None:
     assert hits == 16 + 32 + 96
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"async_scheduling": True, "max_num_batched_tokens": 30}, {"max_num_seqs": 2}]
-)
+@pytest.mark.parametrize("settings", [{"async_scheduling": True, "max_num_batched_tokens": 30}, {"max_num_seqs": 2}])
 def test_forked(case: Case, settings: dict[str, int]) -> None:
     """Three requests of each prompt share its blocks, without a prefix cache."""
     engine = case.engine(enable_prefix_caching=False, **settings)
