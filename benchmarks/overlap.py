@@ -8,44 +8,26 @@ per second. Writes results/overlap.json.
 """
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
 from common import SHAPES, make_checkpoint, random_prompts, save
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.llm import LLM
-from machine import median_of
+from modes import Requests, on_over_off
 
 LOADS = ("1x32x128", "8x32x128", "64x32x128", "256x32x64", "96x128x64", "16x1024x16")
 MODES = {"off": False, "on": True}
 
 
-def run(llm: LLM, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
-    """Return output tokens per second, and the tokens."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    start_s = time.perf_counter()
-    outputs = llm.generate(prompts, sampling)
-    return len(prompts) * num_tokens / (time.perf_counter() - start_s), [output.token_ids for output in outputs]
-
-
 def measure(llms: dict[str, LLM], load: str, runs: int) -> dict[str, Any]:
-    """Run both modes in turns, the first one first in every other run."""
     num, input_len, output_len = map(int, load.split("x"))
-    speeds: dict[str, list[float]] = {mode: [] for mode in llms}
-    num_different = 0
-    for index in range(runs + 1):
-        prompts = random_prompts(num, [input_len] * num, seed=1000 * index + num)
-        tokens = {}
-        for mode in list(llms)[:: 1 if index % 2 else -1]:
-            speed, tokens[mode] = run(llms[mode], prompts, output_len)
-            if index:  # the first is a warm-up
-                speeds[mode].append(speed)
-        num_different += sum(one != other for one, other in zip(tokens["off"], tokens["on"], strict=True))
-    figures = {mode: median_of(values) for mode, values in speeds.items()}
-    ratio = figures["on"]["median"] / figures["off"]["median"]
-    print(f"{load}: on/off {ratio:.3f}, {num_different} outputs differ", flush=True)
-    return {"output_tokens_per_s": figures, "on_over_off": ratio, "num_outputs_that_differ": num_different}
+
+    def requests(index: int) -> Requests:
+        sampling = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        return random_prompts(num, [input_len] * num, seed=1000 * index + num), [sampling] * num
+
+    return on_over_off(load, llms, runs, requests)
 
 
 def main() -> None:

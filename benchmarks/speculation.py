@@ -17,7 +17,6 @@ output tokens per second. Writes results/speculation.json.
 
 import argparse
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 from common import make_checkpoint, save
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.llm import LLM
-from machine import median_of
+from modes import Requests, on_over_off
 
 LOADS = ("1x64x256", "4x64x256", "16x64x128")
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -80,34 +79,16 @@ def make_prompt(kind: range, length: int, rng: random.Random) -> list[int]:
     return tokens
 
 
-def run(llm: LLM, prompts: list[list[int]], num_tokens: int, seed: int) -> tuple[float, list[list[int]]]:
-    """Return output tokens per second, and the tokens."""
-    sampling = [
-        SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed + index) for index in range(len(prompts))
-    ]
-    start_s = time.perf_counter()
-    outputs = llm.generate(prompts, sampling)
-    return len(prompts) * num_tokens / (time.perf_counter() - start_s), [output.token_ids for output in outputs]
-
-
 def measure(llms: dict[str, LLM], kind: str, load: str, runs: int) -> dict[str, Any]:
-    """Run both modes in turns, the first one first in every other run."""
     num, input_len, output_len = map(int, load.split("x"))
-    speeds: dict[str, list[float]] = {mode: [] for mode in llms}
-    num_different = 0
-    for index in range(runs + 1):
+
+    def requests(index: int) -> Requests:
         rng = random.Random(1000 * index + num)
         prompts = [make_prompt(KINDS[kind][at % len(KINDS[kind])], input_len, rng) for at in range(num)]
-        tokens = {}
-        for mode in list(llms)[:: 1 if index % 2 else -1]:
-            speed, tokens[mode] = run(llms[mode], prompts, output_len, 1000 * index)
-            if index:  # the first is a warm-up
-                speeds[mode].append(speed)
-        num_different += sum(one != other for one, other in zip(tokens["off"], tokens["on"], strict=True))
-    figures = {mode: median_of(values) for mode, values in speeds.items()}
-    ratio = figures["on"]["median"] / figures["off"]["median"]
-    print(f"{kind} {load}: on/off {ratio:.3f}, {num_different} outputs differ", flush=True)
-    return {"output_tokens_per_s": figures, "on_over_off": ratio, "num_outputs_that_differ": num_different}
+        seeds = range(1000 * index, 1000 * index + num)
+        return prompts, [SamplingParams(max_tokens=output_len, ignore_eos=True, seed=seed) for seed in seeds]
+
+    return on_over_off(f"{kind} {load}", llms, runs, requests)
 
 
 def main() -> None:
