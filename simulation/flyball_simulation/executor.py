@@ -35,6 +35,12 @@ class PlantExecutor:
         done.set_result(None)
         return done
 
+    def load_adapter(self, number: int, path: str) -> Future[None]:
+        raise NotImplementedError("the simulator has no adapters")
+
+    def unload_adapter(self, number: int) -> None:
+        raise NotImplementedError("the simulator has no adapters")
+
     def launch(self, plan: BatchPlan) -> Launched:
         start_s = max(self._clock.now(), self._free_s)
         self._free_s = start_s + self._device.seconds(

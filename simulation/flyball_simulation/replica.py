@@ -1,7 +1,6 @@
 """One replica: the real engine and the real measurements, on a clock that jumps from step to step."""
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from operator import sub
 
@@ -289,11 +288,6 @@ def percentile(values: list[float], share: float) -> float | None:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def share_at_most(values: list[float], bound: float) -> float:
-    """Return the share of sorted values that are not above ``bound``."""
-    return bisect_left(values, bound + 1e-12) / len(values) if values else 1.0
 
 
 _ZEROS = [0] * 4096

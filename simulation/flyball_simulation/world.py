@@ -19,6 +19,9 @@ from flyball_simulation.workload import Workload
 
 Event = Callable[[float], None]
 
+READY_S = 1.0
+"""After which the operator reads the evidence of a replica that has become ready: it watches the pods."""
+
 LOOK_S = 5.0
 """Between two looks at whether a run that may be given up has too many bad requests already."""
 
@@ -113,6 +116,7 @@ class World:
             self._at(self.workload[0].at_s, self._arrive_from(0))
         if self.controller.reads_evidence:
             self._at(self.controller.interval_s, self._round)
+            self._look_at_new(0.0)
         for kill in self.setup.faults.restarts:
             self._at(kill.at_s, self._killer(kill.replica, kill.down_s))
         for at_s in self.setup.faults.operator_restarts:
@@ -270,10 +274,19 @@ class World:
         else:
             self._at(now_s + LOOK_S, self._look)
 
+    def _look_at_new(self, now_s: float) -> None:
+        """Have the operator's tuner make a round more, for a replica that starts now. The others know their intervals only."""
+        if isinstance(self.controller, Auto):
+            self._at(now_s + READY_S, self._turn)
+
     def _round(self, now_s: float) -> None:
+        """Make a round of the slow loop, and the next one an interval later."""
+        self._at(now_s + self.controller.interval_s + self._scraper.jitter_s(), self._round)
+        self._turn(now_s)
+
+    def _turn(self, now_s: float) -> None:
         """One round of the slow loop, as the operator makes it."""
         scraper = self._scraper
-        self._at(now_s + self.controller.interval_s + scraper.jitter_s(), self._round)
         serving = {one.name: one for one in self.replicas if one is not None}
         evidence = scraper.scrape([one.pod_evidence(now_s) for one in serving.values()], now_s)
         if scraper.operator_down(now_s):
@@ -306,6 +319,7 @@ class World:
     def _reviver(self, index: int) -> Event:
         def revive(now_s: float) -> None:
             self.replicas[index] = self._start(index, next(self._num_starts), now_s)
+            self._look_at_new(now_s)
 
         return revive
 

@@ -483,6 +483,22 @@ async def test_rounds_are_counted_until_the_deployment_goes() -> None:
 
 
 @run
+async def test_a_new_replica_is_told_the_objectives_at_once() -> None:
+    async with scene(sees=good_below(40)) as now:
+        late = now.replicas.pop()
+        await now.rounds(apart_s=2.0)
+        assert [one.limits for one in now.replicas] == [SET, SET]
+        await now.rounds(apart_s=2.0)
+        assert {len(one.updates) for one in now.replicas} == {1}, "nothing is new, and no interval has passed"
+        now.replicas.append(late)
+        await now.rounds(apart_s=0.5)
+        assert late.limits == SET
+        assert len(late.updates) == 1
+        await now.rounds(apart_s=2.0)
+        assert len(late.updates) == 1, "it is not new any more"
+
+
+@run
 async def test_too_few_samples_give_no_share() -> None:
     async with scene(sees=lambda _: {"ttft_count": 5, "itl_over": 4000}) as now:
         await now.rounds(2)

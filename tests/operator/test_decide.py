@@ -208,6 +208,15 @@ def test_a_guessed_step_target_is_replaced_by_the_plans_as_soon_as_there_is_one(
     assert not tuned.state.guessed, "that one was found by trials"
 
 
+def test_a_guess_that_is_nearly_as_long_as_the_plans_target_stays() -> None:
+    near = structs.replace(LIMITS, step_time_target_ms=35.5)
+    guess = structs.replace(SETTLED, limits=near, guessed=True)
+    assert decided(seen(limits=near, kv_blocks=LARGE), state=guess).action is Action.HOLD, "38.85 ms are a tenth more"
+    far = structs.replace(LIMITS, step_time_target_ms=34.5)
+    planned = decided(seen(limits=far, kv_blocks=LARGE), state=structs.replace(guess, limits=far))
+    assert planned.reason is Reason.STEP_TARGET_PLANNED
+
+
 ITL_ALONE = Objectives(inter_token_latency_p95_milliseconds=40)
 CUT = structs.replace(PACED, step_time_target_ms=27.2)
 
@@ -271,16 +280,37 @@ def test_after_a_restart_the_step_target_in_force_is_kept() -> None:
     assert (decision.reason, decision.limits) == (Reason.OBJECTIVES_SET, PACED)
 
 
+STARVED: dict[str, Any] = {"ttft_count": 4, "blocked_by": {"step_time": 0.9}}
+
+
 def test_a_step_target_below_what_a_few_sequences_take_is_lifted() -> None:
-    starved = seen(step_model=SLOW, limits=structs.replace(PACED, step_time_target_ms=31.0), ttft_count=4)
+    starved = seen(step_model=SLOW, limits=structs.replace(PACED, step_time_target_ms=31.0), **STARVED)
     decision = decided(starved, state=structs.replace(SETTLED, limits=starved.target))
     assert (decision.action, decision.reason) == (Action.CHANGE, Reason.STEP_TARGET_TOO_SHORT)
     assert decision.limits == structs.replace(PACED, step_time_target_ms=38.85)
-    assert decided(seen(step_model=SLOW, ttft_count=4)).reason is Reason.FEW_SAMPLES, "38 ms are enough for a few"
+    assert decided(seen(step_model=SLOW, **STARVED)).reason is Reason.FEW_SAMPLES, "38 ms are enough for a few"
+
+
+def test_a_step_target_that_no_request_waits_for_is_left_alone_while_the_objectives_are_met() -> None:
+    """A busy neighbour makes steps look long for a while. What was learned in that time is no reason to change anything."""
+    short = structs.replace(PACED, step_time_target_ms=31.0)
+    state = structs.replace(SETTLED, limits=short)
+    assert decided(seen(step_model=SLOW, limits=short), state=state).reason is Reason.STEADY
+    late = decided(seen(step_model=SLOW, limits=short, ttft_over=500), state=state)
+    assert late.reason is Reason.STEP_TARGET_TOO_SHORT, "first tokens are late, so a longer target may help"
+
+
+def test_a_step_target_just_below_what_a_few_sequences_take_is_lifted_where_an_objective_is_missed() -> None:
+    just_below = structs.replace(PACED, step_time_target_ms=34.0)  # a few take 36 ms
+    waiting = seen(step_model=SLOW, limits=just_below, **STARVED)
+    state = structs.replace(SETTLED, limits=just_below)
+    assert decided(waiting, state=state).action is Action.HOLD
+    late = seen(step_model=SLOW, limits=just_below, ttft_over=500)
+    assert decided(late, state=state).reason is Reason.STEP_TARGET_TOO_SHORT
 
 
 def test_a_step_target_is_lifted_once_the_objective_is_known_to_be_out_of_reach() -> None:
-    low = seen(step_model=TOO_SLOW, limits=structs.replace(PACED, step_time_target_ms=34.0), ttft_count=4, itl_count=10)
+    low = seen(step_model=TOO_SLOW, limits=structs.replace(PACED, step_time_target_ms=34.0), itl_count=10, **STARVED)
     decision = decided(low, state=structs.replace(SETTLED, limits=low.target))
     assert (decision.action, decision.reason) == (Action.CHANGE, Reason.STEP_TARGET_TOO_SHORT)
     assert "40 ms: one sequence alone needs 41.1 ms" in decision.why

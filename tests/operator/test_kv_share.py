@@ -24,7 +24,7 @@ PLENTY = MemoryState(
     pressure=0.0,
 )
 TIGHT = structs.replace(PLENTY, available_bytes=2 * GIB)
-STALLED = structs.replace(PLENTY, pressure=0.3)
+STALLED = structs.replace(PLENTY, available_bytes=3 * GIB + GIB // 2, pressure=0.3)
 BUSY = KVBlocks(total=1000, capacity=500, free=0, used=500, cached=0)
 IDLE = KVBlocks(total=1000, capacity=800, free=780, used=20, cached=0)
 
@@ -59,6 +59,20 @@ def test_under_memory_pressure_it_is_cut_and_memory_comes_back() -> None:
     assert (decision.action, decision.reason) == (Action.CHANGE, Reason.MEMORY_PRESSURE)
     assert decision.limits == structs.replace(PACED, kv_cache_fraction=0.64)
     assert "tasks stall for memory 30% of the time" in decision.why
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        structs.replace(PLENTY, pressure=0.3),
+        structs.replace(TIGHT, pool_bytes=GIB // 16, pool_max_bytes=GIB // 16, pressure=0.3),
+        structs.replace(STALLED, device_free_bytes=GIB),
+    ],
+    ids=["memory is available", "the pool is small beside what is left", "the pool is in the memory of a GPU"],
+)
+def test_it_is_left_alone_where_a_smaller_pool_would_not_help(memory: MemoryState) -> None:
+    assert decided(memory=memory).reason is Reason.STEADY
+    assert decided(HALF, memory=memory, kv_blocks=BUSY, blocked_by={"kv": 0.5}).reason is Reason.STEADY, "nor raised"
 
 
 def test_it_is_never_cut_below_what_runs() -> None:

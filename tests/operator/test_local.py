@@ -167,6 +167,9 @@ def test_without_a_ready_replica_requests_get_503_with_retry_after_and_the_reaso
                 assert (response.status, response.headers["Retry-After"]) == (503, "1")
                 assert (error["code"], error["param"]) == ("no_ready_replica", None)
                 assert "replica 1 is starting" in error["message"]
+            async with now.post("/v1/messages") as response:  # in Anthropic's shape
+                body = await response.json()
+                assert (body["type"], body["error"]["type"]) == ("error", "overloaded_error")
             async with now.client.get(now.runner.url + "/readyz") as response:
                 assert response.status == 503
 
@@ -182,7 +185,7 @@ def test_a_replica_that_dies_mid_stream_ends_it_with_an_error_event() -> None:
             os.kill(snapshot.replicas[0].pid or 0, signal.SIGKILL)
             events = await stream
             assert "replica_lost" in events[-1]
-            assert "replica 1 was lost" in events[-1]
+            assert "replica 1 was lost" in events[-1] and events[-1].startswith("event: error\ndata: ")
             assert '"token"' in events[0]
 
     run(scenario())

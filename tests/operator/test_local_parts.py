@@ -19,14 +19,15 @@ from flyball_operator.errors import LocalError, SpecError
 from flyball_operator.local.changes import WatchedFile
 from flyball_operator.local.control import InstanceFolder
 from flyball_operator.local.fleet import AcceleratorPool, visible_devices
-from flyball_operator.local.local_tuner import append_line
+from flyball_operator.local.local_tuner import LocalTuner, append_line
 from flyball_operator.local.process import Probe, Prober, explain_exit
 from flyball_operator.local.replica import CrashBackoff, State
 from flyball_operator.local.reports import Event, Events, Trouble, follow_logs
 from flyball_operator.local.runner import select
 from flyball_operator.local.snapshot import ReplicaSnapshot, Snapshot, render
 from flyball_operator.local.template import ProcessTemplate, local_deployment, process_template
-from flyball_operator.spec import manifest
+from flyball_operator.spec import Tuning, manifest
+from flyball_operator.tuning.admin import Target
 from operator_kit.evidence import LIMITS, make_evidence, pods
 
 TEXT = """
@@ -223,6 +224,40 @@ def test_a_probe_without_a_file_handle_says_nothing_about_the_replica() -> None:
     probe = Probe(path="/livez", period_s=0.01, timeout_s=1.0, failure_threshold=1)
     prober = Prober(cast(Any, Session()), "http://127.0.0.1:1")
     assert asyncio.run(prober.ask(probe)) is None
+
+
+def test_a_new_replica_is_tuned_at_once(tmp_path: Path) -> None:
+    """The interval is an hour, so only the replica that becomes ready can bring the second round."""
+    replica = SimpleNamespace(name="chat-0", admin_url="http://127.0.0.1:1", ready=False)
+    rounds: list[list[Target]] = []
+    second = asyncio.Event()
+
+    async def gather(targets: list[Target]) -> list[Any]:
+        rounds.append(targets)
+        replica.ready = True
+        if len(rounds) == 2:
+            second.set()
+        return []
+
+    async def post_all(updates: dict[Target, Any]) -> list[Any]:
+        return []
+
+    async def tune() -> None:
+        tuner = LocalTuner(
+            "chat",
+            Tuning(mode="Auto", interval_seconds=3600, cooldown_seconds=60, min_samples=100, max_step_percent=25),
+            cast(Any, SimpleNamespace(replicas=[replica])),
+            cast(Any, SimpleNamespace(gather=gather, post_all=post_all)),
+            record_path=tmp_path / "decisions.jsonl",
+            evidence_period_s=None,
+            report=lambda text: None,
+        )
+        running = asyncio.create_task(tuner.run())
+        await asyncio.wait_for(second.wait(), 60)
+        running.cancel()
+
+    asyncio.run(tune())
+    assert [[one.name for one in targets] for targets in rounds] == [[], ["chat-0"]]
 
 
 def test_a_file_has_changed_when_its_content_has(tmp_path: Path) -> None:

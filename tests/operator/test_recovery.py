@@ -1,12 +1,16 @@
 """recover(): what a restarted slow loop finds again."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from flyball_operator.cluster.tuner import remembered
+from flyball_operator.observed import Key, Resource
+from flyball_operator.status.tuning import MadeDecision, ShownMove, TuningStatus
 from flyball_operator.tuning import Knob, TunerState
 from flyball_operator.tuning.recovery import Memory, recover
 from flyball_operator.tuning.state import Direction
@@ -125,6 +129,39 @@ def test_the_cool_down_of_the_last_change_goes_on() -> None:
     assert state is not None
     assert state.cooldown_left_s(Knob.MAX_NUM_SEQS, Direction.RAISE, now_s=NOW_S, cooldown_s=60) == 40
     assert (state.last_move is not None) and state.last_move.at_s == NOW_S - 20
+
+
+def test_the_cool_down_of_the_kv_share_goes_on() -> None:
+    """It is longer than that of other limits: whether a cut gave enough memory back is known late."""
+    whole, cut = (structs.replace(LIMITS, kv_cache_fraction=share) for share in (1.0, 0.8))
+    made = MadeDecision(
+        time="2026-11-23T03:00:00Z",
+        action="change",
+        reason="MemoryPressure",
+        message="",
+        moves=(
+            ShownMove(limit="kvCachePercent", before=100, after=80),
+            ShownMove(limit="maxNumSeqs", before=8, after=6),
+        ),
+    )
+    status = TuningStatus(state="Adjusting", revision=4, decisions=(made,))
+    resource = Resource(
+        key=Key("default", "demo"),
+        uid="1",
+        generation=1,
+        resource_version="1",
+        spec={},
+        status={"tuning": status.as_object()},
+        deleting=False,
+    )
+    memory = remembered(resource, None, datetime(2026, 11, 23, 3, 0, 45, tzinfo=UTC))
+    state = recovered([(4, cut), (4, cut)], memory)
+    assert state is not None
+    (move,) = (one for one in state.moves if one.knob is Knob.KV_CACHE_FRACTION)
+    assert (move.direction, move.before, move.after, move.at_s) == (Direction.CUT, 1.0, 0.8, NOW_S - 45)
+    assert state.last_move is not None and state.last_move.direction is Direction.CLAMP
+    trying = recovered([(4, cut), (5, whole)], memory)
+    assert trying is not None and trying.trial is not None and trying.moves == (move,)
 
 
 FLEETS = st.lists(st.none() | st.tuples(st.integers(0, 9), st.sampled_from([LIMITS, RAISED, OTHER])), max_size=5)

@@ -13,6 +13,7 @@ from flyball_operator.tuning.admin import AdminClient, Posted, Target
 from flyball_operator.tuning.loop import Round, SlowLoop
 from flyball_operator.tuning.modes import as_change
 from flyball_operator.tuning.record import DecisionRecord, from_line, to_line
+from flyball_operator.tuning.recovery import Memory
 from flyball_operator.tuning.spec_limits import in_force, lacking
 from flyball_protocol import Evidence, Limits, LimitsAck, LimitsChange, LimitsStatus, LimitsUpdate
 from operator_kit.evidence import LIMITS, TUNING, make_evidence, pods
@@ -191,6 +192,29 @@ def test_auto_starts_from_them_once() -> None:
     assert one.target.max_num_batched_tokens <= 128
     scene.round(tuning)
     assert one.target.max_num_batched_tokens <= 128
+
+
+def test_auto_starts_from_them_in_replicas_that_are_ready_one_after_the_other() -> None:
+    """What the first has, and the second not yet, is no trial to go on with."""
+    tuning = structs.replace(TUNING, limits=EIGHT)
+    scene = Scene(fresh(), memory=Memory())
+    scene.round(tuning)
+    scene.replicas.evidence["replica 2"] = fresh()
+    for _ in range(3):
+        done = scene.round(tuning)
+        assert scene.replicas.in_force == [(done.decision.revision, 8)] * 2
+        assert done.decision.state.trial is None
+
+
+def test_auto_tells_of_a_replica_that_does_not_take_them() -> None:
+    scene = Scene(fresh(), fresh(), memory=Memory())
+    scene.replicas.refuses.add("replica 2")
+    tuning = structs.replace(TUNING, limits=EIGHT)
+    scene.round(tuning)
+    assert scene.round(tuning).decision.reason is Reason.LIMITS_REFUSED
+    scene.replicas.refuses.clear()
+    assert scene.round(tuning).decision.reason is Reason.SPEC_LIMITS
+    assert scene.replicas.in_force == [(1, 8), (1, 8)]
 
 
 def test_auto_leaves_replicas_alone_that_were_tuned_before() -> None:

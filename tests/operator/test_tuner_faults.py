@@ -248,6 +248,63 @@ def test_a_replica_that_becomes_slow_is_named_too() -> None:
     assert "1.4 times as long as they did" in deployment.decisions[-1].findings.slow["replica 1"]
 
 
+SHORT: dict[str, Any] = {
+    "lengths": structs.replace(
+        LENGTHS,
+        prompt_tokens=6.0,
+        computed_prompt_tokens=6.0,
+        computed_prompt_tokens_squared=36.0,
+        context_tokens=120.0,
+    ),
+    "num_prompt_tokens": 1800,
+}
+"""Of prompts of six tokens, nothing is learned about attention pairs: a fit may put all of a prompt's time on them."""
+OF_SHORT = structs.replace(MODEL, attention_pair_s=1.7e-5)
+
+
+def test_a_replica_that_saw_short_prompts_alone_is_not_slow_beside_one_that_is() -> None:
+    slow = structs.replace(MODEL, base_s=0.030, token_s=1.8e-4, context_token_s=2.4e-7, attention_pair_s=9e-9)
+
+    def sees(one: Runtime) -> dict[str, Any]:
+        if one.name == "replica 1":
+            return PLANNED | SHORT | {"step_model": OF_SHORT}
+        return PLANNED | {"step_model": slow if one.name == "replica 2" else MODEL}
+
+    deployment = Deployment(sees, num_replicas=4)
+    deployment.minutes(10)
+    assert deployment.decisions[-1].findings.slow == {"replica 2": "its steps take 3.0 times as long as the others'"}
+
+
+def test_a_model_that_changes_what_it_says_of_unknown_steps_has_not_become_slow() -> None:
+    def sees(one: Runtime) -> dict[str, Any]:
+        return PLANNED | SHORT | {"step_model": MODEL if one.now_s < 1300 else OF_SHORT}
+
+    deployment = Deployment(sees)
+    deployment.minutes(10)
+    assert not deployment.decisions[-1].findings.slow
+
+
+def test_a_replica_is_compared_with_itself_by_the_same_step_under_another_load() -> None:
+    """Long prompts come after short ones; the model has always been right."""
+
+    def sees(one: Runtime) -> dict[str, Any]:
+        return PLANNED | (SHORT if one.now_s < 1300 else {})
+
+    deployment = Deployment(sees, num_replicas=1)
+    deployment.minutes(10)
+    assert not deployment.decisions[-1].findings.slow
+
+
+def test_idle_replicas_are_not_compared() -> None:
+    def sees(one: Runtime) -> dict[str, Any]:
+        factor = 3.0 if one.name == "replica 1" else 1.0
+        return PLANNED | {"step_model": structs.replace(MODEL, base_s=factor * 0.01), "num_steps": 0}
+
+    deployment = Deployment(sees)
+    deployment.minutes(10)
+    assert not deployment.decisions[-1].findings.slow
+
+
 def test_mode_recommend_settles_nothing() -> None:
     deployment = Deployment(quiet, tuning=structs.replace(TUNING, mode="Recommend"))
     deployment.minutes(5)

@@ -126,6 +126,20 @@ def test_a_target_near_what_any_step_takes_still_lets_a_few_sequences_run() -> N
     assert 0.05 >= plan.step_s > slow.predict(16, 4, 4400, 256)
 
 
+def test_what_a_few_sequences_take_is_of_chunks_no_longer_than_prompts_are() -> None:
+    """Of prompts of six tokens, nothing is learned about pairs: a fit may well put all of a prompt's time on them."""
+    questions = structs.replace(
+        LENGTHS,
+        prompt_tokens=6.0,
+        computed_prompt_tokens=6.0,
+        computed_prompt_tokens_squared=42.0,
+        context_tokens=106.0,
+    )
+    learned = structs.replace(MODEL, base_s=0.0014, token_s=3e-5, context_token_s=2.5e-7, attention_pair_s=3e-5)
+    plan = make_plan(learned, questions, Objectives(itl_s=0.011), WIDE, kv_tokens=16_384)
+    assert plan.least_step_s < 0.004
+
+
 def test_the_trim_moves_the_step_time() -> None:
     whole, less = (make_plan(MODEL, LENGTHS, BOTH, WIDE, kv_tokens=390_000, trim=one) for one in (1.0, 0.8))
     assert less.step_s == pytest.approx(0.8 * whole.step_s)

@@ -173,10 +173,10 @@ def test_the_kv_share_grows_into_free_memory_and_gives_it_back_to_a_neighbour() 
         limit_bytes=16 * gib,
         pool_max_bytes=8 * gib,
         rest_bytes=2 * gib,
-        neighbours=(Taken(num_bytes=13 * gib, start_s=40.0, end_s=1e9),),
+        neighbours=(Taken(num_bytes=13 * gib, start_s=80.0, end_s=1e9),),
     )
     setup = structs.replace(SETUP, kv_tokens=32_768, kv_start_tokens=4096, memory=memory, max_num_batched_tokens=256)
-    work = [Arrival(0.5 * number, 300, 300) for number in range(100)] + [Arrival(150.0, 300, 3)]
+    work = [Arrival(0.5 * number, 300, 300) for number in range(140)] + [Arrival(250.0, 300, 3)]
     result = run(setup, work, Auto(structs.replace(TUNING, interval_seconds=5), "x"))
     moves = {one.reason: one.limits.kv_cache_fraction for one in result.changes}
     assert moves["KVBlocked"] > 0.125

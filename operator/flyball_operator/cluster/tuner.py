@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -17,13 +17,14 @@ from flyball_operator.cluster.tuner_metrics import TunerMetrics
 from flyball_operator.observed import Key, Pod, Resource
 from flyball_operator.spec import Tuning
 from flyball_operator.status import Condition
-from flyball_operator.status.tuning import DISABLED, Report, TuningStatus, report
-from flyball_operator.tuning import Action, Decision, spec_limits
+from flyball_operator.status.tuning import DISABLED, MadeDecision, Report, TuningStatus, report
+from flyball_operator.tuning import Action, Decision, Knob, spec_limits
 from flyball_operator.tuning.admin import AdminClient, Target
+from flyball_operator.tuning.evidence import LONE_DECODE, StepCounts, common_step
 from flyball_operator.tuning.loop import Round, SlowLoop
 from flyball_operator.tuning.record import DecisionRecord, to_line
 from flyball_operator.tuning.recovery import Memory
-from flyball_operator.tuning.situation import TYPICAL_STEP
+from flyball_operator.tuning.state import Direction, Move
 from flyball_protocol import BootPrior, Evidence, Limits, StepModel
 from flyball_protocol.endpoints import ADMIN_PORT
 
@@ -31,7 +32,11 @@ log = logging.getLogger(__name__)
 decisions_log = logging.getLogger(f"{__name__}.decisions")
 """A JSON line for each decision that is news, with everything that it was made from, to replay it by. Holds: level debug."""
 
+"""The KV share's name in the spec and the status."""
+
 TICK_S = 0.25
+NEW_REPLICA_S = 1.0
+"""Seconds between two rounds at least, however many replicas become ready."""
 MAX_REQUESTS = 256
 """Requests at the same time, of all rounds together. They have a timeout, so replicas that hang hold others up little."""
 
@@ -44,6 +49,9 @@ class Tell(Protocol):
 
 class ClusterTuner:
     """Tunes every LLMDeployment of the store whose spec asks for it. ``run()`` goes on until it is cancelled.
+
+    A round comes each interval, and at once when the spec has changed or a replica is new: until it is told the objectives,
+    nothing paces it.
 
     Args:
         token_of: the token of a deployment's admin ports.
@@ -138,11 +146,19 @@ class ClusterTuner:
         tuned = self._current(resource)
         if tuned is None:
             tuned = self._tuned[resource.key] = self._start(resource)
-        if tuned.is_busy or (now_s < tuned.next_s and tuned.generation == resource.generation):
+        is_due = now_s >= tuned.next_s or tuned.generation != resource.generation
+        if tuned.is_busy or not (is_due or self._has_new(resource, tuned, now_s)):
             return False
         tuned.generation = resource.generation
+        tuned.began_s = now_s
         tuned.next_s = now_s + float(resource.spec["tuning"]["intervalSeconds"])
         return True
+
+    def _has_new(self, resource: Resource, tuned: "_Tuned", now_s: float) -> bool:
+        """Return whether a replica serves that did not in the last round."""
+        if now_s < tuned.began_s + NEW_REPLICA_S:
+            return False
+        return any(serves(pod) and pod.name not in tuned.asked for pod in self._store.pods(resource.key))
 
     def _start(self, resource: Resource) -> "_Tuned":
         prior = _left_prior(self._store, resource)
@@ -179,6 +195,7 @@ class ClusterTuner:
     async def _tune(self, resource: Resource, tuned: "_Tuned") -> None:
         tuning = msgspec.convert(resource.spec["tuning"], Tuning)
         targets = [target(pod) for pod in self._store.pods(resource.key) if serves(pod)]
+        tuned.asked = frozenset(one.name for one in targets)
         done = await tuned.loop.round(tuning, targets)
         now = self._now().isoformat(timespec="seconds").replace("+00:00", "Z")
         before, tuned.report = tuned.report, report(tuned.report, tuning, done, now)
@@ -214,7 +231,11 @@ _EVENT_REASONS = {
 
 
 class _Tuned:
-    """One deployment under tuning."""
+    """One deployment under tuning.
+
+    Attributes:
+        asked: the pods of the last round.
+    """
 
     def __init__(self, uid: str, loop: SlowLoop, report: Report | None, prior: BootPrior | None) -> None:
         self.uid = uid
@@ -222,7 +243,8 @@ class _Tuned:
         self.report = report
         self.prior = prior
         self.generation = -1
-        self.next_s = 0.0
+        self.began_s = self.next_s = 0.0
+        self.asked: frozenset[str] = frozenset()
         self.task: asyncio.Task[None] | None = None
         self._warned_s: dict[str, float] = {}
 
@@ -257,9 +279,33 @@ def remembered(resource: Resource, prior: BootPrior | None, now: datetime) -> Me
     """Return what an earlier process left in the status and the boot prior."""
     status = TuningStatus.from_object(resource.status.get("tuning", {})) or DISABLED
     last = status.decisions[0] if status.decisions else None
-    age_s = None if last is None else max(0.0, (now - datetime.fromisoformat(last.time)).total_seconds())
-    trying = last is not None and last.action == Action.TRY
-    return Memory(revision=status.revision, trying=trying, tuned=_was_tuned(resource), change_age_s=age_s, prior=prior)
+    return Memory(
+        revision=status.revision,
+        trying=last is not None and last.action == Action.TRY,
+        tuned=_was_tuned(resource),
+        change_age_s=None if last is None else _age_s(last, now),
+        kv_moves=tuple(_kv_moves(status, now)),
+        prior=prior,
+    )
+
+
+def _age_s(made: MadeDecision, now: datetime) -> float:
+    return max(0.0, (now - datetime.fromisoformat(made.time)).total_seconds())
+
+
+def _kv_moves(status: TuningStatus, now: datetime) -> Iterator[Move]:
+    """Yield the changes of the KV share among the last decisions, oldest first."""
+    for made in reversed(status.decisions):
+        for move in made.moves:
+            if values := move.values_of(Knob.KV_CACHE_FRACTION):
+                before, after = values
+                yield Move(
+                    knob=Knob.KV_CACHE_FRACTION,
+                    direction=Direction.RAISE if after > before else Direction.CUT,
+                    before=before,
+                    after=after,
+                    at_s=-_age_s(made, now),
+                )
 
 
 def _was_tuned(resource: Resource) -> bool:
@@ -309,12 +355,13 @@ def _prior(before: BootPrior | None, tuning: Tuning, done: Round) -> BootPrior |
     if found is None:
         return before
     revision, limits = found
-    learned = [one.evidence for one in done.evidence if one.evidence is not None and _has_model(one.evidence)]
+    learned = [one for pod in done.evidence if (one := pod.evidence) is not None and _has_model(one)]
     if not learned:
-        return _same_or(before, BootPrior(revision=revision, limits=limits))
-    typical = sorted(learned, key=_typical_s)[len(learned) // 2]
+        return _same_or(before, BootPrior(revision=revision, limits=limits), LONE_DECODE)
+    step = common_step(learned)
+    typical = sorted(learned, key=lambda one: _step_s(one.step_model, step))[len(learned) // 2]
     prior = BootPrior(revision=revision, limits=limits, step_model=typical.step_model, key=typical.key)
-    return _same_or(before, prior)
+    return _same_or(before, prior, step)
 
 
 def _settled_limits(decision: Decision) -> tuple[int, Limits] | None:
@@ -322,8 +369,8 @@ def _settled_limits(decision: Decision) -> tuple[int, Limits] | None:
     return (decision.revision, decision.limits) if is_settled and decision.limits is not None else None
 
 
-def _typical_s(evidence: Evidence) -> float:
-    return 0.0 if evidence.step_model is None else evidence.step_model.predict(*TYPICAL_STEP)
+def _step_s(model: StepModel | None, step: StepCounts) -> float:
+    return 0.0 if model is None else model.predict(*step)
 
 
 def _has_model(evidence: Evidence) -> bool:
@@ -331,22 +378,22 @@ def _has_model(evidence: Evidence) -> bool:
 
 
 MODEL_CHANGE = 0.1
-"""A step model is left for new replicas again when its typical step has changed by this share."""
+"""A step model is left for new replicas again when a step takes longer or shorter by this share."""
 
 
-def _same_or(before: BootPrior | None, prior: BootPrior) -> BootPrior:
-    """Return ``before`` where ``prior`` says hardly anything else: each other one is written to the API server."""
+def _same_or(before: BootPrior | None, prior: BootPrior, step: StepCounts) -> BootPrior:
+    """Return ``before`` where ``prior`` says hardly anything else, of ``step``: each other one is written to the API server."""
     if before is None or (before.revision, before.limits) != (prior.revision, prior.limits):
         return prior
     if prior.step_model is None or (before.step_model is not None and before.key == prior.key):
         known, found = before.step_model, prior.step_model
-        if found is None or (known is not None and _is_near(known, found)):
+        if found is None or (known is not None and _is_near(known, found, step)):
             return before
     return prior
 
 
-def _is_near(known: StepModel, found: StepModel) -> bool:
-    before_s, now_s = known.predict(*TYPICAL_STEP), found.predict(*TYPICAL_STEP)
+def _is_near(known: StepModel, found: StepModel, step: StepCounts) -> bool:
+    before_s, now_s = known.predict(*step), found.predict(*step)
     return abs(now_s - before_s) <= MODEL_CHANGE * before_s
 
 

@@ -22,13 +22,13 @@ from flyball_operator.local.connections import (
     answer_expect,
     client_error,
     connection_of,
-    error_body,
     note_beginning,
     server_error,
 )
 from flyball_operator.local.process import in_words
 from flyball_operator.local.replica import Replica
 from flyball_protocol.endpoints import HEALTH_PATH, READYZ_PATH
+from flyball_protocol.errors import error_body
 from flyball_protocol.quoting import one_line
 
 log = logging.getLogger(__name__)
@@ -130,12 +130,14 @@ class Balancer:
                 body = await Body.read(request.content, connection_of(request))
         except TimeoutError:
             return client_error(
-                408, "request_timeout", f"the request's body did not arrive within {BODY_TIMEOUT_S:.0f} s"
+                request, 408, "request_timeout", f"the request's body did not arrive within {BODY_TIMEOUT_S:.0f} s"
             )
         except BrokenBody as error:
-            return _broken(error)
+            return _broken(request, error)
         except NoRoom:
-            return server_error(503, "no_room", "the bodies of other requests leave no room for this one", retry=True)
+            return server_error(
+                request, 503, "no_room", "the bodies of other requests leave no room for this one", retry=True
+            )
         connection_of(request).served()
         return await self._pass_on(request, body)
 
@@ -147,7 +149,7 @@ class Balancer:
             except TryAnother as error:
                 log.debug("%s did not take a request: %s", replica.name, error)
                 tried[replica.number] = f"{replica.name} {error}"
-        return self._unavailable(tried)
+        return self._unavailable(request, tried)
 
     def _pick(self, tried: dict[int, str]) -> Replica | None:
         """Return the ready replica with the fewest outstanding requests; of equals, the one that has served least."""
@@ -165,8 +167,8 @@ class Balancer:
                     return await _answer(request, upstream, replica)
             except aiohttp.ClientError as error:
                 if body.broken is not None:
-                    return _broken(body.broken)
-                return server_error(502, *_lost(replica, error))
+                    return _broken(request, body.broken)
+                return server_error(request, 502, *_lost(replica, error))
 
     async def _send(self, request: web.Request, body: Body, replica: Replica) -> aiohttp.ClientResponse:
         if self._session is None:
@@ -187,14 +189,18 @@ class Balancer:
                 raise TryAnother("ended before it took the request") from error
             raise
 
-    def _unavailable(self, tried: dict[int, str]) -> web.Response:
+    def _unavailable(self, request: web.Request, tried: dict[int, str]) -> web.Response:
         if self._stopping():
             message = "the deployment is stopping and takes no new requests"
-            return server_error(503, "draining", message, retry=True)
+            return server_error(request, 503, "draining", message, retry=True)
         states = [f"{replica.name} is {replica.state} ({replica.message})" for replica in self._replicas()]
         listed = "; ".join([*tried.values(), *states]) or "there are no replicas; raise spec.replicas"
         return server_error(
-            503, "no_ready_replica", f"no replica is ready: {listed}. Retry after {RETRY_AFTER_S} s.", retry=True
+            request,
+            503,
+            "no_ready_replica",
+            f"no replica is ready: {listed}. Retry after {RETRY_AFTER_S} s.",
+            retry=True,
         )
 
 
@@ -233,7 +239,7 @@ async def _stream(request: web.Request, upstream: aiohttp.ClientResponse, replic
     response = _beginning(upstream, replica)
     try:
         await response.prepare(request)
-        async for chunk in _chunks(upstream, replica):
+        async for chunk in _chunks(upstream, replica, request.path):
             await _write(response, chunk, request)
         await response.write_eof()
     except ConnectionResetError:
@@ -257,7 +263,7 @@ async def _write(response: web.StreamResponse, chunk: bytes, request: web.Reques
         raise ConnectionResetError(f"the client took nothing for {WRITE_TIMEOUT_S:g} s") from None
 
 
-async def _chunks(upstream: aiohttp.ClientResponse, replica: Replica) -> AsyncIterator[bytes]:
+async def _chunks(upstream: aiohttp.ClientResponse, replica: Replica, path: str) -> AsyncIterator[bytes]:
     last = b"\n\n"
     try:
         async for chunk in upstream.content.iter_any():
@@ -266,11 +272,12 @@ async def _chunks(upstream: aiohttp.ClientResponse, replica: Replica) -> AsyncIt
     except aiohttp.ClientError as error:
         # An event that was cut off is ended first, so that the error is an event of its own.
         end = b"" if last == b"\n\n" else b"\n\n"
-        yield end + b"data: " + json.dumps(error_body(*_lost(replica, error))).encode() + b"\n\n"
+        body = json.dumps(error_body(502, *_lost(replica, error), path=path))
+        yield end + f"event: error\ndata: {body}\n\n".encode()
 
 
-def _broken(error: BrokenBody) -> web.Response:
-    return client_error(400, "bad_request", f"the request's body cannot be read: {one_line(str(error))}")
+def _broken(request: web.Request, error: BrokenBody) -> web.Response:
+    return client_error(request, 400, "bad_request", f"the request's body cannot be read: {one_line(str(error))}")
 
 
 def _lost(replica: Replica, error: Exception) -> tuple[str, str]:

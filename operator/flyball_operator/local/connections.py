@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import HttpVersion11, hdrs, web
 
+from flyball_protocol.errors import error_body
 from flyball_protocol.quoting import one_line, quoted
 
 log = logging.getLogger(__name__)
@@ -23,18 +24,16 @@ RESERVED_FILES = 64
 """File handles that connections leave for everything else: logs, the manifest, probes, new processes."""
 
 
-def error_body(code: str, message: str, kind: str = "server_error") -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-def server_error(status: int, code: str, message: str, *, retry: bool = False) -> web.Response:
+def server_error(
+    request: web.BaseRequest, status: int, code: str, message: str, *, retry: bool = False
+) -> web.Response:
     headers = {hdrs.RETRY_AFTER: str(RETRY_AFTER_S)} if retry else {}
-    return web.json_response(error_body(code, message), status=status, headers=headers)
+    return web.json_response(error_body(status, code, message, path=request.path), status=status, headers=headers)
 
 
-def client_error(status: int, code: str, message: str) -> web.Response:
+def client_error(request: web.BaseRequest, status: int, code: str, message: str) -> web.Response:
     """Refuse a request, and close its connection: what else comes on it may be the rest of that request."""
-    response = web.json_response(error_body(code, message, "invalid_request_error"), status=status)
+    response = web.json_response(error_body(status, code, message, path=request.path), status=status)
     response.force_close()
     return response
 
@@ -46,7 +45,7 @@ async def answer_expect(request: web.Request) -> web.Response | None:
         return None
     if expected.lower() != "100-continue":
         what = f"the header Expect is {quoted(expected)}; only 100-continue is understood. Leave it out."
-        return client_error(417, "expectation_failed", what)
+        return client_error(request, 417, "expectation_failed", what)
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # nothing of the answer has been sent
     return None
@@ -191,13 +190,17 @@ class ClientConnection(web.RequestHandler):
         """Answer a request that is no HTTP, or that failed here; only the latter is worth a line in the terminal."""
         if status < 500:
             log.debug("a request that is no HTTP: %s", one_line(message or ""))
-            return client_error(status, "bad_request", f"the request cannot be read: {one_line(message or '')}")
+            return client_error(
+                request, status, "bad_request", f"the request cannot be read: {one_line(message or '')}"
+            )
         if isinstance(exc, ConnectionError):
             raise exc  # the client left
         log.error("a request failed in the balancer", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so an error cannot be sent any more")
-        return server_error(status, "internal_error", "the balancer failed to handle the request; its log says why")
+        return server_error(
+            request, status, "internal_error", "the balancer failed to handle the request; its log says why"
+        )
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -221,13 +224,17 @@ async def note_beginning(
     try:
         return await handler(request)
     except web.HTTPNotFound:  # all paths go to the balancer
-        return client_error(400, "bad_request", f"the request's target is {quoted(request.path)}; a path is expected")
+        return client_error(
+            request, 400, "bad_request", f"the request's target is {quoted(request.path)}; a path is expected"
+        )
     except web.HTTPException as error:
-        return client_error(error.status, "bad_request", f"the request is refused: {one_line(error.reason)}")
+        return client_error(request, error.status, "bad_request", f"the request is refused: {one_line(error.reason)}")
 
 
 def _full() -> bytes:
-    body = json.dumps(error_body("too_many_connections", f"all connections are in use. Retry after {RETRY_AFTER_S} s."))
+    body = json.dumps(
+        error_body(503, "too_many_connections", f"all connections are in use. Retry after {RETRY_AFTER_S} s.", path="")
+    )
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
         f"Retry-After: {RETRY_AFTER_S}\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +25,15 @@ WAITING = frozenset(
 """Reasons to hold that need no attention; they are told in the debug log only."""
 
 
+TICK_S = 0.5
+"""Between two looks at whether a replica is new."""
+
+
 class LocalTuner:
-    """Runs a round every interval while tuning is on; reads evidence every ``evidence_period_s`` when that is given."""
+    """Runs a round every interval while tuning is on, and at once when a replica is new or the manifest has changed.
+
+    Reads evidence every ``evidence_period_s`` too if that is given.
+    """
 
     def __init__(
         self,
@@ -48,6 +56,7 @@ class LocalTuner:
         self._report = report
         self._loop = SlowLoop(name, admin, on_record=self._write)
         self._changed = asyncio.Event()
+        self._asked: list[Target] = []
         self._recording = Trouble(
             report,
             f"decisions are not recorded in {record_path}",
@@ -68,18 +77,29 @@ class LocalTuner:
     async def _tune_forever(self) -> None:
         while True:
             self._changed.clear()
+            self._asked = self._targets()
             if self._tuning.mode == "Disabled" and self._tuning.limits == LiveLimits() and not self._loop.has_work:
                 self.decision = None
             else:
                 await self._round()
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait until the next round is due."""
+        end_s = time.monotonic() + self._tuning.interval_seconds
+        while (left_s := end_s - time.monotonic()) > 0 and not self._changed.is_set() and not self._has_new():
             with contextlib.suppress(TimeoutError):
                 # Not asyncio.wait_for: in Python 3.11 it can lose a cancellation that comes together with the event.
-                async with asyncio.timeout(self._tuning.interval_seconds):
+                async with asyncio.timeout(min(TICK_S, left_s)):
                     await self._changed.wait()
+
+    def _has_new(self) -> bool:
+        """Return whether a replica serves that did not in the last round."""
+        return not set(self._targets()) <= set(self._asked)
 
     async def _round(self) -> None:
         try:
-            self._take_note(await self._loop.round(self._tuning, self._targets()))
+            self._take_note(await self._loop.round(self._tuning, self._asked))
         except Exception:  # the loop's boundary: the replicas serve on, with the limits that they have
             log.exception("a round of tuning failed")
 

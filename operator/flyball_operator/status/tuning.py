@@ -14,6 +14,7 @@ from flyball_operator.spec import Tuning
 from flyball_operator.status import Condition
 from flyball_operator.tuning.decision import Action, Decision, Findings, Reason
 from flyball_operator.tuning.evidence import PodEvidence, fault, find_faults, pool
+from flyball_operator.tuning.knobs import Knob
 from flyball_operator.tuning.loop import Round
 from flyball_operator.tuning.moved import Moved, is_made, moved_by, verdict_of
 from flyball_operator.tuning.signals import NOTHING, Signal, Standing, objectives_of, signals
@@ -129,6 +130,13 @@ class ShownMove(Struct, frozen=True, kw_only=True, omit_defaults=True):
             None if value is None else three_digits(factor * value) for value in (moved.before, moved.after)
         )
         return cls(limit=limit, before=before, after=after)
+
+    def values_of(self, knob: Knob) -> tuple[float, float] | None:
+        """Return what this limit was and became, in the units of Limits; None unless it was moved from one value to another."""
+        limit, factor = _IN_SPEC[knob]
+        if self.limit != limit or self.before is None or self.after is None:
+            return None
+        return self.before / factor, self.after / factor
 
 
 class OverPerMille(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

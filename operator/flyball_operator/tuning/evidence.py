@@ -2,10 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -40,16 +40,27 @@ class Posted:
     problem: str = ""
 
 
+class StepCounts(NamedTuple):
+    """What a step computes; see ``StepModel.predict``."""
+
+    prefill_tokens: int
+    decodes: int
+    context_tokens: int
+    attention_pairs: int
+
+
 class Seen(Struct, frozen=True):
     """A replica as an earlier round found it, to notice numbers that go back.
 
     Attributes:
-        step_s: what its step model said of a typical step when it first settled, 0 before.
+        step: its mean step when its step model had first settled, None before.
+        step_s: what its step model said of that step, followed slowly since.
     """
 
     pod: str
     boot_id: str
     uptime_s: float
+    step: StepCounts | None = None
     step_s: float = 0.0
 
 
@@ -85,6 +96,34 @@ def largest_family(evidence: Sequence[PodEvidence], known: str) -> str:
     """Return the family of most replicas; of several, the one that is ``known``."""
     counts = Counter(family(one.evidence) for one in evidence if one.evidence is not None)
     return max(counts, key=lambda one: (counts[one], one == known, one), default=known)
+
+
+def mean_step(evidence: Evidence) -> StepCounts | None:
+    """Return what a replica computed in a mean step of its window, by the mean of its requests; None if it computed nothing."""
+    num_steps, lengths = evidence.num_steps, evidence.lengths
+    if num_steps == 0 or lengths is None:
+        return None
+    num_prompts = evidence.num_prompt_tokens / max(1.0, lengths.prompt_tokens) / num_steps
+    decodes = max(1, round(evidence.num_generated_tokens / num_steps))
+    return StepCounts(
+        prefill_tokens=round(num_prompts * lengths.computed_prompt_tokens),
+        decodes=decodes,
+        context_tokens=round(decodes * lengths.context_tokens),
+        attention_pairs=round(num_prompts * lengths.computed_prompt_tokens_squared / 2),
+    )
+
+
+LONE_DECODE = StepCounts(0, 1, 0, 0)
+
+
+def common_step(evidence: Iterable[Evidence]) -> StepCounts:
+    """Return a step by which replicas can be compared: it has no more of anything than the mean step of each of them.
+
+    A step model says little about larger steps than it has learned from: one of short prompts may be far off for long ones.
+    Without any steps, it is a lone decode.
+    """
+    steps = [step for one in evidence if (step := mean_step(one)) is not None]
+    return StepCounts(*map(min, zip(*steps, strict=True))) if steps else LONE_DECODE
 
 
 def find_faults(

@@ -38,8 +38,9 @@ RAISE_COOLDOWN_S, RAISE_AFTER_CUT_S, CUT_COOLDOWN_S = 60.0, 300.0, 120.0
 
 
 def under_pressure(now: Situation) -> Decision | None:
-    """Give memory back while the system is short of it."""
-    pressed = {pod: why for pod, one in now.usable.items() if one.memory is not None and (why := shortage(one.memory))}
+    """Give memory back while the system is short of it, where that helps."""
+    memory = {pod: one.memory for pod, one in now.usable.items() if one.memory is not None and _would_help(one.memory)}
+    pressed = {pod: why for pod, one in memory.items() if (why := shortage(one))}
     if not pressed:
         return None
     value = now.limits.kv_cache_fraction
@@ -148,6 +149,15 @@ def shortage(memory: MemoryState) -> str | None:
     ):
         return f"{memory.available_bytes / 2**20:.0f} MiB are left of {memory.limit_bytes / 2**20:.0f} MiB"
     return None
+
+
+def _would_help(memory: MemoryState) -> bool:
+    """Return whether a smaller pool would ease a shortage: it is in the memory that is short, and as large as what is left.
+
+    Tasks may stall although there is memory, because of another cgroup's limit.
+    """
+    left = memory.available_bytes
+    return memory.device_free_bytes is None and (left is None or left <= memory.pool_bytes)
 
 
 def _has_memory(now: Situation, more: float) -> bool:

@@ -101,8 +101,12 @@ def _fitting(lengths: Lengths, kv_tokens: int) -> tuple[float, float]:
 
 
 def least_target_s(model: StepModel, lengths: Lengths, itl_s: float) -> float:
-    """Return the shortest step-time target that is of use: a few sequences run under it, if the objective allows so many."""
-    few_s = FEW_MARGIN * model.predict(FEW_TOKENS, FEW_SEQS, round(FEW_SEQS * lengths.context_tokens), FEW_TOKENS**2)
+    """Return the shortest step-time target that is of use: a few sequences run under it, if the objective allows so many.
+
+    A small chunk of a prompt is beside them, which is no longer than prompts are: of longer ones the model knows nothing.
+    """
+    tokens = max(1, min(FEW_TOKENS, round(lengths.computed_prompt_tokens)))
+    few_s = FEW_MARGIN * model.predict(tokens, FEW_SEQS, round(FEW_SEQS * lengths.context_tokens), tokens**2)
     return few_s if itl_s < least_itl_s(model, lengths) else min(itl_s, few_s)
 
 

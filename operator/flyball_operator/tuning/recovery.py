@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from flyball_operator.tuning.evidence import PodEvidence
 from flyball_operator.tuning.knobs import Knob
@@ -20,6 +20,7 @@ class Memory(Struct, frozen=True, kw_only=True):
         trying: whether its last change was one on trial, under that revision.
         tuned: whether limits were moved since they last were what the spec says.
         change_age_s: seconds since its last change, None when it made none.
+        kv_moves: changes of the KV share, which has cool-downs of its own; ``at_s`` is relative to now, so below 0.
         prior: the limits it left for new replicas.
     """
 
@@ -27,6 +28,7 @@ class Memory(Struct, frozen=True, kw_only=True):
     trying: bool = False
     tuned: bool = False
     change_age_s: float | None = None
+    kv_moves: tuple[Move, ...] = ()
     prior: BootPrior | None = None
 
 
@@ -39,9 +41,10 @@ def recover(memory: Memory, evidence: Sequence[PodEvidence], *, now_s: float) ->
     answered = {pod.pod: pod.evidence for pod in evidence if pod.evidence is not None}
     if not answered or len(answered) < MIN_EVIDENCE * len(evidence):
         return None
+    kv_moves = tuple(structs.replace(one, at_s=now_s + one.at_s) for one in memory.kv_moves)
     trial = _trial(memory, answered, now_s)
     if trial is not None:
-        return TunerState(revision=trial.before_revision, limits=trial.before, trial=trial, tuned=True)
+        return TunerState(revision=trial.before_revision, limits=trial.before, trial=trial, moves=kv_moves, tuned=True)
     newest = max(answered.values(), key=lambda one: one.revision)
     revision, limits = newest.revision, newest.target
     if memory.prior is not None and memory.prior.revision > revision:
@@ -49,7 +52,7 @@ def recover(memory: Memory, evidence: Sequence[PodEvidence], *, now_s: float) ->
     revision = max(revision, memory.revision)
     if revision == 0:
         return TunerState()
-    moves = _last_change(memory, limits, now_s)
+    moves = (*kv_moves, *_last_change(memory, limits, now_s))
     prior = memory.prior
     settled = prior is not None and (prior.revision, prior.limits) == (
         revision,

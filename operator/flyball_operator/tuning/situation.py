@@ -15,11 +15,13 @@ from flyball_operator.tuning.evidence import (
     PodEvidence,
     Pooled,
     Seen,
+    common_step,
     counts_against,
     family,
     find_faults,
     in_force,
     largest_family,
+    mean_step,
     pool,
 )
 from flyball_operator.tuning.knobs import Knob, Span, changed, contradictions, moved_in_words, spans
@@ -36,16 +38,13 @@ MIN_EVIDENCE = 0.5
 """Nothing is decided on fewer than this share of the replicas."""
 
 SLOW_FACTOR = 1.35
-"""A replica is slow when a typical step takes this many times as long as it did, or as the others' does."""
+"""A replica is slow when a step takes this many times as long as it did, or as on the others."""
 
 LEARNED_STEPS = 3000
 """A step model is compared with what it was only when it has settled on so many steps: early ones still move."""
 
-TYPICAL_STEP = (256, 16, 16 * 1024, 256 * 512)
-"""Prefill tokens, decodes, context tokens and attention pairs of the step by which replicas are compared."""
-
 FOLLOW, FOLLOW_SLOW = 0.05, 0.01
-"""How far what is known of a replica's typical step follows each round; less while it is slow."""
+"""How far the known time of a replica's step follows each round; less while it is slow."""
 
 
 @dataclass(frozen=True)
@@ -124,25 +123,33 @@ class Situation:
 
     @cached_property
     def typical_s(self) -> dict[str, float]:
-        """What each model says of the same step, whatever the requests are like."""
-        return {pod: one.predict(*TYPICAL_STEP) for pod, one in self.models.items()}
+        """What each model says of the same step, one that all of them have learned from."""
+        step = common_step(self.usable[pod] for pod in self.models)
+        return {pod: one.predict(*step) for pod, one in self.models.items()}
 
     @cached_property
     def slow(self) -> dict[str, str]:
         """Replicas whose steps take longer than their own did, or (of three or more) than the others' do."""
         found: dict[str, str] = {}
-        earlier_s = {one.pod: one.step_s for one in self.state.seen if one.step_s > 0}
+        earlier = {one.pod: one for one in self.state.seen}
         learned_s = {pod: step_s for pod, step_s in self.typical_s.items() if self._has_learned(pod)}
         for pod, step_s in learned_s.items():
-            others = [other for name, other in learned_s.items() if name != pod]
-            if pod in earlier_s and step_s > SLOW_FACTOR * earlier_s[pod]:
-                found[pod] = f"its steps take {step_s / earlier_s[pod]:.1f} times as long as they did"
-            elif len(others) >= 2 and step_s > SLOW_FACTOR * median(others) and not self._other_device(pod):
-                found[pod] = f"its steps take {step_s / median(others):.1f} times as long as the others'"
+            others_s = [other_s for name, other_s in learned_s.items() if name != pod]
+            longer = self._longer_than(earlier[pod], pod) if pod in earlier else 0.0
+            if longer > SLOW_FACTOR:
+                found[pod] = f"its steps take {longer:.1f} times as long as they did"
+            elif len(others_s) >= 2 and 0.0 < SLOW_FACTOR * median(others_s) < step_s and not self._other_device(pod):
+                found[pod] = f"its steps take {step_s / median(others_s):.1f} times as long as the others'"
         return found
 
+    def _longer_than(self, before: Seen, pod: str) -> float:
+        """Return how many times as long a step of a replica takes as before; 0.0 if that is not known."""
+        return self.models[pod].predict(*before.step) / before.step_s if before.step and before.step_s > 0.0 else 0.0
+
     def _has_learned(self, pod: str) -> bool:
-        return pod in self.models and self.models[pod].num_steps >= LEARNED_STEPS
+        """Tell whether a replica's step model is far enough to be compared, by steps that the replica computes now."""
+        is_late = pod in self.models and self.models[pod].num_steps >= LEARNED_STEPS
+        return is_late and mean_step(self.usable[pod]) is not None
 
     def _other_device(self, pod: str) -> bool:
         return any(one.key != self.usable[pod].key for one in self.usable.values())
@@ -303,11 +310,14 @@ class Situation:
         return tuple(self._see(pod, one, before.get(pod)) for pod, one in sorted(self.usable.items()))
 
     def _see(self, pod: str, evidence: Evidence, before: Seen | None) -> Seen:
-        known_s = before.step_s if before is not None and before.boot_id == evidence.boot_id else 0.0
-        step_s = self.typical_s.get(pod, 0.0) if self._has_learned(pod) else 0.0
-        share = FOLLOW_SLOW if pod in self.slow else FOLLOW
-        follows_s = known_s + share * (step_s - known_s) if known_s and step_s else known_s or step_s
-        return Seen(pod, evidence.boot_id, evidence.uptime_s, follows_s)
+        if before is None or before.boot_id != evidence.boot_id:
+            before = Seen(pod, evidence.boot_id, evidence.uptime_s)
+        step = before.step or mean_step(evidence)
+        if step is None or not self._has_learned(pod):
+            return structs.replace(before, uptime_s=evidence.uptime_s)
+        step_s, share = self.models[pod].predict(*step), FOLLOW_SLOW if pod in self.slow else FOLLOW
+        follows_s = before.step_s + share * (step_s - before.step_s) if before.step_s else step_s
+        return Seen(pod, evidence.boot_id, evidence.uptime_s, step, follows_s)
 
 
 def look(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence], now_s: float) -> Situation | Decision:

@@ -13,6 +13,9 @@ from flyball_operator.tuning.modes import as_change
 from flyball_operator.tuning.state import TunerState
 from flyball_protocol import Evidence, Limits, LimitsChange, LimitsStatus, LimitsUpdate
 
+START = 1
+"""The revision of the first limits that a replica is given."""
+
 ACCEPTED = (LimitsStatus.APPLIED, LimitsStatus.DEFERRED)
 
 
@@ -32,9 +35,16 @@ class Wanted:
 
 
 def is_start(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence]) -> bool:
-    """Return whether mode Auto still has to start from the limits of the spec: none were set at any replica yet."""
+    """Return whether mode Auto still has to start from the limits of the spec: no replica was given others yet.
+
+    A replica that became ready after the first got them has to be given them too.
+    """
     answered = [pod.evidence for pod in evidence if pod.evidence is not None]
-    return tuning.mode == "Auto" and state.revision == 0 and all(one.revision == 0 for one in answered)
+    change = as_change(tuning.limits)
+    is_untouched = all(
+        one.revision == 0 or (one.revision == START and change.applied_to(one.target) == one.target) for one in answered
+    )
+    return tuning.mode == "Auto" and state.revision == 0 and is_untouched
 
 
 def in_force(tuning: Tuning, evidence: Sequence[PodEvidence]) -> tuple[int, Limits] | None:

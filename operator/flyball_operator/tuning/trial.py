@@ -88,10 +88,6 @@ class _Trying:
     def canary(self) -> Evidence | None:
         return self.now.answered.get(self.trial.canary)
 
-    @property
-    def has_others(self) -> bool:
-        return self.now.num_replicas > 1 or (self.now.num_replicas == 1 and self.trial.canary not in self.now.answered)
-
     @cached_property
     def others(self) -> dict[str, Evidence]:
         """Those that serve, without fault, under the limits from before."""
