@@ -20,7 +20,7 @@ CONTROLS = {
     "AddressSanitizer": "torch.ops.flyball.rms_norm(torch.ones(4, 64), torch.ones(8), 1e-6, 0.0)",
     "runtime error: division by zero": "cache, ids = torch.zeros(1, 4, 0, 16), torch.tensor([0, 1], dtype=torch.int32); "
     "query = torch.zeros(1, 2, 16); "
-    "torch.ops.flyball.paged_attention(query, cache, cache, ids[:1, None], ids, ids[1:], 1.0, None, None, None, cache)",
+    "torch.ops.flyball.paged_attention(query, cache, cache, ids[:1, None], ids, ids[1:], 1.0, None, None, None, None, cache)",
 }
 """What a sanitizer must say of each call."""
 

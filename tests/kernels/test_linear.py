@@ -46,7 +46,7 @@ def test_either_arithmetic_of_bf16(num_rows, in_features, out_features, dot):
 
 
 def has_dot():
-    return torch.ops.flyball.linear_has_dot()
+    return torch.ops.flyball.has_dot()
 
 
 def test_dot_is_refused_where_there_is_none():

@@ -1,10 +1,12 @@
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import flyball_kernels
 from attention_inputs import attention_inputs
+from flyball_kernels import Backend
 from flyball_kernels.paged_attention import kernel, reference
 from kernel_checks import CPP, DEVICE, TOLERANCES, assert_close, assert_guards_intact, guarded
 
@@ -15,6 +17,11 @@ ONE_KV_HEAD = {
     "num_kv_heads": 1,
 }  # half the work for Triton's interpreter; test_head_groups has others
 RAGGED = ([1, 7, 1, 33, 130, 0, 1], [1, 7, 65, 200, 130, 40, 17])
+
+
+def prefers_dot():
+    """Return whether prompts in bf16 go by the bf16 dot product here."""
+    return torch.ops.flyball.has_dot() and "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
 
 
 def run_triton(*, out, **arguments):
@@ -28,18 +35,22 @@ def run(request):
     return request.param
 
 
-def check(run, query_lens, context_lens, sliding_window=None, softcap=None, scale=None, sinks=None, **shape):
+def check(run, query_lens, context_lens, sliding_window=None, softcap=None, scale=None, sinks=None, dot=None, **shape):
     inputs = attention_inputs(query_lens, context_lens, **shape)
     scale = scale or inputs["query"].shape[-1] ** -0.5
     bounds = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
     out, buffer = guarded(*inputs["query"].shape, dtype=inputs["query"].dtype)
-    run(**inputs, scale=scale, max_query_len=max(query_lens, default=0), **bounds, out=out)
+    chosen = {} if dot is None else {"dot": dot}
+    run(**inputs, scale=scale, max_query_len=max(query_lens, default=0), **bounds, **chosen, out=out)
     expected = reference.paged_attention(
         **inputs, scale=scale, **bounds, out=torch.full_like(inputs["query"], float("nan"))
     )
-    # Triton rounds the softmax weights to the dtype of the values, as every flash attention does: with 16 bits that is
-    # an error of the size of the output's own rounding, relative to the largest value and not to the result
-    slack = 1.0 if run is paged_attention or out.dtype == torch.float32 else 2.0
+    # Triton and the bf16 dot product round the softmax weights to the dtype of the values, as every flash attention does.
+    # Each weight moves by at most 2**-9 of itself in bf16 (2**-12 in fp16), so a result moves by at most that part of the
+    # weighted mean distance between values and result: with values of a normal distribution below 4, the absolute
+    # tolerance. It is of the size of the output's own rounding, but relative to the values and not to the result.
+    rounds = run is run_triton or (out.dtype == torch.bfloat16 and (prefers_dot() if dot is None else dot))
+    slack = 2.0 if rounds and out.dtype != torch.float32 else 1.0
     atol = TOLERANCES[out.dtype]["atol" if slack == 1.0 else "rtol"]
     torch.testing.assert_close(out, expected, rtol=TOLERANCES[out.dtype]["rtol"] * slack, atol=atol)
     assert_guards_intact(buffer)
@@ -103,6 +114,78 @@ def test_a_sink_takes_all(run):
 
 def test_softcap_of_16_bits(run):
     check(run, [1, 9, 40], [70, 9, 41], softcap=5.0, scale=1.0, dtype=torch.bfloat16)
+
+
+@pytest.fixture(params=[False, True], ids=["fma", "dot"])
+def dot(request):
+    """Either arithmetic of prompts in bf16."""
+    if request.param and not torch.ops.flyball.has_dot():
+        pytest.skip("this CPU has no bf16 dot product instruction")
+    return request.param
+
+
+check_bf16 = partial(check, paged_attention, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 15, 16, 20, 33, 64, 72, 80, 96, 128, 256])
+def test_head_sizes_of_bf16(dot, head_dim):
+    check_bf16([1, 9, 40, 3], [70, 9, 141, 65], head_dim=head_dim, dot=dot)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (3, 1), (16, 2), (9, 1), (14, 2), (100, 1)])
+def test_head_groups_of_bf16(dot, heads):
+    check_bf16([1, 20, 3], [130, 20, 77], num_q_heads=heads[0], num_kv_heads=heads[1], dot=dot)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 128])
+@pytest.mark.parametrize("sliding_window", [None, 1, 2, 15, 64, 100])
+def test_blocks_and_windows_of_bf16(dot, block_size, sliding_window):
+    check_bf16(*RAGGED, block_size=block_size, sliding_window=sliding_window, dot=dot)
+
+
+@pytest.mark.parametrize("context_len", [*range(60, 70), 127, 128, 129, 513, 1500])
+def test_contexts_that_end_within_a_pair_of_keys(dot, context_len):
+    check_bf16([13, 40, 60], [context_len, context_len, context_len], dot=dot)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5, 50.0])
+@pytest.mark.parametrize("scale", [0.125, 1.0])
+def test_softcap_and_sinks_of_bf16(dot, softcap, scale):
+    sinks = torch.tensor([0.5, -200.0, 3.0, 0.0, 1.0, 300.0])
+    check_bf16([1, 7, 90], [600, 65, 200], softcap=softcap, scale=scale, sinks=sinks, sliding_window=100, dot=dot)
+
+
+def test_weights_that_are_rounded_sum_to_one(dot):
+    inputs = attention_inputs([1, 50, 90], [300, 50, 777], dtype=torch.bfloat16)
+    inputs["v_cache"][:] = 3.0
+    out = paged_attention(**inputs, scale=0.125, max_query_len=90, dot=dot)
+    torch.testing.assert_close(out, torch.full_like(out, 3.0), rtol=0, atol=0)
+
+
+def test_a_token_is_the_same_bits_in_any_chunk(dot):
+    inputs = attention_inputs([200], [200], dtype=torch.bfloat16)
+    whole = paged_attention(**inputs, scale=0.125, max_query_len=200, dot=dot)
+    for begin, end in ((0, 50), (50, 61), (61, 200)):
+        lens = {"cu_query_lens": torch.tensor([0, end - begin]).int(), "context_lens": torch.tensor([end]).int()}
+        chunk = {**inputs, "query": inputs["query"][begin:end], **lens}
+        out = paged_attention(**chunk, scale=0.125, max_query_len=200, dot=dot)
+        torch.testing.assert_close(out, whole[begin:end], rtol=0, atol=0)
+
+
+def test_the_dot_product_is_chosen_where_it_is_faster():
+    """On AMD's cores; Intel's issue half as many a cycle."""
+    inputs = attention_inputs([90], [300], dtype=torch.bfloat16)
+    run = partial(paged_attention, **inputs, scale=0.125, max_query_len=90)
+    torch.testing.assert_close(run(), run(dot=prefers_dot()), rtol=0, atol=0)
+
+
+def test_dot_is_refused_where_there_is_none():
+    with pytest.raises(ValueError, match="the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16"):
+        paged_attention(**attention_inputs([1], [1]), scale=1.0, max_query_len=1, dot=True)
+    with pytest.raises(ValueError, match="dot=True is for the cpp backend; this is torch"):
+        flyball_kernels.paged_attention(
+            **attention_inputs([1], [1]), scale=1.0, max_query_len=1, dot=True, backend=Backend("torch")
+        )
 
 
 def test_no_sequences(run):

@@ -1,4 +1,5 @@
 // What the library was compiled for.
+#include "dot.h"
 #include "tensors.h"
 
 namespace flyball {
@@ -20,7 +21,10 @@ std::string instruction_set() {
 #endif
 }
 
-TORCH_LIBRARY_FRAGMENT(flyball, m) { m.def("instruction_set() -> str", &instruction_set); }
+TORCH_LIBRARY_FRAGMENT(flyball, m) {
+  m.def("instruction_set() -> str", &instruction_set);
+  m.def("has_dot() -> bool", [] { return has_dot(); });
+}
 
 }  // namespace
 }  // namespace flyball

@@ -5,6 +5,7 @@
 // dot product instruction of AVX512_BF16, which does twice the work of an FMA where a core issues two of them a cycle
 // (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
 // exact in all. See benchmarks/linear.py.
+#include "../cpu/dot.h"
 #include "../cpu/tensors.h"
 #include "amx.h"
 
@@ -56,7 +57,7 @@ struct Dot {
   static Pair weights(const Weight* from) { return {load_raw<Vec>(from), load_raw<Vec>(from + kPanel)}; }
   static Input input(const Weight* x, int64_t left) { return x[0].x | (left > 1 ? uint32_t{x[1].x} << 16 : 0); }
   static Vec broadcast(Input x) { return (Vec)_mm512_set1_epi32(static_cast<int>(x)); }
-  static Vec add(Vec sum, Vec w, Vec x) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
+  static Vec add(Vec sum, Vec w, Vec x) { return add_product(sum, (VecU)w, (VecU)x); }
 };
 #endif
 
@@ -223,14 +224,6 @@ void linear_block(const typename A::Weight* x, int64_t rows, int64_t k, const ty
   }
 }
 
-bool has_dot() {
-#if defined(__AVX512BF16__)
-  return true;
-#else
-  return false;
-#endif
-}
-
 bool has_amx() {
 #if FLYBALL_AMX
   return may_use_amx();
@@ -239,13 +232,7 @@ bool has_amx() {
 #endif
 }
 
-bool prefers_dot() {
-#if defined(__x86_64__)
-  return has_dot() && (has_amx() || __builtin_cpu_is("amd"));
-#else
-  return false;
-#endif
-}
+bool prefers_dot() { return has_amx() || has_fast_dot(); }
 
 // Call f with the arithmetic for tensors of this type.
 template <class F>
@@ -290,7 +277,6 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
 }
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
-  m.def("linear_has_dot() -> bool", &has_dot);
   m.def("linear_prefers_dot() -> bool", &prefers_dot);
   m.def("linear_pack(Tensor weight, bool dot) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool dot) -> Tensor");

@@ -22,6 +22,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dot: bool | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend each query token to its sequence's keys up to itself (Kwon et al. 2023, flash-style online softmax).
@@ -41,14 +42,20 @@ def paged_attention(
         sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None sees all.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2); None leaves them as they are.
         sinks: ``[num_q_heads]`` fp32, for each head a score of no key, which takes part in the softmax (gpt-oss), or None.
+        dot: whether prompts in bf16 use the CPU's bf16 dot product instruction (AVX512_BF16), which rounds the softmax
+            weights to bf16; None: where that is the faster way.
         out: written in place when given, like ``query`` in shape, dtype and layout.
     Returns:
         ``out``, or a new ``[num_tokens, num_q_heads, head_dim]``.
     Raises:
-        ValueError: a shape, dtype or layout is not as above.
+        ValueError: a shape, dtype or layout is not as above, or there is no dot product for this backend, dtype or CPU.
         IndexError: a length or a block id is out of range, on CPU. A GPU does not check them: what it reads is undefined.
     """
     _check(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, sliding_window, softcap, sinks)
+    if dot and backend.name != "cpp":
+        raise ValueError(
+            f"dot=True is for the cpp backend; this is {backend.name}. Leave dot out, or choose cpp on a CPU."
+        )
     if out is None:
         out = torch.empty_like(query)
     else:
@@ -57,7 +64,7 @@ def paged_attention(
         check_contiguous("out", out)
     tensors = (query, k_cache, v_cache, block_tables, cu_query_lens, context_lens)
     if backend.name == "cpp":
-        torch.ops.flyball.paged_attention(*tensors, scale, sliding_window, softcap, sinks, out)
+        torch.ops.flyball.paged_attention(*tensors, scale, sliding_window, softcap, sinks, dot, out)
         return out
     if backend.name == "triton":
         from flyball_kernels.paged_attention import kernel  # triton is there on Linux only

@@ -1,20 +1,28 @@
 // Attention of a tile of query rows to a run of keys, with online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
 //
 // A row is one (token, query head); the rows of a tile share a KV head. Keys and values are read in place from the
-// cache, through one pointer per token, so any block size will do. All arithmetic is fp32; scores are in base 2.
+// cache, through one pointer per token, so any block size will do. Operands are fp32, or pairs of bf16 for which the
+// softmax weights are rounded to bf16, as in FlashAttention. Sums are fp32; scores are in base 2.
 #pragma once
 
+#include <utility>
+
+#include "../cpu/dot.h"
 #include "../cpu/transpose.h"
 
 namespace flyball {
 
 constexpr int64_t kTileKeys = 64;
-constexpr int64_t kQueryRows = 96;  // amortises converting and transposing a tile of keys
-constexpr int64_t kFewRows = 8;    // up to here a tile reads the cache as it is, once per six rows
+constexpr int64_t kQueryRows = 96;  // amortises packing a tile of keys
+constexpr int64_t kFewRows = 8;     // up to here a tile reads the cache as it is, once per six rows
+
+// How many features, or keys, an operand holds.
+template <class E>
+constexpr int64_t kDepth = std::is_same_v<E, Bf16Pair> ? 2 : 1;
 
 // c[r] += sum over j < k of a[r][j] * b(j), for R rows of V vectors; b returns a pointer to a row
-template <int R, int V, class B>
-inline void multiply_add(const float* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
+template <int R, int V, class E, class B>
+inline void multiply_add(const E* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
   Vec acc[R][V];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
@@ -22,13 +30,13 @@ inline void multiply_add(const float* a, int64_t a_stride, int64_t k, B b, float
     for (int v = 0; v < V; ++v) acc[r][v] = load(c + r * c_stride + v * kLanes);
   for (int64_t j = 0; j < k; ++j) {
     const auto* from = b(j);
-    Vec row[V];
+    decltype(splat(*a)) row[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) row[v] = load(from + v * kLanes);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) acc[r][v] += splat(a[r * a_stride + j]) * row[v];
+      for (int v = 0; v < V; ++v) acc[r][v] = add_product(acc[r][v], splat(a[r * a_stride + j]), row[v]);
   }
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
@@ -38,19 +46,43 @@ inline void multiply_add(const float* a, int64_t a_stride, int64_t k, B b, float
 
 constexpr int kMaxR = 6, kMaxV = kRegisters / 8;  // what the registers hold: kMaxR * kMaxV sums, kMaxV of b and one of a
 
-// The same for any number of rows, in strips of equal height.
-template <int V, int R = kMaxR, class B>
-inline void multiply_add_strip(int64_t rows, const float* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
-  if (rows == R) return multiply_add<R, V>(a, a_stride, k, b, c, c_stride);
+// Not inlined: GCC 12 would keep some of the sums in memory.
+template <int R, int V, class B>
+[[gnu::noinline]] void multiply_add_pairs(const Bf16Pair* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
+  multiply_add<R, V>(a, a_stride, k, b, c, c_stride);
+}
+
+// The same for up to R rows.
+template <int V, int R = kMaxR, class E, class B>
+inline void multiply_add_strip(int64_t rows, const E* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
+  if (rows == R) {
+    if constexpr (kDepth<E> > 1) return multiply_add_pairs<R, V>(a, a_stride, k, b, c, c_stride);
+    else return multiply_add<R, V>(a, a_stride, k, b, c, c_stride);
+  }
   if constexpr (R > 1) multiply_add_strip<V, R - 1>(rows, a, a_stride, k, b, c, c_stride);
 }
 
-template <int V, class B>
-inline void multiply_add_rows(int64_t rows, const float* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
+// Calls f(row, height) for strips of equal height, of at most kMaxR rows.
+template <class F>
+inline void for_each_strip(int64_t rows, F f) {
   const int64_t num_strips = (rows + kMaxR - 1) / kMaxR;
   for (int64_t s = 0; s < num_strips; ++s) {
-    const int64_t row = s * rows / num_strips, height = (s + 1) * rows / num_strips - row;
-    multiply_add_strip<V>(height, a + row * a_stride, a_stride, k, b, c + row * c_stride, c_stride);
+    const int64_t row = s * rows / num_strips;
+    f(row, (s + 1) * rows / num_strips - row);
+  }
+}
+
+// Calls f<V>(i) for V vectors from element i on, as many as the registers hold, through [begin, end).
+template <class F>
+inline void for_each_vectors(int64_t begin, int64_t end, F f) {
+  const auto call = [&]<int V>(std::integral_constant<int, V>) {
+    f.template operator()<V>(begin);
+    begin += V * kLanes;
+  };
+  while (begin < end) {
+    if (end - begin >= kMaxV * kLanes) call(std::integral_constant<int, kMaxV>());
+    else if (end - begin >= 2 * kLanes) call(std::integral_constant<int, 2>());
+    else call(std::integral_constant<int, 1>());
   }
 }
 
@@ -70,24 +102,29 @@ struct KeyTile {
   int64_t size() const { return end - start; }
 };
 
-// Memory of one tile; dim is head_dim rounded up to whole vectors, padded with zeros.
+// Memory of one tile; dim is head_dim rounded up to whole vectors, padded with zeros. Scores are those of a strip, or of few
+// rows; the weights that they become take their place.
+template <class E>
 struct Workspace {
   int64_t dim;
-  float *query, *out, *scores, *keys, *values, *max, *sum;
+  float *out, *max, *sum, *scores;
+  E *query, *keys, *values, *weights;
 
-  static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (2 * dim + kTileKeys + 2) + 2 * kTileKeys * dim; }
+  static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (2 * dim + 2) + kTileKeys * (2 * dim + kFewRows); }
 
   Workspace(float* memory, int64_t rows, int64_t dim) : dim(dim) {
-    query = memory;
-    out = query + rows * dim;
-    scores = out + rows * dim;
-    keys = scores + rows * kTileKeys;
-    values = keys + dim * kTileKeys;
-    max = values + dim * kTileKeys;
-    sum = max + rows;
+    const auto take = [&](int64_t n) { return std::exchange(memory, memory + n); };
+    keys = reinterpret_cast<E*>(take(dim * kTileKeys));
+    values = reinterpret_cast<E*>(take(dim * kTileKeys));
+    scores = take(kFewRows * kTileKeys);
+    weights = reinterpret_cast<E*>(scores);
+    query = reinterpret_cast<E*>(take(rows * dim));
+    out = take(rows * dim);
+    max = take(rows);
+    sum = take(rows);
   }
 
-  void reset(int64_t rows) {
+  void reset(int64_t rows) const {
     std::fill_n(out, rows * dim, 0.0f);
     std::fill_n(max, rows, kNegInf);
     std::fill_n(sum, rows, 0.0f);
@@ -130,76 +167,108 @@ inline void score_few_rows(int64_t rows, const KeyTile<T>& tile, const float* qu
   if constexpr (R > 1) score_few_rows<T, R - 1>(rows, tile, query, dim, scores);
 }
 
-// keys of the tile -> [dim, kTileKeys] fp32
-template <class T>
-inline void pack_keys(const KeyTile<T>& tile, int64_t head_dim, float* packed) {
+// kLanes operands from an element of the query or the cache on, of which n are left
+template <class E, class T>
+inline Vec load_operands(const T* from, int64_t n) {
+  if constexpr (kDepth<E> == 1) {
+    return load_up_to(from, n);
+  } else {
+    if (n >= 2 * kLanes) return load_raw<Vec>(from);
+    T padded[2 * kLanes] = {};
+    std::memcpy(padded, from, n * sizeof(T));
+    return load_raw<Vec>(padded);
+  }
+}
+
+// keys of the tile -> [dim / depth, kTileKeys]
+template <class T, class E>
+inline void pack_keys(const KeyTile<T>& tile, int64_t head_dim, E* packed) {
   for (int64_t first = 0; first < tile.size(); first += kLanes) {
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
+    for (int64_t d = 0; d < head_dim; d += kLanes * kDepth<E>) {
       Vec block[kLanes];
       for (int64_t i = 0; i < kLanes; ++i)
-        block[i] = load_up_to(tile.keys[std::min(first + i, tile.size() - 1)] + d, head_dim - d);
+        block[i] = load_operands<E>(tile.keys[std::min(first + i, tile.size() - 1)] + d, head_dim - d);
       transpose(block);
-      for (int64_t i = 0; i < kLanes; ++i) store(packed + (d + i) * kTileKeys + first, block[i]);
+      for (int64_t i = 0; i < kLanes; ++i) store(packed + (d / kDepth<E> + i) * kTileKeys + first, block[i]);
     }
   }
 }
 
-// values of the tile -> [kTileKeys, dim] fp32
-template <class T>
-inline void pack_values(const KeyTile<T>& tile, int64_t head_dim, int64_t dim, float* packed) {
-  for (int64_t j = 0; j < tile.size(); ++j)
-    for (int64_t d = 0; d < head_dim; d += kLanes)
-      store(packed + j * dim + d, load_up_to(tile.values[j] + d, head_dim - d));
+// values of the tile -> [kTileKeys / depth, dim]; a last one that has no partner is paired with zeros
+template <class T, class E>
+inline void pack_values(const KeyTile<T>& tile, int64_t head_dim, int64_t dim, E* packed) {
+  for (int64_t j = 0; j < tile.size(); j += kDepth<E>) {
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      const auto value = [&](int64_t i) { return i < tile.size() ? load_up_to(tile.values[i] + d, head_dim - d) : Vec{}; };
+      E* to = packed + j / kDepth<E> * dim + d;
+      if constexpr (kDepth<E> == 1) store(to, value(j));
+      else store(to, pair_up(value(j), value(j + 1)));
+    }
+  }
 }
 
-inline void score_many(const Workspace& work, int64_t rows) {
-  std::fill_n(work.scores, rows * kTileKeys, 0.0f);
-  for (int64_t first = 0; first < kTileKeys; first += kMaxV * kLanes) {
+// Scores of a strip of rows for the keys [begin, end) of the tile; begin is that of a vector.
+template <class E>
+inline void score_strip(const Workspace<E>& work, int64_t row, int64_t height, int64_t begin, int64_t end) {
+  for (int64_t i = 0; i < height; ++i) std::fill_n(work.scores + i * kTileKeys + begin, round_up(end - begin, kLanes), 0.0f);
+  for_each_vectors(begin, end, [&]<int V>(int64_t first) {
     const auto key = [&](int64_t d) { return work.keys + d * kTileKeys + first; };
-    multiply_add_rows<kMaxV>(rows, work.query, work.dim, work.dim, key, work.scores + first, kTileKeys);
-  }
+    multiply_add_strip<V>(height, work.query + row * work.dim, work.dim, work.dim / kDepth<E>, key, work.scores + first,
+                          kTileKeys);
+  });
 }
 
-// out += weights * values; value<V>(j, d) points to the j-th value's elements from d on, of which V vectors are read
-template <class F>
-inline void weigh(const Workspace& work, int64_t rows, int64_t num_keys, F value) {
-  for (int64_t d = 0; d < work.dim;) {
-    const auto add = [&]<int V>(std::integral_constant<int, V>) {
-      const auto at = [&](int64_t j) { return value.template operator()<V>(j, d); };
-      multiply_add_rows<V>(rows, work.scores, kTileKeys, num_keys, at, work.out + d, work.dim);
-      d += V * kLanes;
-    };
-    if (work.dim - d >= kMaxV * kLanes) add(std::integral_constant<int, kMaxV>());
-    else if (work.dim - d >= 2 * kLanes) add(std::integral_constant<int, 2>());
-    else add(std::integral_constant<int, 1>());
-  }
+// out += weights * values, for the operands [begin, end) of the rows' weights; value<V>(j, d) points to the j-th value's
+// elements from d on, of which V vectors are read
+template <class E, class F>
+inline void weigh(const Workspace<E>& work, int64_t row, int64_t rows, int64_t begin, int64_t end, F value) {
+  for_each_vectors(0, work.dim, [&]<int V>(int64_t d) {
+    const auto at = [&](int64_t j) { return value.template operator()<V>(begin + j, d); };
+    for_each_strip(rows, [&](int64_t i, int64_t height) {
+      multiply_add_strip<V>(height, work.weights + i * kTileKeys + begin, kTileKeys, end - begin, at,
+                            work.out + (row + i) * work.dim + d, work.dim);
+    });
+  });
 }
 
 // scores = bound * tanh(scores)
-inline void bound_row(const Workspace& work, int64_t row, int64_t num_keys, float bound) {
-  float* scores = work.scores + row * kTileKeys;
-  for (int64_t j = 0; j < round_up(num_keys, kLanes); j += kLanes) store(scores + j, bound * tanh(load(scores + j)));
+inline void bound_row(float* scores, int64_t begin, int64_t end, float bound) {
+  for (int64_t j = begin; j < end; j += kLanes) store(scores + j, bound * tanh(load(scores + j)));
 }
 
-// Turns the row's scores into weights relative to its new maximum, and scales what was summed before to it.
-// Keys outside [first, last) are hidden from the row, and so is what fills the last vector.
-inline void soften_row(const Workspace& work, int64_t row, int64_t first, int64_t last, int64_t num_keys) {
-  float* scores = work.scores + row * kTileKeys;
-  const int64_t width = round_up(num_keys, kLanes);
-  std::fill(scores, scores + std::clamp<int64_t>(first, 0, width), kNegInf);
-  std::fill(scores + std::clamp<int64_t>(last, 0, num_keys), scores + width, kNegInf);
+inline void scale_row(float* scores, int64_t begin, int64_t end, float scale) {
+  for (int64_t j = begin; j < end; j += kLanes) store(scores + j, load(scores + j) * scale);
+}
+
+// Stores kLanes weights from the j-th on, rounded if they are pairs, and returns what it stored.
+template <class E>
+inline Vec store_weights(E* weights, int64_t j, Vec weight) {
+  if constexpr (kDepth<E> == 1) {
+    store(weights + j, weight);
+    return weight;
+  } else {
+    return store_rounded(reinterpret_cast<c10::BFloat16*>(weights) + j, weight);
+  }
+}
+
+// Turns scores of the row, the i-th of its strip, into weights relative to its new maximum, and scales what was summed
+// before to it. Keys outside [first, last) are hidden from the row, and so is what fills the last vector.
+template <class E>
+inline void soften_row(const Workspace<E>& work, int64_t row, int64_t i, int64_t first, int64_t last, int64_t begin,
+                       int64_t end) {
+  float* scores = work.scores + i * kTileKeys;
+  E* weights = work.weights + i * kTileKeys;
+  const int64_t stop = begin + round_up(end - begin, kLanes);
+  std::fill(scores + begin, scores + std::clamp(first, begin, stop), kNegInf);
+  std::fill(scores + std::clamp(last, begin, end), scores + stop, kNegInf);
   Vec top = splat(work.max[row]), total{};
-  for (int64_t j = 0; j < width; j += kLanes) top = flyball::max(top, load(scores + j));
+  for (int64_t j = begin; j < stop; j += kLanes) top = flyball::max(top, load(scores + j));
   const float new_max = flyball::max(top);
   if (new_max == kNegInf) {  // the row sees none of the keys so far
-    std::fill_n(scores, width, 0.0f);
+    for (int64_t j = begin; j < stop; j += kLanes) store_weights(weights, j, Vec{});
     return;
   }
-  for (int64_t j = 0; j < width; j += kLanes) {
-    const Vec weight = exp2(load(scores + j) - new_max);
-    store(scores + j, weight);
-    total += weight;
-  }
+  for (int64_t j = begin; j < stop; j += kLanes) total += store_weights(weights, j, exp2(load(scores + j) - new_max));
   if (new_max != work.max[row]) {
     const float correction = exp2(splat(work.max[row] - new_max))[0];
     for (int64_t d = 0; d < work.dim; d += kLanes) {

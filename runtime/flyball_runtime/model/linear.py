@@ -1,7 +1,8 @@
 """Weights of a model: where they are, what they are called in a checkpoint, and the layers made of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,55 @@ class Place:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
+class LowRank(NamedTuple):
+    """What an adapter adds to a projection: ``up(down(x))``, in these columns of its layer's output."""
+
+    columns: slice
+    down: PackedLinear
+    up: PackedLinear
+
+
+Adaptation = Mapping["FusedLinear", Sequence[LowRank]]
+"""What an adapter adds to a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedTokens:
+    """The tokens of a step that one adapter is for.
+
+    Attributes:
+        indices: ``[num_adapted]`` int64, of the tokens among the step's; None for all.
+    """
+
+    indices: Tensor | None
+    adaptation: Adaptation
+
+    def add(self, layer: "FusedLinear", x: Tensor, out: Tensor) -> None:
+        """Add to ``out``, the layer's output for ``x``, what the adapter makes of these tokens; other rows stay as they are."""
+        parts = self.adaptation.get(layer)
+        if not parts:
+            return
+        if self.indices is None:
+            for columns, down, up in parts:
+                out[:, columns] += up(down(x))
+            return
+        adapted = x.index_select(0, self.indices)
+        for columns, down, up in parts:
+            out[:, columns].index_add_(0, self.indices, up(down(adapted)))
+
+
+AdaptedStep = Sequence[AdaptedTokens]
+"""All that adapters change in a step. No token is in two of them."""
+
+
+class Projection(NamedTuple):
+    """A projection that an adapter may change: its layer, where in the layer's output it is, and the size of its input."""
+
+    layer: "FusedLinear"
+    columns: slice
+    in_features: int
+
+
 class FusedLinear:
     """Several projections of the same input (q, k and v; gate and up) computed by one matmul.
 
@@ -39,6 +89,7 @@ class FusedLinear:
     def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, place: Place) -> None:
         out_features = sum(parts.values())
         self._parts = parts
+        self._in_features = in_features
         self._backend = place.backend
         self._weight: Tensor | None = place.empty(out_features, in_features)
         self._bias = place.empty(out_features) if bias else None
@@ -51,15 +102,25 @@ class FusedLinear:
                 for name, rows in zip(self._parts, buffer.split(list(self._parts.values())), strict=True):
                     yield f"{prefix}{name}.{kind}", rows
 
+    def projections(self, prefix: str) -> Iterator[tuple[str, Projection]]:
+        """Yield the projections by name."""
+        start = 0
+        for name, size in self._parts.items():
+            yield f"{prefix}{name}", Projection(self, slice(start, start + size), self._in_features)
+            start += size
+
     def pack(self) -> None:
         """Give the weights the layout that is fastest on their device; the buffer that was filled is let go."""
         assert self._weight is not None, "packed twice"
         self._packed = PackedLinear(self._weight, self._bias, backend=self._backend)
         self._weight = self._bias = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:
         assert self._packed is not None, "called before pack"
-        return self._packed(x)
+        out = self._packed(x)
+        for one in adapted:
+            one.add(self, x, out)
+        return out
 
 
 class Norm:

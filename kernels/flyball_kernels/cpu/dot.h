@@ -1,0 +1,56 @@
+// The bf16 dot product of AVX512_BF16: each lane of a sum grows by two products at once. Products are exact, sums are fp32.
+#pragma once
+
+#include "vec.h"
+
+namespace flyball {
+
+constexpr bool has_dot() {
+#if defined(__AVX512BF16__)
+  return true;
+#else
+  return false;
+#endif
+}
+
+// An AMD core issues two a cycle, as many as FMAs, so they do twice the work. An Intel core issues one, and FMAs were faster.
+inline bool has_fast_dot() {
+#if defined(__x86_64__)
+  return has_dot() && __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+// Two bf16 that lie next to each other in memory.
+enum class Bf16Pair : uint32_t {};
+
+inline VecU load(const Bf16Pair* from) { return load_raw<VecU>(from); }
+inline VecU splat(Bf16Pair x) { return static_cast<uint32_t>(x) - VecU{}; }
+
+template <class V>
+inline void store(Bf16Pair* to, V pairs) {
+  __builtin_memcpy(to, &pairs, sizeof(pairs));
+}
+
+// Pairs of two vectors that hold bf16 values.
+inline VecU pair_up(Vec first, Vec second) { return (VecU)first >> 16 | (VecU)second; }
+
+inline Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
+
+#if defined(__AVX512BF16__)
+inline Vec add_product(Vec sum, VecU a, VecU b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+#endif
+
+// Rounds to nearest, ties to even, and returns what it stored. The instruction makes denormals 0.
+inline Vec store_rounded(c10::BFloat16* to, Vec v) {
+#if defined(__AVX512BF16__)
+  const __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)v);
+  __builtin_memcpy(to, &rounded, sizeof(rounded));
+#else
+  store(to, v);
+#endif
+  return load(to);
+}
+
+}  // namespace flyball
