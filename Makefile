@@ -9,10 +9,10 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow proof sanitize programs e2e compat clients wheel check format chart clean
+.PHONY: help setup demo test test-slow proof sanitize e2e-prepare e2e compat clients wheel check format chart clean
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv, install Flyball in it, build the CPU kernels (the others do this by themselves)
 
@@ -23,7 +23,7 @@ test: $(STAMP) ## run the tests (a few minutes)
 	@$(PYTEST)
 
 test-slow: $(STAMP) ## run the slow tests: long property tests, fuzzing, soaks (CI runs them too)
-	@$(PYTEST) -m slow
+	@$(PYTEST) -m slow --durations=20
 
 proof: $(STAMP) ## run the tuner against an oracle in simulation, write docs/tuning-proof.md (two hours; PROOF='--full' and others)
 	@$(BIN)/python -m flyball_simulation.proof $(PROOF)
@@ -31,8 +31,8 @@ proof: $(STAMP) ## run the tuner against an oracle in simulation, write docs/tun
 sanitize: $(STAMP) ## run the kernel tests on C++ ops compiled with AddressSanitizer and UBSan
 	@PYTHONPATH=tests $(BIN)/python -m sanitize
 
-programs: $(STAMP) ## build Kubernetes, containerd, CoreDNS, Helm and KEDA for the tests, once (they do this by themselves)
-	@PYTHONPATH=tests $(BIN)/python -m e2e_kit.programs
+e2e-prepare: $(STAMP) ## build Kubernetes, containerd, CoreDNS, Helm, KEDA and the images for the tests (they do this by themselves)
+	@PYTHONPATH=tests $(BIN)/python -m e2e_kit.prepare
 
 e2e: $(STAMP) ## run the tests on a whole Kubernetes node: root and Debian packages, or it says which (E2E='--full' for all rounds)
 	@PYTHONPATH=tests $(BIN)/python -m e2e_kit $(E2E)

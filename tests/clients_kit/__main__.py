@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from adapters import make_adapter
 from flyball_protocol import endpoints
 from replicas import Replica
 
@@ -23,7 +24,7 @@ KEY = "a-key-for-outside-clients"
 TIMEOUT_S = 3600
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_DISABLE_TELEMETRY": "1"}
 """Clients load nothing while they run."""
-SERVER_FLAGS = ("--max-model-len=256", "--max-num-seqs=32", "--max-choices=4")
+SERVER_FLAGS = ("--max-model-len=256", "--max-num-seqs=32", "--max-choices=4", "--enable-lora")
 
 
 class Client(NamedTuple):
@@ -95,12 +96,14 @@ def model_with_tools(folder: Path) -> Path:
 
 @contextmanager
 def served() -> Iterator[Replica]:
-    """A server of the demo model that needs a key, as outside clients send one."""
+    """A server of the demo model, with an adapter, that needs a key, as outside clients send one."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text(KEY)
         model = model_with_tools(Path(folder) / "model")
-        server = Replica(model, *SERVER_FLAGS, f"--api-key-file={keys}", log=Path(folder) / "log")
+        adapter = make_adapter(Path(folder) / "adapters" / "accent", CHECKPOINT)
+        flags = [f"--lora-modules=accent={adapter}", f"--runtime-lora-dir={adapter.parent}", f"--api-key-file={keys}"]
+        server = Replica(model, *SERVER_FLAGS, *flags, log=Path(folder) / "log")
         try:
             server.wait_ready()
             yield server

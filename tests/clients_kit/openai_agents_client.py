@@ -67,6 +67,9 @@ async def main() -> None:
         judge = Agent("b", model=model, output_type=Verdict, model_settings=SETTINGS)
         assert isinstance((await Runner.run(judge, "Is it warm?")).final_output, Verdict)
 
+        careful = agent.clone(output_type=Verdict)  # its second answer may be calls, or has the form
+        assert isinstance((await Runner.run(careful, "Is it warm?", max_turns=5)).final_output, Verdict)
+
         stranger = Agent("c", model=kind("test", AsyncOpenAI(api_key="another-key", **at)))
         try:
             await Runner.run(stranger, "Say hello.")

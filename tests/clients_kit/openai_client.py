@@ -8,13 +8,16 @@ at = {"base_url": os.environ["BASE_URL"], "max_retries": 0}
 client = openai.OpenAI(api_key=os.environ["API_KEY"], **at)
 ask = {"model": "test", "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8, "temperature": 0}
 
-assert [model.id for model in client.models.list()] == ["test"]
+assert [model.id for model in client.models.list()] == ["test", "accent"]
 assert client.models.retrieve("test").id == "test"
 
 raw = client.chat.completions.with_raw_response.create(**ask)
 assert raw.headers["x-request-id"]
 whole = raw.parse()
 assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+adapted = client.chat.completions.create(**ask | {"model": "accent"})
+assert adapted.model == "accent" and adapted.choices[0].message.content != whole.choices[0].message.content
 
 chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **ask))
 text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

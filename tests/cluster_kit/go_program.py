@@ -44,7 +44,7 @@ class GoProgram:
 
     def build(self) -> Path:
         """Return the folder of the binaries, after building them if nobody has yet: minutes when Go's cache is cold."""
-        with _locked(self._beside("lock")):
+        with locked(self._beside("lock")):
             if not self.folder.exists():
                 self._build()
         return self.folder
@@ -93,7 +93,7 @@ def _first(pattern: str, file: Path) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Let one process at a time in; the lock goes with the process that holds it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -39,6 +39,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for test, figures in found.items():
         words = ", ".join(f"{name} {value:g}" for name, value in figures.items() if isinstance(value, int | float))
         terminalreporter.line(f"{test}: {words}")
+    for failed in terminalreporter.stats.get("failed", []):  # for who sees the end of a long log only
+        terminalreporter.line(f"{failed.nodeid} failed: {failed.longrepr.reprcrash.message}")
     if file := config.getoption("--figures"):
         file.write_text(json.dumps(found, indent=1))
 

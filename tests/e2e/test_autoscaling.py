@@ -75,12 +75,12 @@ def test_keda_is_gone_for_a_while(scaled: Node, namespace: str, figures: dict[st
     work = measure(model.url)
     with undisturbed(model, work, figures, num_streams=MOST_STREAMS) as load:
         seconds_until_replicas(model, 3)
-        load.note_in_flight()
+        load.wait_until_in_flight()
         keda.stop(scaled)
         load.num_streams = FEW_STREAMS
         time.sleep(WITHOUT_KEDA_S)
         assert len(model.ready_pods()) == 3, "somebody scaled, and KEDA was gone"
-        load.note_in_flight()
+        load.wait_until_in_flight()
         keda.start(scaled)
         wait_for_scale_down(model, load)
         seconds_until_replicas(model, 1)

@@ -54,13 +54,13 @@ def test_limits_are_tried_then_judged_though_the_operator_was_killed_in_between(
         model.until(lambda: last_action(model) == "try", "a change on trial", LONG_TIMEOUT_S)
         figures["first_change_s"] = time.monotonic() - began_s
         assert len(in_force(model)) == 2, "one replica tries what the other does not have"
-        load.note_in_flight()
+        load.wait_until_in_flight()
         processes.kill("flyball-operator", "run")
         model.until(
             lambda: last_action(model) in ("promote", "roll back"), "the next process's verdict", LONG_TIMEOUT_S
         )
         figures["verdict_s"] = time.monotonic() - began_s
         model.until(lambda: len(in_force(model)) == 1, "the same limits in all pods", LONG_TIMEOUT_S)
-        load.note_in_flight()
+        load.wait_until_in_flight()
         model.scale(3)
         model.until(lambda: len(in_force(model)) == 1, "the same limits in the new pod too", LONG_TIMEOUT_S)

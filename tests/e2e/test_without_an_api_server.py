@@ -25,7 +25,7 @@ def test_an_api_server_that_is_gone_for_a_minute(operator: Node, namespace: str,
         operator.take_apiserver_away()
         try:
             time.sleep(OUTAGE_S)
-            load.note_in_flight()
+            load.wait_until_in_flight()
         finally:
             operator.bring_apiserver_back()
         back_s = time.monotonic()

@@ -4,19 +4,18 @@ Binaries and images are made out here, where the package registries are. The tes
 or are killed, the kernel ends every process and mount that they leave.
 """
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from cluster_kit import ClusterError
-from cluster_kit.go_program import cache_folder
-from e2e_kit import FOLDER_VARIABLE, images, prerequisites, programs
+from cluster_kit.go_program import cache_folder, locked
+from e2e_kit import FOLDER_VARIABLE
+from e2e_kit.prepare import prepare
 
 ISOLATION = (
     *("setpriv", "--pdeathsig=KILL"),  # ends unshare with us
@@ -28,34 +27,22 @@ KEEP_PID_1 = '"$@"; exit $?'
 
 def main(arguments: Sequence[str]) -> int:
     try:
-        prerequisites.check()
+        print("e2e: preparing programs and images, a quarter of an hour the first time, a minute later", flush=True)
         prepare()
     except ClusterError as error:
         print(f"e2e: {error}", file=sys.stderr)
         return 2
     with state_folder() as folder:
-        pytest = (sys.executable, "-m", "pytest", "-m", "e2e", "tests/e2e", *arguments)
+        pytest = (sys.executable, "-m", "pytest", "-m", "e2e", "--durations=10", "tests/e2e", *arguments)
         environment = os.environ | {FOLDER_VARIABLE: str(folder)}
         return subprocess.run((*ISOLATION, "sh", "-c", KEEP_PID_1, "sh", *pytest), env=environment).returncode
-
-
-def prepare() -> None:
-    """Build binaries and images."""
-    print("e2e: preparing programs and images, most of an hour the first time, a minute later", flush=True)
-    programs.build_all()
-    started_s = time.monotonic()
-    images.build_all()
-    print(f"e2e: images ready after {time.monotonic() - started_s:.0f} s", flush=True)
-    for image in images.ALL:
-        print(f"e2e: {image} {images.size(image)}", flush=True)
 
 
 @contextmanager
 def state_folder() -> Iterator[Path]:
     """An empty folder for the node, one session at a time; what a killed session left is removed first."""
     folder = cache_folder() / "e2e-node"
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder.with_suffix(".lock")):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:

@@ -27,6 +27,7 @@ BUSY: dict[str, Any] = {
 STREAMS_PER_REPLICA = 16
 """Clients that each stream without a pause: more than run at a time."""
 MIN_IN_FLIGHT = 8
+IN_FLIGHT_TIMEOUT_S = 120.0
 
 
 class RequestsLost(AssertionError):
@@ -47,10 +48,19 @@ class Load(Traffic):
             self._model.until(self._busy, f"{MIN_IN_FLIGHT} streams on each replica", LONG_TIMEOUT_S)
         )
 
+    def wait_until_in_flight(self) -> None:
+        """Return when MIN_IN_FLIGHT streams are in flight; fewer are when several have just ended and the next ones wait.
+
+        Unlike ``wait_until_busy`` it needs no API server. Raises AssertionError if they stay too few.
+        """
+        deadline_s = time.monotonic() + IN_FLIGHT_TIMEOUT_S
+        while (found := self.in_flight) < MIN_IN_FLIGHT and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        self._note(found)
+
     def note_in_flight(self) -> None:
         """Note how many streams something meets that is happening now. Raises AssertionError if they are too few."""
-        self._in_flight.append(self.in_flight)
-        assert self._in_flight[-1] >= MIN_IN_FLIGHT, f"only {self._in_flight[-1]} streams are in flight"
+        self._note(self.in_flight)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -61,6 +71,10 @@ class Load(Traffic):
                 "in_flight_median": statistics.median(self._in_flight),
             }
         return found
+
+    def _note(self, in_flight: int) -> None:
+        self._in_flight.append(in_flight)
+        assert in_flight >= MIN_IN_FLIGHT, f"only {in_flight} streams are in flight"
 
     def _busy(self) -> int:
         """Return the number of streams in flight, 0 while they or the replicas' own numbers are too small."""

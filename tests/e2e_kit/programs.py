@@ -1,4 +1,4 @@
-"""The Go programs of a node. Their versions are in the go.mod files. Build them: python -m e2e_kit.programs"""
+"""The Go programs of a node. Their versions are in the go.mod files."""
 
 import subprocess
 import time
@@ -47,7 +47,3 @@ def keda_config() -> Path:
     command = ("go", "list", "-m", "-f", "{{.Dir}}", "github.com/kedacore/keda/v2")
     done = subprocess.run(command, cwd=KEDA.module, check=True, capture_output=True, text=True)
     return Path(done.stdout.strip()) / "config"
-
-
-if __name__ == "__main__":
-    build_all()

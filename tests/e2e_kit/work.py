@@ -29,7 +29,8 @@ SHORTEST = 0.85
 MIN_STREAM_S = 8.0
 MAX_STREAM_TOKENS = 1900
 """What the demo model's context has room for, with the prompt."""
-PROBE_TOKENS = 96
+PROBE_TOKENS = 480
+"""So many that the probe's context grows as a stream's does: tokens after a short prompt alone come twice as fast."""
 SHORT_TOKENS = 24
 SLOTS_OF_SHORT = 0.5
 """How many of the running requests should be short ones, on average."""
