@@ -47,18 +47,25 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab_size: int = 384) -> 
 
 
 def generate(
-    engine: Engine, prompts: list[list[int]], sampling: SamplingParams = GREEDY, *, forked: bool = False
+    engine: Engine,
+    prompts: list[list[int]],
+    sampling: SamplingParams = GREEDY,
+    *,
+    forked: bool = False,
+    adapters: list[int | None] | None = None,
 ) -> list[list[int]]:
     """Run the prompts to their ends, all at once; return the output tokens. Every request must end exactly once.
 
-    ``forked``: equal prompts are of one fork group.
+    ``forked``: equal prompts are of one fork group. ``adapters``: number of the LoRA adapter of each prompt.
     """
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     ended: list[str] = []
-    for request_id, prompt in zip(outputs, prompts, strict=True):
+    for request_id, prompt, adapter in zip(outputs, prompts, adapters or [None] * len(prompts), strict=True):
         group = str(prompts.index(prompt)) if forked else None
         failed = engine.submit(
-            Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, fork_group=group)
+            Request(
+                request_id=request_id, prompt_token_ids=prompt, sampling=sampling, fork_group=group, adapter=adapter
+            )
         )
         if failed is not None:
             raise RuntimeError(failed.message)

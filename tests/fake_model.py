@@ -1,6 +1,7 @@
 """A model that is nothing but its KV cache, so that a wrong block id, table or token shows."""
 
 from array import array
+from collections import Counter
 
 import msgspec
 
@@ -11,9 +12,9 @@ from flyball_runtime.scheduler import BatchPlan
 VOCAB_SIZE = 12
 
 
-def extend(content: int, token_id: int) -> int:
-    """What the cache holds at a position: a digest of all tokens up to it."""
-    return hash((content, token_id))
+def extend(content: int, token_id: int, adapter: int | None = None) -> int:
+    """What the cache holds at a position: a digest of all tokens up to it, and of the adapter that computed them."""
+    return hash((content, token_id) if adapter is None else (content, token_id, adapter))
 
 
 def next_token(content: int) -> int:
@@ -21,22 +22,24 @@ def next_token(content: int) -> int:
     return (content >> 7) % VOCAB_SIZE
 
 
-def contents(token_ids: list[int]) -> list[int]:
+def contents(token_ids: list[int], adapter: int | None = None) -> list[int]:
     content, result = 0, []
     for token_id in token_ids:
-        content = extend(content, token_id)
+        content = extend(content, token_id, adapter)
         result.append(content)
     return result
 
 
-def expected_output(prompt: list[int], num_tokens: int, stop_token_ids: frozenset[int]) -> list[int]:
+def expected_output(
+    prompt: list[int], num_tokens: int, stop_token_ids: frozenset[int], adapter: int | None = None
+) -> list[int]:
     """What a request alone on the machine would get."""
-    content, output = contents(prompt)[-1], []
+    content, output = contents(prompt, adapter)[-1], []
     while len(output) < num_tokens:
         output.append(next_token(content))
         if output[-1] in stop_token_ids:
             break
-        content = extend(content, output[-1])
+        content = extend(content, output[-1], adapter)
     return output
 
 
@@ -48,7 +51,11 @@ def candidates(content: int) -> TokenLogprobs:
 
 
 def expected_hypotheses(
-    prompt: list[int], num_tokens: int, stop_token_ids: frozenset[int], settings: BeamSearch
+    prompt: list[int],
+    num_tokens: int,
+    stop_token_ids: frozenset[int],
+    settings: BeamSearch,
+    adapter: int | None = None,
 ) -> list[tuple[list[int], float]]:
     """What a beam search of a request alone on the machine would find, and the scores: written as transformers does it."""
     width, penalty = settings.width, settings.length_penalty
@@ -57,7 +64,7 @@ def expected_hypotheses(
     for length in range(1, num_tokens + 1):
         following = []
         for total, output in running:
-            one = candidates(contents(prompt + output)[-1])
+            one = candidates(contents(prompt + output, adapter)[-1])
             following += [(total + p, [*output, t]) for t, p in zip(one.top_ids, one.top_logprobs, strict=True)]
         following.sort(key=lambda entry: -entry[0])
         top = following[: max(2, 1 + len(stop_token_ids)) * width]
@@ -81,6 +88,8 @@ class FakeModel:
 
     Attributes:
         read: the digests behind which the last step has sampled.
+        on_host: what host memory holds, by slot.
+        num_swaps: blocks copied to host memory (``out``), and from there (``back``).
     """
 
     def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
@@ -91,6 +100,10 @@ class FakeModel:
         self._size = len(self._slots)
         self._tables: dict[int, list[list[int]]] = {}
         self._last: dict[int, int] = {}
+        self._in_slots: dict[int, int] = {}  # adapters
+        self._slot_of: dict[int, int | None] = {}  # adapter slot, by row
+        self.on_host: dict[int, list[int | None]] = {}
+        self.num_swaps: Counter[str] = Counter()  # blocks: out, back
         self._epoch = 0
         self.read: list[int] = []
         self._num_plans = 0
@@ -113,7 +126,9 @@ class FakeModel:
         for index, row in enumerate(plan.rows):
             start, num = plan.starts[index], plan.num_scheduled[index]
             tokens = [self._last[row]] if index < plan.num_decodes else [next(known) for _ in range(num)]
-            held = self._compute(self._tables[row], start, tokens)
+            slot = self._slot_of[row]
+            adapter = None if slot is None else self._in_slots[slot]
+            held = self._compute(self._tables[row], start, tokens, adapter)
             if index >= num_plain:
                 assert tokens[0] == self._last[row] and num == 1 + plan.num_drafts[index - num_plain]
                 num_accepted.append(_num_accepted(held, tokens[1:]))
@@ -131,9 +146,13 @@ class FakeModel:
         for slot in range(self._size, len(self._slots)):
             self._slots[slot] = None
 
+    def held(self, block: int) -> list[int | None]:
+        """Return what a block holds at each of its positions."""
+        return self._slots[block * self._block_size : (block + 1) * self._block_size]
+
     def check(self, seq: Sequence, num_tokens: int) -> None:
         """Raise AssertionError unless what the sequence's next token reads is its own, in every group."""
-        own = contents(seq.token_ids[:num_tokens])
+        own = contents(seq.token_ids[:num_tokens], seq.adapter)
         for table, window in zip(seq.block_tables, self._windows, strict=True):
             first = _first(window, num_tokens)
             held = [self._slots[self._slot(table, position)] for position in range(first, num_tokens)]
@@ -141,13 +160,24 @@ class FakeModel:
 
     def _apply(self, plan: BatchPlan) -> None:
         before = list(self._slots)
+        read, written = {one.slot for one in plan.swap_ins}, [one.slot for one in plan.swap_outs]
+        assert len(set(written)) == len(written) and not read & set(written), (
+            "a plan writes no slot twice, nor one it reads"
+        )
+        for one in plan.swap_outs:
+            self.on_host[one.slot] = self.held(one.block)
         targets = [copy.target for copy in plan.block_copies]
         assert len(set(targets)) == len(targets), "a plan copies nothing twice to one place"
         for copy in plan.block_copies:
             for offset in range(self._block_size):
                 source, target = (block * self._block_size + offset for block in (copy.source, copy.target))
                 self._slots[target] = before[source]
+        for one in plan.swap_ins:
+            self._slots[one.block * self._block_size : (one.block + 1) * self._block_size] = self.on_host[one.slot]
+        self.num_swaps += Counter(out=len(plan.swap_outs), back=len(plan.swap_ins))
+        self._in_slots |= {write.slot: write.adapter for write in plan.adapter_writes}
         for start in plan.row_starts:
+            self._slot_of[start.row] = start.adapter_slot
             assert start.epoch > self._epoch, "epochs count up"
             self._epoch = start.epoch
             self._tables[start.row], self._last[start.row] = [[] for _ in self._windows], start.last_token_id
@@ -160,14 +190,14 @@ class FakeModel:
             assert write.at <= len(table), "tables grow at their end"
             table[write.at : write.at + len(write.blocks)] = write.blocks
 
-    def _compute(self, tables: list[list[int]], start: int, tokens: list[int]) -> list[int]:
+    def _compute(self, tables: list[list[int]], start: int, tokens: list[int], adapter: int | None) -> list[int]:
         """Return what the cache then holds at each of the tokens."""
         result = []
         content = self._slots[self._slot(tables[0], start - 1)] if start else 0
         for position, token_id in enumerate(tokens, start):
             assert content is not None, f"position {position - 1} was never computed"
             self._read(tables, position)
-            content = extend(content, token_id)
+            content = extend(content, token_id, adapter)
             for table in tables:
                 self._slots[self._slot(table, position)] = content
             result.append(content)

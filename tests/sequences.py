@@ -1,4 +1,4 @@
-"""Sequences for tests that need no tokenizer."""
+"""Sequences, and steps of them, for tests that need no tokenizer."""
 
 import itertools
 from collections.abc import Iterable
@@ -8,7 +8,10 @@ from flyball_runtime.core.pooling import Pooling
 from flyball_runtime.core.request import Request, Sequence
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.kv_cache import hash_prompt
+from flyball_runtime.scheduler import Scheduler, Step
 
+TOKEN = 999_999
+"""A token of no prompt."""
 _ids = itertools.count()
 
 
@@ -29,6 +32,7 @@ def make_sequence(
     pooling: Pooling | None = None,
     fork_group: str | None = None,
     beam_search: BeamSearch | None = None,
+    adapter: int | None = None,
 ) -> Sequence:
     """Make a waiting sequence; an int as ``prompt`` is a length, and its tokens occur in no other such prompt.
 
@@ -41,12 +45,21 @@ def make_sequence(
         prompt_token_ids=token_ids,
         sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, beam_search=beam_search),
         priority=priority,
-        block_hashes=[] if hashed_by is None else hash_prompt(token_ids, hashed_by, cache_salt),
+        block_hashes=[] if hashed_by is None else hash_prompt(token_ids, hashed_by, cache_salt, adapter),
         cache_salt=cache_salt,
         client=client,
         ttft_deadline_ms=ttft_deadline_ms,
         e2e_deadline_ms=e2e_deadline_ms,
         pooling=pooling,
         fork_group=fork_group,
+        adapter=adapter,
     )
     return Sequence(request, max_model_len=max_model_len, eos_token_ids=frozenset(eos_token_ids))
+
+
+def step(scheduler: Scheduler, token_id: int = TOKEN) -> Step:
+    """Plan a step and commit it: each row that samples gets this token."""
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.commit(plan, [token_id] * sum(plan.samples))
+    return plan

@@ -19,6 +19,7 @@ from flyball_runtime.core import embedder, generation_config
 from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig, read_boot_prior
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.lora import LoraConfig, LoraModule
 from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.text.parsing.message import AUTO, CALL_PARSERS, NONE, REASONING_PARSERS
 
@@ -125,6 +126,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="size up to which live limits may raise the KV cache, on CPUs under Linux (default: its size at the start)",
     )
     engine.add_argument(
+        "--swap-space",
+        default="0",
+        metavar="SIZE",
+        help="host memory that keeps evicted KV blocks, e.g. 4GiB; 0 keeps none",
+    )
+    engine.add_argument(
         "--kv-drain-timeout",
         type=float,
         default=30.0,
@@ -183,6 +190,78 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto uses triton on CUDA and cpp on a CPU",
     )
     engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine (default: all cores)")
+    add_lora_arguments(parser.add_argument_group("LoRA adapters"))
+
+
+def add_lora_arguments(lora: argparse._ArgumentGroup) -> None:
+    """Declare the flags of LoRA adapters; ``lora_from`` reads them."""
+    lora.add_argument(
+        "--enable-lora",
+        default=False,
+        action=argparse.BooleanOptionalAction,
+        help="serve LoRA adapters, which requests name as their model",
+    )
+    lora.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=PATH",
+        help='adapters to load, each NAME=PATH or JSON like {"name": "sql", "path": "/adapters/sql"} (default: none)',
+    )
+    lora.add_argument(
+        "--max-loras", type=int, default=1, metavar="N", help="maximum number of adapters among running sequences"
+    )
+    lora.add_argument("--max-lora-rank", type=int, default=16, metavar="N", help="highest rank of an adapter")
+    lora.add_argument(
+        "--max-cpu-loras", type=int, default=32, metavar="N", help="maximum number of adapters that are loaded at once"
+    )
+    lora.add_argument(
+        "--runtime-lora-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder from which clients may load adapters while the server runs (default: they may load none)",
+    )
+
+
+def lora_from(args: argparse.Namespace) -> LoraConfig | None:
+    """The settings of LoRA; None without --enable-lora. Adapters on the Hugging Face Hub are downloaded. Raises ConfigError."""
+    if not args.enable_lora:
+        for flag, value in (("--lora-modules", args.lora_modules), ("--runtime-lora-dir", args.runtime_lora_dir)):
+            if value is not None:
+                raise ConfigError(f"{flag} is given without --enable-lora. Add that, or leave {flag} out.")
+        return None
+    modules = tuple(LoraModule.parse(one) for one in args.lora_modules or ())
+    for module in modules:
+        if module.name in (args.served_model_name or [args.model]):
+            raise ConfigError(
+                f"--lora-modules has {quoted(module.name)}, which is the served model. Rename one of them."
+            )
+    return LoraConfig(
+        max_loras=args.max_loras,
+        max_lora_rank=args.max_lora_rank,
+        max_cpu_loras=args.max_cpu_loras,
+        modules=tuple(msgspec.structs.replace(one, path=_local_path(one.path)) for one in modules),
+    )
+
+
+def _local_path(path: str) -> str:
+    """Return the folder of an adapter; what reads like owner/name and is no folder is one on the Hub. Raises ConfigError."""
+    if path.count("/") != 1 or path.startswith(("/", ".", "~")) or Path(path).is_dir():
+        return str(Path(path).expanduser())
+    from flyball_runtime.model.hub import (
+        resolve_model_path,
+    )  # imports the Hub's client, which other commands do not need
+
+    return str(resolve_model_path(path))
+
+
+def runtime_lora_dir_from(args: argparse.Namespace) -> Path | None:
+    """The folder from which clients may load adapters. Raises ConfigError if it is none."""
+    folder: Path | None = args.runtime_lora_dir
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(
+            f"--runtime-lora-dir is {quoted(str(folder))}, which is not a folder. Make it, or correct the flag."
+        )
+    return None if folder is None else folder.resolve()
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
@@ -281,6 +360,13 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help="after SIGTERM accept requests until none has come for S seconds, at most for half of --drain-timeout",
     )
     server.add_argument(
+        "--stream-interval",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tokens of a stream from one event to the next; with more, clients and server have less work",
+    )
+    server.add_argument(
         "--max-heartbeat-age",
         type=float,
         default=30.0,
@@ -332,7 +418,12 @@ def add_bound_arguments(bounds: argparse._ArgumentGroup) -> None:
     )
     add("--max-messages", default=2048, unit="N", text="maximum number of messages in a chat")
     add("--max-prompts", default=256, unit="N", text="maximum number of prompts in a request")
-    add("--max-choices", default=256, unit="N", text="maximum number of choices of a request: prompts times n")
+    add(
+        "--max-choices",
+        default=256,
+        unit="N",
+        text="maximum number of choices of a request: prompts times n or best_of",
+    )
     add(
         *("--max-header-bytes", "--h11-max-incomplete-event-size"),
         default=16 * 1024,
@@ -395,6 +486,7 @@ def requests_from(args: argparse.Namespace, path: Path) -> dict[str, Any]:
         "served_model_names": tuple(args.served_model_name or [args.model]),
         "default_sampling": generation_config.default_sampling(args.generation_config, path),
         "embedder": embedder.Embedder.of_checkpoint(args.pooling_type, path),
+        "lora_dir": runtime_lora_dir_from(args),
         **bounds_from(args),
         **chats_from(args),
     }
@@ -422,6 +514,7 @@ def run_serve(args: argparse.Namespace) -> int:
         api_keys=api_keys,
         api=ApiSettings(
             max_heartbeat_age_s=args.max_heartbeat_age,
+            stream_interval=args.stream_interval,
             forwarded_allow_ips=args.forwarded_allow_ips,
             cors=cors_from(args),
             disable_docs=args.disable_fastapi_docs,
@@ -500,6 +593,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_bytes,
         kv_cache_memory_max_bytes=max_kv_bytes,
+        swap_space_bytes=settings.parse_bytes(args.swap_space),
         kv_drain_timeout_s=args.kv_drain_timeout,
         block_size=args.block_size,
         enable_prefix_caching=args.enable_prefix_caching,
@@ -516,6 +610,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         speculative_config=None
         if args.speculative_config is None
         else SpeculativeConfig.parse(args.speculative_config),
+        lora=lora_from(args),
         boot_prior=None if args.boot_prior is None else read_boot_prior(args.boot_prior),
     )
 

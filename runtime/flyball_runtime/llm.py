@@ -8,8 +8,9 @@ from typing import Any
 
 from flyball_runtime.core.beam_search import BeamSearch, EarlyStopping
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.errors import InvalidRequest, RequestError
+from flyball_runtime.core.errors import ConfigError, InvalidAdapter, InvalidRequest, RequestError
 from flyball_runtime.core.generation_config import AUTO, default_sampling
+from flyball_runtime.core.lora import LoraConfig
 from flyball_runtime.core.request import Failed, Hypothesis, Request, TokenLogprobs, validate_request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.speculation import SpeculativeConfig
@@ -19,9 +20,32 @@ from flyball_runtime.text.bad_words import with_bad_words
 from flyball_runtime.text.output import OutputText
 from flyball_runtime.text.tokenizer import load_tokenizer
 
-__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "LoRARequest",
+    "SamplingParams",
+]
 
 PromptInput = str | list[int]
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter, under vLLM's names. It is read when it is first used.
+
+    Attributes:
+        lora_name: for messages.
+        lora_int_id: tells it apart from others of its name and path, if its files have changed.
+        lora_path: its folder.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
 
 
 @dataclass
@@ -103,6 +127,8 @@ class LLM:
         model: directory of a Hugging Face checkpoint, or a Hugging Face id.
         generation_config: where sampling defaults come from: ``auto`` (the checkpoint), ``none``, or a folder.
         speculative_config: the fields of SpeculativeConfig, e.g. ``{"method": "ngram", "num_speculative_tokens": 4}``.
+        enable_lora: let calls have adapters (``LoRARequest``); ``max_loras``, ``max_lora_rank`` and ``max_cpu_loras`` are
+            those of LoraConfig.
         settings: fields of EngineConfig, e.g. ``max_num_seqs=64, dtype="bfloat16"``.
     Attributes:
         default_sampling: used by ``generate`` and ``chat`` when they are given no settings.
@@ -116,13 +142,21 @@ class LLM:
         *,
         generation_config: str = AUTO,
         speculative_config: dict[str, Any] | None = None,
+        enable_lora: bool = False,
+        max_loras: int = 1,
+        max_lora_rank: int = 16,
+        max_cpu_loras: int = 32,
         **settings: Any,
     ) -> None:
+        if enable_lora:
+            settings["lora"] = LoraConfig(max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras)
         if speculative_config is not None:
             settings["speculative_config"] = SpeculativeConfig.of(speculative_config)
         path = find_checkpoint(str(model), settings.pop("revision", None), settings.get("model_impl", "auto"))
         self.default_sampling = default_sampling(generation_config, path)
         self.tokenizer = load_tokenizer(path)
+        self._max_adapters = max_cpu_loras if enable_lora else 0
+        self._adapters: dict[LoRARequest, int] = {}
         self.engine = start_engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))
         self._num_requests = 0
 
@@ -132,6 +166,7 @@ class LLM:
         sampling: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> list[CompletionOutput]:
         """Generate for every prompt, batched continuously; results are in the prompts' order.
 
@@ -139,17 +174,27 @@ class LLM:
             prompts: texts, or lists of token ids; one alone is taken as a list of one.
             sampling: settings for all prompts, or one for each; None takes ``default_sampling``.
             cache_salt: prefixes are reused only among calls with the same salt.
+            lora_request: an adapter for all prompts, or one or None for each.
         Raises:
-            RequestError: a prompt or setting can never run, or the model gave no usable logits for a prompt; the message
-                names it. What was generated until then is dropped.
+            RequestError: an adapter cannot be loaded, a prompt or setting can never run, or the model gave no usable logits
+                for a prompt; the message names it. What was generated until then is dropped.
         """
         many = _as_list(prompts)
         settings = [self._checked(params) for params in self._settings_for(many, sampling)]
-        requests = [self._request(prompt, params, cache_salt) for prompt, params in zip(many, settings, strict=True)]
+        adapters = self._adapters_for(many, lora_request)
+        requests = [
+            self._request(prompt, params, cache_salt, adapter)
+            for prompt, params, adapter in zip(many, settings, adapters, strict=True)
+        ]
         return [output.generation() for output in self._run(requests)]
 
     def beam_search(
-        self, prompts: PromptInput | Seq[PromptInput], params: BeamSearchParams, *, cache_salt: str | None = None
+        self,
+        prompts: PromptInput | Seq[PromptInput],
+        params: BeamSearchParams,
+        *,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest outputs of every prompt; results are in the prompts' order.
 
@@ -159,7 +204,11 @@ class LLM:
             RequestError: as ``generate``.
         """
         sampling = self._checked(params.sampling())
-        requests = [self._request(prompt, sampling, cache_salt) for prompt in _as_list(prompts)]
+        many = _as_list(prompts)
+        adapters = self._adapters_for(many, lora_request)
+        requests = [
+            self._request(prompt, sampling, cache_salt, adapter) for prompt, adapter in zip(many, adapters, strict=True)
+        ]
         return [output.found() for output in self._run(requests)]
 
     def _run(self, requests: list[Request]) -> list["_Output"]:
@@ -173,10 +222,16 @@ class LLM:
                 self.engine.abort(request.request_id)
         return list(outputs.values())
 
-    def chat(self, messages: list[dict[str, str]], sampling: SamplingParams | None = None) -> CompletionOutput:
+    def chat(
+        self,
+        messages: list[dict[str, str]],
+        sampling: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> CompletionOutput:
         """Answer one chat, rendered with the model's chat template."""
         prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return self.generate([prompt], sampling)[0]
+        return self.generate([prompt], sampling, lora_request=lora_request)[0]
 
     def _settings_for(
         self, prompts: list[PromptInput], sampling: SamplingParams | Seq[SamplingParams] | None
@@ -189,15 +244,46 @@ class LLM:
             )
         return list(sampling)
 
+    def _adapters_for(
+        self, prompts: list[PromptInput], wanted: LoRARequest | Seq[LoRARequest | None] | None
+    ) -> list[int | None]:
+        if wanted is None or isinstance(wanted, LoRARequest):
+            wanted = [wanted] * len(prompts)
+        if len(wanted) != len(prompts):
+            raise InvalidRequest(f"got {len(wanted)} adapters for {len(prompts)} prompts; give one, or one each.")
+        return [None if one is None else self._loaded(one) for one in wanted]
+
+    def _loaded(self, adapter: LoRARequest) -> int:
+        """Return the number of an adapter, which is read if that has not been done."""
+        if adapter not in self._adapters:
+            if len(self._adapters) >= self._max_adapters:
+                raise InvalidAdapter(
+                    f"{adapter.lora_name}: {len(self._adapters)} adapters are loaded, and max_cpu_loras is "
+                    f"{self._max_adapters} (0 without enable_lora). Make the LLM with enable_lora=True and a higher one."
+                )
+            number = len(self._adapters)
+            try:
+                self.engine.load_adapter(number, adapter.lora_path).result()
+            except ConfigError as error:
+                raise InvalidAdapter(f"{adapter.lora_name}: {error}") from None
+            self._adapters[adapter] = number
+        return self._adapters[adapter]
+
     def _checked(self, sampling: SamplingParams) -> SamplingParams:
         sampling.validate(self.engine.info.vocab_size)
         return with_bad_words(sampling, self.tokenizer.backend_tokenizer)
 
-    def _request(self, prompt: PromptInput, sampling: SamplingParams, cache_salt: str | None) -> Request:
+    def _request(
+        self, prompt: PromptInput, sampling: SamplingParams, cache_salt: str | None, adapter: int | None
+    ) -> Request:
         self._num_requests += 1
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return Request(
-            request_id=str(self._num_requests), prompt_token_ids=token_ids, sampling=sampling, cache_salt=cache_salt
+            request_id=str(self._num_requests),
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            adapter=adapter,
         )
 
     def _submit(self, requests: list[Request]) -> None:

@@ -29,7 +29,7 @@ from flyball_runtime.core.memory import freeze_startup_objects, return_large_buf
 from flyball_runtime.engine.client import EngineClient
 from flyball_runtime.engine.heartbeat import pause_limit
 from flyball_runtime.grammar.checker import GrammarChecker
-from flyball_runtime.listener.holder import taken_listener
+from flyball_runtime.listener.holder import send_at_once, taken_listener
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    send_at_once(listener)
     try:
         listener.bind((host, port))
     except OSError as error:

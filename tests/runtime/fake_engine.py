@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from flyball_protocol import Envelope, KVBlocks, Limits, LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate, StepModel
 from flyball_runtime.core.errors import Draining, EmptyPrompt, EngineDead, NotReady, PromptTooLong, TokenOutOfVocabulary
+from flyball_runtime.core.lora import LoraConfig
 from flyball_runtime.core.request import (
     Failed,
     Finished,
@@ -20,6 +21,7 @@ from flyball_runtime.core.request import (
     Tokens,
 )
 from flyball_runtime.core.stats import EngineInfo, StepStats
+from flyball_runtime.engine.adapters import AdapterAnswer, Adapters, LoadAdapter, UnloadAdapter
 
 LIMITS = Limits(max_num_seqs=8, kv_cache_fraction=1.0, max_num_batched_tokens=64)
 ENVELOPE = Envelope(
@@ -107,8 +109,17 @@ class FakeEngine:
         self.full: Exception | None = None
         self.revision = 0
         self.limits_now = LIMITS
+        self.adapters = Adapters(LoraConfig(max_cpu_loras=3), self._post)
+        self.posted: list[LoadAdapter | UnloadAdapter] = []
         self._streams: dict[str, asyncio.Queue[RequestEvent]] = {}
         self._num_output_tokens: dict[str, int] = {}
+
+    def _post(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Answer at once: an adapter can be used unless its path has ``broken`` in it."""
+        self.posted.append(message)
+        if isinstance(message, LoadAdapter):
+            error = "it is broken." if "broken" in message.path else None
+            asyncio.get_running_loop().call_soon(self.adapters.answered, AdapterAnswer(message.number, error))
 
     # EngineFront
 
@@ -130,7 +141,9 @@ class FakeEngine:
         if self.full is not None:
             raise self.full
 
-    def prepare(self, prompts: list[list[int]], num_choices: int, cache_salt: str | None) -> list[Prompt]:
+    def prepare(
+        self, prompts: list[list[int]], num_choices: int, cache_salt: str | None, adapter: int | None = None
+    ) -> list[Prompt]:
         for prompt in prompts:
             self._check_prompt(prompt)
         return [Prompt(prompt, []) for prompt in prompts]
@@ -138,6 +151,8 @@ class FakeEngine:
     def submit(self, request: Request) -> AsyncIterator[RequestEvent]:
         self._check(request)
         self.requests.append(request)
+        if request.adapter is not None:
+            self.adapters.opened(request.request_id, request.adapter)
         queue: asyncio.Queue[RequestEvent] = asyncio.Queue()
         self._streams[request.request_id] = queue
         self._num_output_tokens[request.request_id] = 0
@@ -219,6 +234,7 @@ class FakeEngine:
         if (queue := self._streams.pop(request_id, None)) is not None:
             request = next(one for one in self.requests if one.request_id == request_id)
             num_prompt = len(request.prompt_token_ids)
+            self.adapters.ended(request_id)
             pooled = b"" if request.pooling is None or reason == "abort" else pooled_states(request.prompt_token_ids)
             queue.put_nowait(
                 Finished(

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from adapters import make_adapter, merged
 from checkpoints import make_checkpoint, poison
 from engines import Oracle, Reference, have_drafted, random_prompts
-from flyball_runtime.core.errors import ConfigError, RequestError
+from flyball_runtime.core.errors import ConfigError, InvalidAdapter, InvalidRequest, RequestError
 from flyball_runtime.core.sampling_params import SamplingParams
-from flyball_runtime.llm import LLM, BeamSearchParams
+from flyball_runtime.llm import LLM, BeamSearchParams, LoRARequest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
@@ -151,3 +152,29 @@ def test_a_bad_word_does_not_come(llm: LLM) -> None:
     (without,) = llm.generate("governor", settings)
     assert without.token_ids[:2] == plain.token_ids[:2]
     assert plain.token_ids[2] not in without.token_ids
+
+
+def test_prompts_may_have_adapters(llm: LLM, path: Path, tmp_path: Path) -> None:
+    adapters = [make_adapter(tmp_path / str(seed), path, seed=seed, rank=4) for seed in (1, 2)]
+    first, second = (LoRARequest(f"a{index}", index, str(one)) for index, one in enumerate(adapters))
+    adapting = LLM(path, max_num_seqs=4, enable_lora=True, max_loras=2, max_cpu_loras=2)
+    prompts = random_prompts([12, 30])
+    wanted = [Reference(merged(tmp_path / f"merged {one.name}", path, one)).generate(prompts) for one in adapters]
+    outputs = adapting.generate(
+        [*prompts, *prompts, *prompts], GREEDY, lora_request=[first] * 2 + [None] * 2 + [second] * 2
+    )
+    plain = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+    assert [output.token_ids for output in outputs] == wanted[0] + plain + wanted[1]
+    search = BeamSearchParams(beam_width=1, max_tokens=24)
+    assert (
+        adapting.beam_search(prompts[:1], search, lora_request=second)[0].sequences[0].tokens
+        == prompts[0] + wanted[1][0]
+    )
+    with pytest.raises(InvalidAdapter, match="a2: 2 adapters are loaded, and max_cpu_loras is 2"):
+        adapting.generate(prompts, GREEDY, lora_request=LoRARequest("a2", 2, str(adapters[0])))
+    with pytest.raises(InvalidRequest, match="got 1 adapters for 2 prompts"):
+        adapting.generate(prompts, GREEDY, lora_request=[first])
+    with pytest.raises(InvalidAdapter, match="0 without enable_lora"):
+        llm.generate(prompts, GREEDY, lora_request=first)
+    with pytest.raises(InvalidAdapter, match="cannot read"):
+        LLM(path, enable_lora=True).generate(prompts, GREEDY, lora_request=LoRARequest("a", 1, str(tmp_path)))

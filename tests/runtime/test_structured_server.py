@@ -93,6 +93,41 @@ def test_openais_client_parses_what_it_asks_for(server: Replica) -> None:
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"enum": [1]}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    return schema
+
+
+def test_costly_forms_are_met_beside_requests_without_any(server: Replica) -> None:
+    """Ten thousand values, depth, and expressions on which a matcher that backtracks takes exponential time."""
+    values = [f"value {one}" for one in range(10_000)]
+    plain = ask(server)["choices"]
+    wanted: list[dict[str, Any]] = [
+        {"json": {"enum": values}},
+        {"json": nested(10), "disable_any_whitespace": True},
+        {"regex": "(x+x+)+y"},
+        {"regex": "([ab]*)*c"},
+    ]
+    with ThreadPoolExecutor(8) as threads:
+        forms = threads.map(lambda form: ask(server, structured_outputs=form)["choices"][0], wanted)
+        others = list(threads.map(lambda _: ask(server)["choices"], range(4)))
+        listed, deep, *matched = forms
+    assert others == [plain] * 4
+    assert json.loads(listed["text"]) in values
+    jsonschema.validate(json.loads(deep["text"]), nested(10))
+    for choice, expression in zip(matched, ("x+y?", "[ab]*c?"), strict=True):
+        assert re.fullmatch(expression, choice["text"]), choice
+        assert choice["finish_reason"] == ("stop" if choice["text"][-1] in "yc" else "length")
+
+
+def test_depth_beyond_the_bound_is_refused_before_it_is_decoded(server: Replica) -> None:
+    body = {"prompt": "a", "structured_outputs": {"json": nested(40)}}
+    response = server.client.post("/v1/completions", json=body)
+    assert response.status_code == 400 and "64" in response.json()["error"]["message"], response.text
+
+
 def test_a_hostile_schema_is_refused_and_the_server_lives(server: Replica) -> None:
     chain: dict[str, Any] = {
         f"r{one}": {"properties": {"a": {"$ref": f"#/$defs/r{one + 1}"}}, "required": ["a"]} for one in range(2000)

@@ -370,14 +370,14 @@ class TokenCount(Struct, kw_only=True):
 
 
 class ModelCard(Struct, kw_only=True):
-    """A served model. ``root`` is the checkpoint."""
+    """A served model or adapter. ``root`` is the checkpoint or the adapter's folder, ``parent`` the model of an adapter."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
 
 

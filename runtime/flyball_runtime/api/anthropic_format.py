@@ -5,8 +5,9 @@ from typing import Any
 
 import msgspec
 
+from flyball_protocol.errors import MESSAGES_PATH
 from flyball_runtime.api.chat_format import ParsedMessage
-from flyball_runtime.api.errors import message_error_json
+from flyball_runtime.api.errors import error_json
 from flyball_runtime.api.event_stream import EventStream
 from flyball_runtime.api.generation import Choice, Generation, TokenUsage
 from flyball_runtime.api.json_line import json_line
@@ -136,7 +137,7 @@ class MessageStream(EventStream):
         return self._opening() + b"".join(map(_encoded, events))
 
     def failed(self, failure: RequestError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % message_error_json(failure)
+        return b"event: error\ndata: %b\n\n" % error_json(failure, MESSAGES_PATH)
 
     def _opening(self) -> bytes:
         if self._has_begun:

@@ -10,11 +10,13 @@ from fastapi.responses import HTMLResponse
 from starlette.middleware import Middleware
 
 from flyball_protocol import endpoints
+from flyball_protocol.errors import MESSAGES_PATH
 from flyball_runtime import __version__
+from flyball_runtime.api.adapters import AdapterRoutes
 from flyball_runtime.api.completions import CompletionRoutes
 from flyball_runtime.api.docs_page import page
 from flyball_runtime.api.embeddings import EmbeddingRoutes
-from flyball_runtime.api.errors import MESSAGES_PATH, HttpRefusal, install_error_handlers, json_response
+from flyball_runtime.api.errors import HttpRefusal, install_error_handlers, json_response
 from flyball_runtime.api.identity import RequestIdMiddleware
 from flyball_runtime.api.keys import ApiKeyAuth, ApiKeys
 from flyball_runtime.api.lane import Lanes
@@ -96,14 +98,14 @@ def check_ready(front: EngineFront, max_heartbeat_age_s: float) -> None:
 
 
 class ModelRoutes:
-    """/v1/models: the served names, in OpenAI's shape with vLLM's max_model_len."""
+    """/v1/models: the served names and those of adapters, in OpenAI's shape with vLLM's max_model_len."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._created = int(time.time())
 
     async def list_models(self) -> Response:
-        names = self._server.settings.served_model_names
+        names = (*self._server.settings.served_model_names, *self._server.front.adapters.names)
         return json_response({"object": "list", "data": [self._card(name) for name in names]})
 
     async def retrieve_model(self, model: str) -> Response:
@@ -111,14 +113,15 @@ class ModelRoutes:
         return json_response(self._card(model))
 
     def _card(self, name: str) -> dict[str, Any]:
-        info = self._server.engine_info()
+        info, settings = self._server.engine_info(), self._server.settings
+        adapter = None if name in settings.served_model_names else self._server.front.adapters.find(name)
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "flyball",
-            "root": info.model,
-            "parent": None,
+            "root": info.model if adapter is None else adapter.path,
+            "parent": None if adapter is None else adapter.parent or settings.model_name,
             "max_model_len": info.max_model_len,
         }
 
@@ -279,7 +282,7 @@ def bare_app(title: str, *, inner: Sequence[Middleware] = (), outer: Sequence[Mi
 
 def _add_openai_routes(app: FastAPI, server: Server) -> None:
     completions, models, tokenize = CompletionRoutes(server), ModelRoutes(server), TokenizeRoutes(server)
-    embeddings = EmbeddingRoutes(server)
+    embeddings, adapters = EmbeddingRoutes(server), AdapterRoutes(server)
     app.add_api_route("/v1/chat/completions", completions.chat_completions, methods=["POST"])
     app.add_api_route("/v1/completions", completions.completions, methods=["POST"])
     app.add_api_route("/v1/responses", completions.responses, methods=["POST"])
@@ -289,5 +292,7 @@ def _add_openai_routes(app: FastAPI, server: Server) -> None:
     app.add_api_route("/v1/score", embeddings.score, methods=["POST"])
     app.add_api_route("/v1/models", models.list_models)
     app.add_api_route("/v1/models/{model:path}", models.retrieve_model)
+    app.add_api_route("/v1/load_lora_adapter", adapters.load, methods=["POST"])
+    app.add_api_route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"])
     app.add_api_route("/tokenize", tokenize.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", tokenize.detokenize, methods=["POST"])

@@ -30,7 +30,7 @@ from flyball_runtime.api.generation import CheckedRequest, Choice, Echo, Generat
 from flyball_runtime.api.identity import client_of
 from flyball_runtime.api.json_line import json_line
 from flyball_runtime.api.logprobs import completion_logprobs, prompt_logprobs
-from flyball_runtime.api.message_formats import Parsing, with_forced_call
+from flyball_runtime.api.message_formats import Parsing
 from flyball_runtime.api.response_format import ResponseFrame, ResponseStream, whole_response
 from flyball_runtime.api.responses import ResponseRequest, chat_fields, echoed, in_terms_of_responses, known_fields
 from flyball_runtime.api.schemas import (
@@ -51,6 +51,7 @@ from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.text.token_text import TokenText
 
 Messages = TypeVar("Messages", bound=TokenCountRequest)
+Frame = TypeVar("Frame", ResponseFrame, MessageFrame)
 
 logger = logging.getLogger(__name__)
 
@@ -237,8 +238,24 @@ class Understood(NamedTuple):
     body: GenerationFields
     sampling: SamplingParams
     prompts: list[Prompt]
+    adapter: int | None
     parsing: Parsing | None = None
     echoes: list[Echo] = []  # noqa: RUF012  never changed
+
+
+def _check_choices(body: GenerationFields, num_prompts: int, most: int) -> None:
+    """Raise InvalidRequest for too few or too many outputs, whether they are sampled or followed by a beam search."""
+    for name, each in (("n", body.num_choices), ("best_of", body.num_outputs)):
+        if each < 1:
+            raise InvalidRequest(
+                f"{name} is {quoted(each)}; it must be at least 1. Raise it or leave it out.", param=name
+            )
+        if num_prompts * each > most:
+            raise InvalidRequest(
+                f"{name} is {quoted(each)} with {num_prompts} prompts, {quoted(num_prompts * each)} together; a request may "
+                f"ask for at most {most} (--max-choices). Lower {name}, or send fewer prompts.",
+                param=name,
+            )
 
 
 @contextmanager
@@ -271,12 +288,7 @@ class CompletionRoutes:
             generation = await self._generation(request, understood, arrival_s)
         model = body.model or self._server.settings.model_name
         frame = ResponseFrame(unique=generation.call.unique, created=int(time.time()), model=model, echoed=echoed(body))
-        parsing = understood.parsing or self._server.formats.no_parsing()
-        if body.stream:
-            return ResponseStream(generation, frame, parsing)
-        async with generation.running(request.receive):
-            await generation.wait_all()
-            return json_response(whole_response(generation, frame, parsing))
+        return await self._tell(request, understood, generation, frame, ResponseStream, whole_response)
 
     async def messages(self, request: Request) -> Response:
         arrival_s, (body, understood) = await self._server.read_to_queue(
@@ -285,12 +297,24 @@ class CompletionRoutes:
         with _in_terms_of(in_terms_of_messages):
             generation = await self._generation(request, understood, arrival_s)
         frame = MessageFrame(unique=generation.call.unique, model=body.model or self._server.settings.model_name)
+        return await self._tell(request, understood, generation, frame, MessageStream, whole_message)
+
+    async def _tell(
+        self,
+        request: Request,
+        understood: Understood,
+        generation: Generation,
+        frame: Frame,
+        stream: Callable[[Generation, Frame, Parsing], Response],
+        whole: Callable[[Generation, Frame, Parsing], dict[str, Any]],
+    ) -> Response:
+        """The answer that ``stream`` or ``whole`` makes of a generation with one choice."""
         parsing = understood.parsing or self._server.formats.no_parsing()
-        if body.stream:
-            return MessageStream(generation, frame, parsing)
+        if understood.body.stream:
+            return stream(generation, frame, parsing)
         async with generation.running(request.receive):
             await generation.wait_all()
-            return json_response(whole_message(generation, frame, parsing))
+            return json_response(whole(generation, frame, parsing))
 
     async def count_tokens(self, request: Request) -> Response:
         _, (body, understood) = await self._server.read(request, partial(self._messages, kind=TokenCountRequest))
@@ -300,17 +324,19 @@ class CompletionRoutes:
     def _chat(self, fields: Json) -> Understood:
         self._server.check_chat(fields)
         body = convert_chat(without_noops(fields, ChatRequest.__struct_fields__, CHAT_NOOPS), ChatRequest)
-        sampling = with_forced_call(body, self._check(body, num_prompts=1))
+        sampling = self._check(body, num_prompts=1)
         self._server.formats.check(body)
+        sampling = self._server.formats.with_calls(body, sampling, self._server.codec.special_ids)
         text = self._server.codec.render(body)
         ids = self._server.codec.encode(
             [text],
             add_special_tokens=bool(body.add_special_tokens),
             max_tokens=self._server.engine_info().max_model_len,
         )
-        prompts = self._server.front.prepare(ids, body.num_requests, body.cache_salt)
-        has_grammar = sampling.grammar is not None
-        return Understood(body, sampling, prompts, self._server.formats.parsing(body, text, has_grammar=has_grammar))
+        adapter = self._server.adapter_of(body.model)
+        prompts = self._server.front.prepare(ids, body.num_requests, body.cache_salt, adapter)
+        parsing = self._server.formats.parsing(body, text, has_grammar=sampling.grammar is not None)
+        return Understood(body, sampling, prompts, adapter, parsing)
 
     def _response(self, fields: Json) -> tuple[ResponseRequest, Understood]:
         known = known_fields(fields)
@@ -336,8 +362,9 @@ class CompletionRoutes:
             add_special_tokens=body.add_special_tokens is not False,
             max_tokens=self._server.engine_info().max_model_len,
         )
-        prompts = self._server.front.prepare(ids, body.num_requests, body.cache_salt)
-        return Understood(body, sampling, prompts, echoes=self._echoes(body, texts, ids))
+        adapter = self._server.adapter_of(body.model)
+        prompts = self._server.front.prepare(ids, body.num_requests, body.cache_salt, adapter)
+        return Understood(body, sampling, prompts, adapter, echoes=self._echoes(body, texts, ids))
 
     def _echoes(self, body: CompletionRequest, texts: list[str], ids: list[list[int]]) -> list[Echo]:
         if not body.echo:
@@ -351,16 +378,7 @@ class CompletionRoutes:
         sampling = self._sampling(body)
         validate_cache_salt(body.cache_salt)
         validate_deadlines(body.ttft_deadline_ms, body.e2e_deadline_ms)
-        most = self._server.settings.max_choices // num_prompts
-        if not 1 <= body.num_choices <= most:
-            raise InvalidRequest(
-                f"n is {quoted(body.num_choices)}; with {num_prompts} prompts it may be 1 to {most}.", param="n"
-            )
-        if body.num_requests > most:
-            raise InvalidRequest(
-                f"best_of is {quoted(body.num_requests)}; with {num_prompts} prompts it may be 1 to {most}.",
-                param="best_of",
-            )
+        _check_choices(body, num_prompts, self._server.settings.max_choices)
         return sampling
 
     def _sampling(self, body: GenerationFields) -> SamplingParams:
@@ -375,8 +393,11 @@ class CompletionRoutes:
         except InvalidRequest as error:
             if understood.parsing is not None and understood.parsing.forced:
                 raise InvalidRequest(f"the parameters of the tools: {error.message}", param="tools") from None
+            if error.param == "structured_outputs" and understood.body.structured_outputs is None:
+                raise InvalidRequest(error.message, param="response_format") from None
             raise
-        return Generation(call, self._server.front, self._server.measured, self._server.codec)
+        server = self._server
+        return Generation(call, server.front, server.measured, server.codec, server.settings.stream_interval)
 
     async def _answer(self, request: Request, format: Format, understood: Understood, arrival_s: float) -> Response:
         body = understood.body
@@ -409,4 +430,5 @@ class CompletionRoutes:
             markers=() if understood.parsing is None else understood.parsing.markers,
             prompt_logprobs=body.prompt_logprobs is not None,
             echoes=understood.echoes,
+            adapter=understood.adapter,
         )

@@ -35,7 +35,7 @@ def page(document: Schema) -> str:
 def _operation(path: str, method: str, operation: Schema) -> str:
     lines = [f"<h2><code>{method.upper()} {_text(path)}</code></h2><p>{_text(operation['summary'])}"]
     if "security" in operation:
-        lines.append("Needs an API key: <code>Authorization: Bearer KEY</code>.")
+        lines.append("Needs an API key: <code>Authorization: Bearer KEY</code> or <code>X-Api-Key: KEY</code>.")
     if "requestBody" in operation:
         lines.append(f"Body: {_content(operation['requestBody']['content'])}.")
     headers = [f"<code>{_text(one['name'])}</code>" for one in operation["parameters"] if one["in"] == "header"]

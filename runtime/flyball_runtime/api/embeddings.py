@@ -113,6 +113,7 @@ class PromptsToPool(NamedTuple):
     body: PooledRequest
     prompts: list[Prompt]
     data: Callable[[Vectors], list[dict[str, Any]]]
+    adapter: int | None
 
 
 class EmbeddingRoutes:
@@ -153,9 +154,9 @@ class EmbeddingRoutes:
         texts, ids = texts_or_ids("input", body.input)
         self._check(body, "input", len(texts) + len(ids))
         dimensions = self._dimensions(body.dimensions)
-        prompts = self._prompts(body, "input", ids or self._ids(body, "input", texts))
+        ids = ids or self._ids(body, "input", texts)
         is_base64 = body.encoding_format == "base64"
-        return PromptsToPool(body, prompts, lambda vectors: _embedding_data(vectors[:, :dimensions], is_base64))
+        return self._to_pool(body, "input", ids, lambda vectors: _embedding_data(vectors[:, :dimensions], is_base64))
 
     def _score(self, fields: Json) -> PromptsToPool:
         kind = next((one for one in SCORE_KINDS if not fields.keys().isdisjoint(one.sides)), ScoreRequest)
@@ -173,8 +174,8 @@ class EmbeddingRoutes:
         ids = [
             ids for side, texts in zip(kind.sides, (one, other), strict=True) for ids in self._ids(body, side, texts)
         ]
-        prompts = self._prompts(body, kind.sides[1], ids)
-        return PromptsToPool(body, prompts, lambda vectors: _score_data(vectors[: len(one)], vectors[len(one) :]))
+        num = len(one)
+        return self._to_pool(body, kind.sides[1], ids, lambda vectors: _score_data(vectors[:num], vectors[num:]))
 
     def _check_prompt(self, fields: Json, param: str) -> None:
         with _at(param):
@@ -212,9 +213,13 @@ class EmbeddingRoutes:
                 raise EmptyPrompt
             return ids
 
-    def _prompts(self, body: PooledRequest, param: str, ids: list[list[int]]) -> list[Prompt]:
+    def _to_pool(
+        self, body: PooledRequest, param: str, ids: list[list[int]], data: Callable[[Vectors], list[dict[str, Any]]]
+    ) -> PromptsToPool:
+        adapter = self._server.adapter_of(body.model)
         with _at(param):
-            return self._server.front.prepare(ids, 1, body.cache_salt)
+            prompts = self._server.front.prepare(ids, 1, body.cache_salt, adapter)
+        return PromptsToPool(body, prompts, data, adapter)
 
     def _call(self, request: Request, understood: PromptsToPool, arrival_s: float) -> CheckedRequest:
         return CheckedRequest(
@@ -228,6 +233,7 @@ class EmbeddingRoutes:
             client=client_of(request),
             cache_salt=understood.body.cache_salt,
             pooling=self._server.settings.embedder.pooling,
+            adapter=understood.adapter,
         )
 
 

@@ -1,7 +1,4 @@
-"""Errors on the wire: OpenAI's ``{"error": {message, type, param, code}}`` for every answer that is not a success.
-
-Under /v1/messages they have Anthropic's shape, which is the same with another ``type`` and one more around it.
-"""
+"""Errors on the wire, in the shape of ``flyball_protocol.errors`` for every answer that is not a success."""
 
 import logging
 from typing import Any
@@ -10,7 +7,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from flyball_protocol.quoting import MAX_QUOTED_CHARS, one_line, quoted
+from flyball_protocol.errors import error_body
+from flyball_protocol.quoting import MAX_LISTED, MAX_QUOTED_CHARS, one_line, quoted
 from flyball_runtime.core.errors import RequestError
 from flyball_runtime.core.request import Failed
 
@@ -34,8 +32,20 @@ class UnknownModel(RequestError):
     status, code = 404, "model_not_found"
 
     def __init__(self, model: str, served: tuple[str, ...]) -> None:
-        names = ", ".join(served)
+        names = ", ".join(served[:MAX_LISTED]) + (
+            f" and {len(served) - MAX_LISTED} more" if served[MAX_LISTED:] else ""
+        )
         super().__init__(f"the model {quoted(model)} is not served here; this server has {names}.", param="model")
+
+
+class LoraUpdatesClosed(RequestError):
+    status, code = 403, "lora_updates_closed"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this server loads and unloads no adapters while it runs. To allow it for all clients that may send requests, "
+            "start it with --enable-lora and --runtime-lora-dir."
+        )
 
 
 class BodyNotRead(RequestError):
@@ -99,39 +109,9 @@ def from_failed(event: Failed) -> HttpRefusal:
     return HttpRefusal(event.status, event.code, event.message, retry_after_s=event.retry_after_s)
 
 
-def error_type(status: int) -> str:
-    """OpenAI's coarse class of an error."""
-    if status >= 500:
-        return "server_error"
-    return "rate_limit_error" if status == 429 else "invalid_request_error"
-
-
-def error_json(error: RequestError) -> bytes:
-    return msgspec.json.encode({"error": _fields(error, error_type(error.status))})
-
-
-MESSAGES_PATH = "/v1/messages"
-"""Anthropic's endpoints, whose errors have Anthropic's shape."""
-
-_MESSAGE_ERROR_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
-
-
-def message_error_json(error: RequestError) -> bytes:
-    """The error in Anthropic's shape, with OpenAI's further fields."""
-    type = _MESSAGE_ERROR_TYPES.get(error.status, "invalid_request_error")
-    return msgspec.json.encode({"type": "error", "error": _fields(error, type)})
-
-
-def _fields(error: RequestError, type: str) -> dict[str, str | None]:
-    return {"message": error.message, "type": type, "param": error.param, "code": error.code}
+def error_json(error: RequestError, path: str = "") -> bytes:
+    """The body of an answer to ``path``; OpenAI's shape where it does not matter or is not known."""
+    return msgspec.json.encode(error_body(error.status, error.code, error.message, path=path, param=error.param))
 
 
 def error_response(error: RequestError, path: str) -> Response:
@@ -141,8 +121,7 @@ def error_response(error: RequestError, path: str) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, BodyNotRead):
         headers["Connection"] = "close"
-    body = message_error_json(error) if path.startswith(MESSAGES_PATH) else error_json(error)
-    return Response(body, error.status, headers, media_type="application/json")
+    return Response(error_json(error, path), error.status, headers, media_type="application/json")
 
 
 def internal_error(exc: BaseException, request_id: str) -> HttpRefusal:

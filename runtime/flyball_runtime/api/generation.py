@@ -72,6 +72,7 @@ class Choice:
         tells_prompt_logprobs: bool = False,
         tells_logprobs: bool = True,
         echo: Echo | None = None,
+        stream_interval: int = 1,
     ) -> None:
         self.index = index
         self.request_id = request.request_id
@@ -84,6 +85,8 @@ class Choice:
         self._events = events
         self._has_output = False
         self._output = output
+        self._stream_interval = stream_interval
+        self._next_told = 1
         self.prompt_token_ids = request.prompt_token_ids if keeps_token_ids else None
         self.tells_prompt_logprobs = tells_prompt_logprobs
         self._echo = echo
@@ -134,7 +137,8 @@ class Choice:
         abort: Callable[[str], None],
         changed: Callable[["Choice"], None],
     ) -> RequestOutcome:
-        """Take events until the ending, or until a stop string. ``changed`` is called when there is text to take.
+        """Take events until the ending, or until a stop string. ``changed`` is called when there is text to take: the first
+        at once, later text when the stream interval's tokens have come.
 
         At a stop string the output is complete: the engine is told to end the request, and its answer, which may be a
         long step away, changes nothing here.
@@ -194,6 +198,8 @@ class Choice:
             self._token_ids += event.token_ids[:num_new]
         if text:
             self._pieces.append(text)
+        if self._pieces and self.num_output_tokens >= self._next_told:
+            self._next_told = self.num_output_tokens + self._stream_interval
             changed(self)
         return num_new
 
@@ -233,6 +239,7 @@ class CheckedRequest:
         return_token_ids, prompt_logprobs: whether the answer tells them.
         echoes: one for each prompt, or none.
         pooling: as in Request.
+        adapter: as in Request.
         num_told: of the choices for each prompt, the best ones that are told; None: all are.
     """
 
@@ -250,6 +257,7 @@ class CheckedRequest:
     prompt_logprobs: bool = False
     echoes: Sequence[Echo] = ()
     pooling: Pooling | None = None
+    adapter: int | None = None
     num_told: int | None = None
 
     def engine_requests(self) -> list[Request]:
@@ -272,6 +280,7 @@ class CheckedRequest:
                 client=self.client,
                 cache_salt=self.cache_salt,
                 pooling=self.pooling,
+                adapter=self.adapter,
                 fork_group=f"{name}-{index // num_each}" if num_each > 1 else None,
             )
             for index, (prompt, choice) in enumerate(pairs)
@@ -295,16 +304,26 @@ class TokenUsage(Struct, frozen=True, kw_only=True):
 class Generation:
     """All choices of one CheckedRequest while they run. Use ``running``.
 
+    Args:
+        stream_interval: tokens of a choice from one change that ``wait_changed`` tells to the next.
     Attributes:
         failure: the first choice's failure; the other choices are aborted then.
         disconnected: the client has left; all choices are aborted then.
     """
 
-    def __init__(self, call: CheckedRequest, front: EngineFront, measured: Measurements, codec: TextCodec) -> None:
+    def __init__(
+        self,
+        call: CheckedRequest,
+        front: EngineFront,
+        measured: Measurements,
+        codec: TextCodec,
+        stream_interval: int = 1,
+    ) -> None:
         self.call = call
         self._front = front
         self._measured = measured
         self._codec = codec
+        self._stream_interval = stream_interval
         self.choices: list[Choice] = []
         self.failure: Exception | None = None
         self.disconnected = False
@@ -415,6 +434,7 @@ class Generation:
                 tells_prompt_logprobs=call.prompt_logprobs,
                 tells_logprobs=call.sampling.logprobs is not None,
                 echo=call.echoes[index // call.num_choices] if call.echoes else None,
+                stream_interval=self._stream_interval,
             )
 
     async def _run(self, choice: Choice) -> None:

@@ -2,18 +2,18 @@
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
-from flyball_runtime.api.forced_calls import forced_schema
+from flyball_runtime.api.forced_calls import SPACE_IN_CALLS, calls_or_answer, forced_schema
 from flyball_runtime.api.messages import NamedTool, content_text
 from flyball_runtime.api.schemas import ChatRequest, offered_tools
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.sampling_params import SamplingParams
-from flyball_runtime.text.parsing.calls import CallList, CallParser, ForcedCall, Mistral
+from flyball_runtime.text.parsing.calls import CallList, CallParser, ForcedCall, Hermes, Mistral
 from flyball_runtime.text.parsing.message import (
     AUTO,
     CALL_PARSERS,
@@ -26,9 +26,6 @@ from flyball_runtime.text.parsing.message import (
 from flyball_runtime.text.parsing.reasoning import ThinkParser
 
 logger = logging.getLogger(__name__)
-
-WHITESPACE = " ?"
-"""Between the tokens of a forced call: small models would print spaces without end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +102,9 @@ class MessageFormats:
         if forces_call(chat):
             return self._forced(chat)
         reasoning, calls = self._reasoning, self._calls if offered_tools(chat) else None
-        if has_grammar or (reasoning is None and calls is None):
+        if has_grammar:
+            return self._calls_or_answer(chat) if self._may_call_instead(chat) else None
+        if reasoning is None and calls is None:
             return None
         in_message = bool(chat.continue_final_message)
         if in_message:
@@ -120,6 +119,33 @@ class MessageFormats:
         return Parsing(
             new_parser=new_parser,
             markers=tuple(marker for parser in (reasoning, calls) if parser for marker in parser.markers),
+            new_call_id=self._new_call_id,
+            one_call=chat.parallel_tool_calls is False,
+        )
+
+    def with_calls(self, chat: ChatRequest, sampling: SamplingParams, special_ids: Mapping[str, int]) -> SamplingParams:
+        """The same settings, with the grammar of the call that is forced, or that may come in the place of a form's answer.
+
+        Args:
+            special_ids: of the vocabulary's special tokens.
+        """
+        if forces_call(chat):
+            return with_forced_call(chat, sampling)
+        if sampling.grammar is None or not self._may_call_instead(chat):
+            return sampling
+        markers = (f"<[{special_ids[one]}]>" if one in special_ids else f'"{one}"' for one in Hermes.markers)
+        one_call = chat.parallel_tool_calls is False
+        grammar = calls_or_answer(sampling.grammar, offered_tools(chat), *markers, one_call=one_call)
+        return msgspec.structs.replace(sampling, grammar=grammar)
+
+    def _may_call_instead(self, chat: ChatRequest) -> bool:
+        """Whether the answer may be calls although it has a form: structured_outputs is about the whole output."""
+        return self._calls is Hermes and bool(offered_tools(chat)) and chat.structured_outputs is None
+
+    def _calls_or_answer(self, chat: ChatRequest) -> Parsing:
+        return Parsing(
+            new_parser=lambda: MessageParser(None, Hermes(anywhere=False)),
+            markers=Hermes.markers,
             new_call_id=self._new_call_id,
             one_call=chat.parallel_tool_calls is False,
         )
@@ -147,12 +173,19 @@ def with_forced_call(chat: ChatRequest, sampling: SamplingParams) -> SamplingPar
         return sampling
     choice = chat.tool_choice if isinstance(chat.tool_choice, NamedTool) else None
     schema = forced_schema(chat.tools or [], choice, one_call=chat.parallel_tool_calls is False)
+    if chat.structured_outputs is not None:
+        raise InvalidRequest(
+            "structured_outputs gives the whole output a form, and tool_choice forces a call. Leave one of them out.",
+            param="structured_outputs",
+        )
     if sampling.ignore_eos:
         raise InvalidRequest(
             "ignore_eos asks to go on after the end, and a forced call has an end. Leave one of them out.",
             param="ignore_eos",
         )
-    return msgspec.structs.replace(sampling, grammar=Grammar("json", msgspec.json.encode(schema).decode(), WHITESPACE))
+    return msgspec.structs.replace(
+        sampling, grammar=Grammar("json", msgspec.json.encode(schema).decode(), SPACE_IN_CALLS)
+    )
 
 
 def _how(format: str | None, asked: str) -> str:

@@ -29,6 +29,9 @@ COUNTERS = {
     measurements.PREFIX_HITS: "Prompt tokens found in the prefix cache at admission.",
     measurements.PREEMPTIONS: "Running sequences whose KV blocks were taken away.",
     measurements.RECOMPUTED: "Computed tokens thrown away by preemptions.",
+    measurements.SWAPPED_OUT: "Evicted KV blocks that were copied to host memory.",
+    measurements.SWAPPED_IN: "KV blocks that were copied back from host memory.",
+    measurements.HOST_HITS: "Tokens of admitted sequences that were found in host memory.",
     measurements.DRAFTS: "Drafts that were verified: of one sequence in one step each.",
     measurements.DRAFT_TOKENS: "Tokens of those drafts.",
     measurements.ACCEPTED_TOKENS: "Tokens of those drafts that the model agreed with.",
@@ -59,6 +62,8 @@ VLLM_NAMES = {
     "flyball_generation_tokens": "vllm:generation_tokens",
     "flyball_prefix_cache_queried_tokens": "vllm:prefix_cache_queries",
     "flyball_prefix_cache_hit_tokens": "vllm:prefix_cache_hits",
+    "flyball_host_cache_hit_tokens": "vllm:external_prefix_cache_hits",
+    "flyball_swap_space_usage_ratio": "vllm:cpu_cache_usage_perc",
     "flyball_preemptions": "vllm:num_preemptions",
     "flyball_spec_decode_num_drafts": "vllm:spec_decode_num_drafts",
     "flyball_spec_decode_num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
@@ -129,6 +134,8 @@ class MetricsCollector(Collector):
         yield from _queue_gauges(self.measured.latest)
         if self.measured.latest is not None:
             yield from _kv_gauges(self.measured.latest.kv_blocks)
+            usage = "Share of the swap space that holds KV blocks, 0 to 1."
+            yield _gauge("flyball_swap_space_usage_ratio", usage, self.measured.latest.host_usage)
             yield from _limit_gauges(self.measured.latest)
         if self.measured.step_model is not None:
             yield from _step_model_gauges(self.measured.step_model)

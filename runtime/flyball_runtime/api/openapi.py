@@ -9,11 +9,12 @@ import msgspec
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
-from flyball_runtime.api import answers, anthropic_messages, embeddings, responses, schemas
+from flyball_runtime.api import adapters, answers, anthropic_messages, embeddings, responses, schemas
 from flyball_runtime.api.keys import OPEN_PATHS
 from flyball_runtime.api.settings import ApiSettings
 from flyball_runtime.core import sampling_params as sampling
 from flyball_runtime.core.embedder import Embedder
+from flyball_runtime.core.lora import MAX_NAME_CHARS
 from flyball_runtime.core.request import MAX_CACHE_SALT_CHARS, MAX_DEADLINE_MS
 
 Schema = dict[str, Any]
@@ -21,7 +22,8 @@ Schema = dict[str, Any]
 _ERRORS = {
     400: "A field, a header or the body is wrong; the message says how.",
     401: "No valid API key.",
-    404: "No such model.",
+    403: "Adapters cannot be loaded here while the server runs.",
+    404: "No such model or adapter.",
     408: "The body took too long.",
     413: "The body is too long.",
     429: "Too many requests wait.",
@@ -33,6 +35,13 @@ _BODY_ERRORS = (400, 404, 408, 413, 429, 500, 503)
 
 TEXT_FORMATS = ("text/plain", "application/openmetrics-text")
 """Of metrics; the Accept header chooses."""
+
+
+_KEY_SCHEMES: dict[str, Schema] = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x_api_key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+}
+"""How a request may bring its key; one of them is enough."""
 
 
 class Operation(NamedTuple):
@@ -125,6 +134,22 @@ OPERATIONS = (
     Operation("/v1/models", "get", "List the served models.", answers.ModelList),
     Operation("/v1/models/{model}", "get", "Describe a served model.", answers.ModelCard, errors=(400, 404, 500, 503)),
     Operation(
+        "/v1/load_lora_adapter",
+        "post",
+        "Load a LoRA adapter.",
+        ("text/plain",),
+        (adapters.LoadRequest,),
+        (*_BODY_ERRORS, 403),
+    ),
+    Operation(
+        "/v1/unload_lora_adapter",
+        "post",
+        "Take no more requests for a LoRA adapter.",
+        ("text/plain",),
+        (adapters.UnloadRequest,),
+        (*_BODY_ERRORS, 403),
+    ),
+    Operation(
         "/tokenize",
         "post",
         "Turn a text or a chat into token ids.",
@@ -152,6 +177,8 @@ _NOOPS: dict[type, dict[str, tuple[Any, ...]]] = {
     responses.ResponseRequest: responses.RESPONSE_NOOPS | responses.STATELESS,
     anthropic_messages.MessagesRequest: anthropic_messages.MESSAGE_NOOPS,
     anthropic_messages.TokenCountRequest: anthropic_messages.MESSAGE_NOOPS,
+    adapters.LoadRequest: adapters.LOAD_NOOPS,
+    adapters.UnloadRequest: adapters.UNLOAD_NOOPS,
     embeddings.EmbeddingRequest: embeddings.EMBEDDING_NOOPS,
     embeddings.ScoreRequest: embeddings.SCORE_NOOPS,
     embeddings.ScoreDocumentsRequest: embeddings.SCORE_NOOPS,
@@ -173,7 +200,7 @@ def document(settings: ApiSettings, *, needs_key: bool) -> Schema:
     paths: Schema = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, needs_key)
-    security = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if needs_key else {}
+    security = {"securitySchemes": _KEY_SCHEMES} if needs_key else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Flyball", "version": __version__, "description": "A served model."},
@@ -237,6 +264,7 @@ def _bounds(settings: ApiSettings) -> dict[str, Schema]:
     )
     token_id = {"type": "integer", "minimum": 0}
     texts = {"minItems": 1, "maxItems": settings.max_prompts}
+    choices = {"minimum": 1, "maximum": settings.max_choices}
     biases = {"maxProperties": sampling.MAX_LOGIT_BIASES, "propertyNames": {"pattern": "^[0-9]{1,10}$"}}
     return {
         "model": {"examples": list(settings.served_model_names)},
@@ -258,7 +286,8 @@ def _bounds(settings: ApiSettings) -> dict[str, Schema]:
         "bad_words": {"maxItems": sampling.MAX_BAD_WORDS},
         "allowed_token_ids": {"minItems": 1, "items": token_id},
         "tokens": {"items": token_id},
-        "n": {"minimum": 1, "maximum": settings.max_choices},
+        "n": choices,
+        "best_of": choices,
         "top_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
         "prompt_logprobs": {"minimum": 0, "maximum": sampling.MAX_LOGPROBS},
         "ttft_deadline_ms": deadline,
@@ -268,6 +297,7 @@ def _bounds(settings: ApiSettings) -> dict[str, Schema]:
         "messages": {"minItems": 1, "maxItems": settings.max_messages},
         **{side: texts for kind in embeddings.SCORE_KINDS for side in kind.sides},
         "include_obfuscation": {"enum": [None, False]},
+        "lora_name": {"minLength": 1, "maxLength": MAX_NAME_CHARS},
     }
 
 
@@ -294,7 +324,7 @@ def _operation(operation: Operation, needs_key: bool) -> Schema:
         schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if checked:
-        made["security"] = [{"key": []}]
+        made["security"] = [{name: []} for name in _KEY_SCHEMES]
     return made
 
 

@@ -269,10 +269,21 @@ class Server:
             raise EngineDead(self.front.dead_reason)
         return self.front.info
 
+    def adapter_of(self, model: str | None) -> int | None:
+        """Return the number of the LoRA adapter that ``model`` names, or None if it names the served model.
+
+        A request without a model means the served one. Raises UnknownModel.
+        """
+        served = self.settings.served_model_names
+        if model is None or model in served:
+            return None
+        if (adapter := self.front.adapters.find(model)) is not None:
+            return adapter.number
+        raise UnknownModel(model, served + self.front.adapters.names)
+
     def check_model(self, model: str | None) -> None:
-        """Raise UnknownModel unless ``model`` is served here; a request without one means the only one there is."""
-        if model is not None and model not in self.settings.served_model_names:
-            raise UnknownModel(model, self.settings.served_model_names)
+        """Raise UnknownModel unless ``model`` or an adapter of this name is served here."""
+        self.adapter_of(model)
 
     def check_prompt(self, prompt: object, param: str = "prompt") -> None:
         """Raise PromptTooLong or InvalidRequest for more prompts or token ids than can run, before they are looked at.

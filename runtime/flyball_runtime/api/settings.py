@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from flyball_protocol.quoting import quoted
@@ -25,12 +26,13 @@ class ApiSettings:
         served_model_names: names that ``model`` may have; the first is the one in answers and metrics.
         default_sampling: settings of a request that brings none of its own; each field of a request wins over it.
         embedder: how embeddings are made.
+        lora_dir: folder of the adapters that clients may load; None lets them load and unload none.
         max_body_bytes: longest request body, enforced while reading, chunked bodies too; beyond it 413.
         max_total_body_bytes: most bytes of all bodies that are being received. Beyond it the body that has been arriving for
             longest gets 503. Those that wait in a lane to be tokenized may have as many again.
         max_messages: most messages of one chat.
         max_prompts: most prompts of one completion request.
-        max_choices: most choices of one HTTP request (prompts times ``n``); each is one engine request.
+        max_choices: most outputs of one HTTP request: prompts times ``n``, ``best_of`` or the width of a beam search.
         max_header_bytes: longest request line plus headers (uvicorn's h11 limit; beyond it 400 and the connection ends).
         header_timeout_s: a connection is closed whose request line and headers are not complete by then.
         body_timeout_s: a body that is not complete by then ends in 408.
@@ -45,6 +47,7 @@ class ApiSettings:
         cors: which web pages of other origins may read answers.
         tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning; see ``MessageFormats``.
         enable_auto_tool_choice: whether the model may call tools when the client leaves that to it.
+        stream_interval: tokens of a stream from one event to the next; the first is sent at once.
         max_inline_bytes: longer bodies are decoded, rendered and tokenized in a thread, so that they do not hold up the
             tokens of other requests.
     """
@@ -63,6 +66,7 @@ class ApiSettings:
     write_timeout_s: float = 60.0
     keep_alive_s: int = 75
     max_heartbeat_age_s: float = 30.0
+    stream_interval: int = 1
     max_inline_bytes: int = 4096
     structured_outputs_timeout_s: float = 5.0
     forwarded_allow_ips: str = LOOPBACK_PROXIES
@@ -71,6 +75,7 @@ class ApiSettings:
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     enable_auto_tool_choice: bool = True
+    lora_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):

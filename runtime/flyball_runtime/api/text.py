@@ -51,6 +51,9 @@ class TextCodec:
     A text that is certainly too long is refused before it is tokenized. Long texts take long, so any thread may call these
     methods. Truncation and padding in a tokenizer.json are turned off: a prompt is never cut silently.
 
+    Attributes:
+        special_ids: of the vocabulary's special tokens, by their text.
+
     Raises:
         ConfigError: the tokenizer is not a fast one.
     """
@@ -67,7 +70,7 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._backend = backend
         self._max_chars_per_token = max_chars_per_token(backend)
-        self._special_ids = {
+        self.special_ids = {
             token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         }
         self.token_text = TokenText(backend)
@@ -112,8 +115,8 @@ class TextCodec:
 
     def _hidden(self, markers: tuple[str, ...]) -> frozenset[int] | None:
         """Return the special tokens to leave out of an output, or None for all of them."""
-        shown = {self._special_ids[marker] for marker in markers if marker in self._special_ids}
-        return frozenset(self._special_ids.values()) - shown if shown else None
+        shown = {self.special_ids[marker] for marker in markers if marker in self.special_ids}
+        return frozenset(self.special_ids.values()) - shown if shown else None
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         """Refuse a text whose number of characters alone shows that it is too long."""

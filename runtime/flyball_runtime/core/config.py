@@ -9,6 +9,7 @@ import msgspec
 
 from flyball_protocol import BootPrior
 from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.lora import LoraConfig
 from flyball_runtime.core.speculation import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class EngineConfig:
         seed: of the seeds that requests without one get; None draws it, so that each start and each replica differ.
         boot_prior: live limits to start with; None starts with the whole envelope.
         speculative_config: how tokens are drafted; None drafts none.
+        lora: of adapters; None serves none.
+        swap_space_bytes: host memory that keeps evicted KV blocks; 0: they are lost.
     """
 
     model: str
@@ -80,6 +83,8 @@ class EngineConfig:
     log_level: str = "info"
     boot_prior: BootPrior | None = None
     speculative_config: SpeculativeConfig | None = None
+    lora: LoraConfig | None = None
+    swap_space_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_choice("model-impl", self.model_impl, MODEL_IMPLS)
@@ -97,6 +102,12 @@ class EngineConfig:
         _check_range("num-threads", self.num_threads, 1, 1024)
         _check_range("kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1, 2**50)
         _check_range("kv-cache-memory-max", self.kv_cache_memory_max_bytes, 1, 2**50)
+        _check_range("swap-space", self.swap_space_bytes, 0, 2**50)
+        if self.swap_space_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"--swap-space is {self.swap_space_bytes} bytes with --no-enable-prefix-caching: host memory keeps blocks by "
+                "the hashes of the prefix cache. Leave one of the two flags out."
+            )
         if not 0.0 <= self.kv_drain_timeout_s <= 86_400.0:
             raise ConfigError(f"--kv-drain-timeout is {self.kv_drain_timeout_s}; it must be from 0 to 86400 seconds.")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

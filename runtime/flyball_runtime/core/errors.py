@@ -185,6 +185,16 @@ class NoTokenLeft(RequestError):
         )
 
 
+class InvalidAdapter(RequestError):
+    """A LoRA adapter cannot be loaded."""
+
+    code = "invalid_adapter"
+
+
+class AdapterNotFound(RequestError):
+    status, code = 404, "adapter_not_found"
+
+
 class EngineDead(RequestError):
     status, code = 500, "engine_dead"
 

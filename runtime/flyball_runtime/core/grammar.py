@@ -22,5 +22,8 @@ class Grammar(Struct, frozen=True, array_like=True):
 MAX_GRAMMAR_CHARS = 256 * 1024
 """Longer ones make masks that hold up every step."""
 
+WHITESPACE = r"[\x20\n\r\t]{0,40}"
+"""Between JSON's tokens, by default. Small models like to print spaces without end."""
+
 ANY_OBJECT = Grammar("json", '{"type":"object"}')
 """What ``json_object`` means."""

@@ -40,6 +40,9 @@ PREFIX_QUERIED = "prefix_cache_queried_tokens"
 PREFIX_HITS = "prefix_cache_hit_tokens"
 PREEMPTIONS = "preemptions"
 RECOMPUTED = "recomputed_tokens"
+SWAPPED_OUT = "swapped_out_blocks"
+SWAPPED_IN = "swapped_in_blocks"
+HOST_HITS = "host_cache_hit_tokens"
 DRAFTS = "spec_decode_num_drafts"
 DRAFT_TOKENS = "spec_decode_num_draft_tokens"
 ACCEPTED_TOKENS = "spec_decode_num_accepted_tokens"
@@ -136,6 +139,9 @@ class Measurements:
                 self.predicted_step_time.add(now, [stats.predicted_s])
         count(now, PREEMPTIONS, stats.num_preemptions)
         count(now, RECOMPUTED, stats.num_recomputed_tokens)
+        count(now, SWAPPED_OUT, stats.num_swapped_out_blocks)
+        count(now, SWAPPED_IN, stats.num_swapped_in_blocks)
+        count(now, HOST_HITS, stats.num_host_hit_tokens)
         count(now, DRAFTS, stats.num_drafts)
         count(now, DRAFT_TOKENS, stats.num_draft_tokens)
         count(now, ACCEPTED_TOKENS, stats.num_accepted_tokens)

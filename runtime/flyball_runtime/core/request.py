@@ -36,7 +36,8 @@ class Request(Struct, frozen=True, kw_only=True):
         client: opaque name of the sender, among whose requests and other senders' the scheduler shares.
         cache_salt: prompts share KV blocks only when their salts are equal; None is a salt of its own. A secret.
         pooling: nothing is sampled; the ending brings the pooled hidden states of the prompt instead.
-        fork_group: requests of one group have one prompt and one salt. It is computed once, and they share its KV blocks.
+        fork_group: requests of one group have one prompt, salt and adapter. It is computed once, and they share its KV blocks.
+        adapter: number of the LoRA adapter that it is for; None for the base model.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Request(Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     pooling: Pooling | None = None
     fork_group: str | None = None
+    adapter: int | None = None
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -193,7 +195,7 @@ def validate_cache_salt(salt: str | None) -> None:
 class SequenceStatus(Enum):
     WAITING = "waiting"
     HELD = "held"
-    """Waits for a sequence of its fork group to compute their prompt."""
+    """Waits for a sequence of its fork group to compute their prompt, or for a slot for its adapter."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -209,11 +211,12 @@ class Sequence:
         max_total_tokens: prompt and output may not grow past this.
         stop_token_ids: ids that end the sequence (end-of-sequence ids included unless ignored).
         num_computed_tokens: tokens whose K and V are in the cache, or will be once the planned steps have run.
-        num_tokens: of ``token_ids``, and those after them that planned steps sample and that are not known yet.
+        num_uncomputed_tokens: the others among ``token_ids`` and the tokens that planned steps sample, which are not known yet.
         block_tables: for each group of layers (``core/kv_layout.py``), KV block ids in order of position. Entries
             before ``num_freed_blocks`` of the group are behind its window, and no longer this sequence's.
         block_hashes: chained hash of each full block that has been hashed so far.
-        cache_salt: what the first of those hashes starts from.
+        cache_salt: what the first of those hashes starts from, with the adapter.
+        adapter: number of the LoRA adapter that computes it; None for the base model alone.
         row: index into the engine's persistent batch tensors while running, else None.
         pooling: the request's; such a sequence ends when its prompt is computed.
         num_cached_tokens: tokens found in the prefix cache, or computed by its fork group, at the first admission.
@@ -233,6 +236,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "arrival_index",
         "arrived_s",
         "block_hashes",
@@ -256,7 +260,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_scored_tokens",
-        "num_tokens",
+        "num_uncomputed_tokens",
         "pooling",
         "priority",
         "rank",
@@ -278,7 +282,7 @@ class Sequence:
         self.e2e_deadline_s = _seconds(request.e2e_deadline_ms)
         self.client = request.client
         self.token_ids = array("I", request.prompt_token_ids)
-        self.num_tokens = self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_uncomputed_tokens = len(self.token_ids)
         max_tokens = request.sampling.max_tokens
         room = 0 if self.pooling is not None else max_model_len - self.num_prompt_tokens
         self.max_total_tokens = self.num_prompt_tokens + (room if max_tokens is None else min(max_tokens, room))
@@ -290,6 +294,7 @@ class Sequence:
         self.num_freed_blocks: list[int] = []
         self.block_hashes = list(request.block_hashes)
         self.cache_salt = request.cache_salt
+        self.adapter = request.adapter
         self.fork_group = request.fork_group
         self.row: int | None = None
         self.num_cached_tokens = 0
@@ -313,19 +318,9 @@ class Sequence:
         return self.block_tables[0] if self.block_tables else []
 
     @property
-    def gets_tokens(self) -> bool:
-        """Whether its tokens are sampled one by one, and told as they come."""
-        return self.pooling is None and self.sampling.beam_search is None
-
-    @property
     def num_seats(self) -> int:
         """How many sequences run for it at once."""
         return 1 if self.sampling.beam_search is None else self.sampling.beam_search.width
-
-    @property
-    def num_pending_tokens(self) -> int:
-        """How many tokens planned steps sample that are not known yet."""
-        return self.num_tokens - len(self.token_ids)
 
     @property
     def num_unscored_tokens(self) -> int:

@@ -15,12 +15,16 @@ class StepStats(Struct, frozen=True, kw_only=True):
 
     Attributes:
         duration_s: plan, run and commit together.
-        blocked_by: why the head of the queue was not admitted in this step: none, seqs, kv, reserve, budget, step_time.
+        blocked_by: why the head of the queue was not admitted in this step: none, seqs, kv, reserve, budget, step_time,
+            adapters.
         num_prefix_queried_tokens, num_prefix_hit_tokens: prompt tokens looked up at admission in this step, and found.
         max_num_seqs: most running sequences that live limits may allow.
         num_allocated_kv_blocks: those that there is memory for.
         predicted_s: time from the end of the step before to its own, as predicted when it was launched; None without a model.
         num_drafts: sequences with drafts; ``num_decodes`` counts them too.
+        num_swapped_out_blocks, num_swapped_in_blocks: KV blocks that the step copied to host memory, and back.
+        num_host_hit_tokens: tokens of the sequences started in this step whose blocks it copied back.
+        host_usage: share of the swap space that holds blocks.
         num_draft_tokens, num_accepted_tokens: drafts that the step verified, and those that the model agreed with.
         step_model, lengths, prefix_hits: what has been learned so far; None, or empty, if it was reported a few steps
             before, or nothing is known.
@@ -50,6 +54,10 @@ class StepStats(Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_host_hit_tokens: int = 0
+    host_usage: float = 0.0
 
 
 class Sampled(NamedTuple):
@@ -64,6 +72,7 @@ class Sampled(NamedTuple):
         num_accepted: how many drafts are accepted, for each entry of the plan that has some.
         drafts: what a draft model has drafted, of all entries one after another; empty if the plan has the drafts.
         drafting_s: seconds of the step in which it did.
+        swapping_s: seconds of the step in which KV blocks were copied to host memory and back.
     """
 
     token_ids: list[int | None]
@@ -74,6 +83,7 @@ class Sampled(NamedTuple):
     num_accepted: Sequence[int] = ()
     drafts: Sequence[int] = ()
     drafting_s: float = 0.0
+    swapping_s: float = 0.0
 
 
 class StepOutput(Struct, frozen=True, tag=True):
@@ -110,6 +120,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         kv_block_bytes: memory of one KV block in all its layers; 0 if nobody said.
         kernel_backend: which implementation the ops run: cpp, torch or triton.
         draft_model: as ``--speculative-config`` names it; "" without one.
+        num_swap_slots: how many KV blocks host memory holds.
+        block_copy_s: seconds that copying one of them in one direction takes, as measured; 0.0 if nobody said.
     """
 
     model: str
@@ -128,6 +140,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     kv_block_bytes: int = 0
     device_name: str = ""
     draft_model: str = ""
+    num_swap_slots: int = 0
+    block_copy_s: float = 0.0
 
     @property
     def key(self) -> str:

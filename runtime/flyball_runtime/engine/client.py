@@ -20,6 +20,7 @@ from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import (
+    AdapterNotFound,
     ConfigError,
     Draining,
     EngineDead,
@@ -32,6 +33,7 @@ from flyball_runtime.core.errors import (
 )
 from flyball_runtime.core.request import Prompt, Request, validate_prompt, validate_settings
 from flyball_runtime.core.stats import EngineInfo, StepOutput, StepStats
+from flyball_runtime.engine.adapters import AdapterAnswer, Adapters
 from flyball_runtime.engine.front import EngineObserver, RequestStream, RetryAfter, Router
 from flyball_runtime.engine.heartbeat import Heartbeat
 from flyball_runtime.engine.process import (
@@ -87,6 +89,7 @@ class EngineClient:
         self._stopping = False
         self._acks: dict[int, asyncio.Future[LimitsAck]] = {}  # by post_id
         self._post_ids = itertools.count()
+        self.adapters = Adapters(config.lora, self._post)
         self._started = asyncio.Event()
         self._drained = asyncio.Event()
         self.died = asyncio.Event()
@@ -168,27 +171,33 @@ class EngineClient:
         self._check_accepting()
         self._check_queue(client, num_tokens=1)
 
-    def prepare(self, prompts: list[list[int]], num_choices: int, cache_salt: str | None) -> list[Prompt]:
+    def prepare(
+        self, prompts: list[list[int]], num_choices: int, cache_salt: str | None, adapter: int | None = None
+    ) -> list[Prompt]:
         num_tokens, most = num_choices * sum(map(len, prompts)), self._max_queued_tokens()
         if num_tokens > most:
             raise TooManyPromptTokens(num_tokens, most)
-        return [self._prepared(prompt, cache_salt) for prompt in prompts]
+        return [self._prepared(prompt, cache_salt, adapter) for prompt in prompts]
 
     def submit(self, request: Request) -> RequestStream:
         self._check_accepting()
         self._last_request_s = self._clock.now()
         if not request.block_hashes:
-            prompt = self._prepared(request.prompt_token_ids, request.cache_salt)
+            prompt = self._prepared(request.prompt_token_ids, request.cache_salt, request.adapter)
             request = msgspec.structs.replace(request, block_hashes=prompt.block_hashes)
         validate_settings(request, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         if (beam_search := request.sampling.beam_search) is not None:
             beam_search.check_seats(self.limits().envelope.max_num_seqs)
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise AdapterNotFound("the adapter was unloaded before this request could be accepted.", param="model")
         self._check_queue(request.client, len(request.prompt_token_ids))
         if request.request_id in self._router:
             raise InvalidRequest(f"request_id {request.request_id} is in use; wait for it to end or choose another.")
         if not self._router:
             self._retry_after.forget()
         self._post(Submit(request))
+        if request.adapter is not None:
+            self.adapters.opened(request.request_id, request.adapter)
         return self._router.open(request.request_id, request.client, len(request.prompt_token_ids))
 
     def abort(self, request_id: str) -> None:
@@ -300,12 +309,12 @@ class EngineClient:
             return self._stats.num_running
         return self.limits().effective.max_num_seqs
 
-    def _prepared(self, token_ids: list[int], cache_salt: str | None) -> Prompt:
+    def _prepared(self, token_ids: list[int], cache_salt: str | None, adapter: int | None) -> Prompt:
         """Check and hash a prompt here: it takes as long as the rest of its admission, and the engine has its step to make."""
         validate_prompt(token_ids, max_model_len=self.info.max_model_len, vocab_size=self.info.vocab_size)
         if not self._config.enable_prefix_caching:
             return Prompt(token_ids, [])
-        return Prompt(token_ids, hash_prompt(token_ids, self._config.block_size, cache_salt))
+        return Prompt(token_ids, hash_prompt(token_ids, self._config.block_size, cache_salt, adapter))
 
     def _post(self, message: ToEngine) -> None:
         """Send a message. Nothing is sent, and the encoder's error raised, if it cannot be encoded."""
@@ -331,6 +340,7 @@ class EngineClient:
                 self._router.note_hypotheses(message.hypotheses)
                 for ending in message.endings:
                     self._router.end(ending)
+                    self.adapters.ended(ending.request_id)
                     self._retry_after.record_ending(self._clock.now())
                 self._note_stats(message.stats)
                 self._note_drained()
@@ -338,6 +348,8 @@ class EngineClient:
                 self._note_limits(report)
                 if (answer := self._acks.get(post_id)) is not None and not answer.done():
                     answer.set_result(ack)
+            case AdapterAnswer():
+                self.adapters.answered(message)
             case LimitsMoved(report):
                 self._note_limits(report)
             case Ready(info, report):
@@ -385,6 +397,7 @@ class EngineClient:
             self._dead = error
         dead = EngineDead(str(self._dead))
         self._router.fail_all(dead.status, dead.code, dead.message)
+        self.adapters.fail_all(dead)
         for answer in self._acks.values():
             if not answer.done():
                 answer.set_exception(dead)

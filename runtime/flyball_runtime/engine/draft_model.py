@@ -14,11 +14,12 @@ from flyball_runtime.core.checkpoint import DType, ServedModel
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields, read_json_object
 from flyball_runtime.engine.engine import Progress
-from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
+from flyball_runtime.engine.physical_pool import make_pool
 from flyball_runtime.engine.rows import Rows
 from flyball_runtime.model.hub import resolve_model_path
 from flyball_runtime.model.loader import TORCH_DTYPES, describe_model, kernel_backend, load_model
 from flyball_runtime.model.sampler import SamplingTensors
+from flyball_runtime.model.transformer import KVTensors
 from flyball_runtime.scheduler import BatchPlan
 
 logger = logging.getLogger(__name__)
@@ -83,16 +84,20 @@ class DraftModel:
             device=self._device,
         )
 
+    @property
+    def kv_tensors(self) -> KVTensors:
+        """They lie in the blocks of the served model, whose copies are copies of these too."""
+        return self._pool.tensors
+
     def resize(self, num_blocks: int) -> None:
         self._pool.resize(num_blocks)
 
     def fill(self, plan: BatchPlan, rows: Rows, sampling: SamplingTensors, on_progress: Progress) -> BatchPlan:
-        """Compute a plan's tokens, and return the plan with the drafts in place. ``rows.apply`` comes before.
+        """Compute a plan's tokens, and return the plan with the drafts in place. ``rows.apply`` and copies of blocks come
+        before.
 
         The rows' last tokens are overwritten with drafts, until the step's own are known.
         """
-        if plan.block_copies:
-            copy_blocks(self._pool.tensors, plan.block_copies)
         logits = self._forward(_without_drafts(plan), rows, on_progress)
         self.drafting_s = 0.0
         if not plan.num_drafts:

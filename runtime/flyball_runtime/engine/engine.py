@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from flyball_protocol import LimitsAck, LimitsReport, LimitsStatus, LimitsUpdate
+from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import InvalidHiddenStates, InvalidLogits, InvalidRequest, NoTokenLeft, RequestError
@@ -19,7 +19,7 @@ from flyball_runtime.core.request import Failed, Finished, FinishReason, Request
 from flyball_runtime.core.sampling_params import with_seed
 from flyball_runtime.core.stats import EngineInfo, Sampled, StepOutput, StepStats
 from flyball_runtime.governor import Drafting, GhostCache, Governor, OutputLengths, usable_prior
-from flyball_runtime.kv_cache import KVCache
+from flyball_runtime.kv_cache import HostTier, KVCache
 from flyball_runtime.scheduler import BatchPlan, Drafter, Ending, LimitsLedger, Scheduler, SchedulerConfig, Step
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,17 @@ class Executor(Protocol):
 
         Whoever holds the result keeps the grammar. ``result()`` raises RequestError if the grammar cannot be used.
         """
+        ...
+
+    def load_adapter(self, number: int, path: str) -> Future[None]:
+        """Read a LoRA adapter, beside the steps; plans may name it once that is done.
+
+        ``result()`` raises ConfigError if it cannot be used.
+        """
+        ...
+
+    def unload_adapter(self, number: int) -> None:
+        """Forget an adapter that no later plan names."""
         ...
 
     def launch(self, plan: BatchPlan) -> Handle:
@@ -87,6 +98,12 @@ class InThread:
 
     def compile(self, grammar: Grammar) -> Future[Any]:
         return self._executor.compile(grammar)
+
+    def load_adapter(self, number: int, path: str) -> Future[None]:
+        return self._executor.load_adapter(number, path)
+
+    def unload_adapter(self, number: int) -> None:
+        self._thread.submit(self._executor.unload_adapter, number).result()
 
     def launch(self, plan: BatchPlan) -> Future[Sampled]:
         return self._thread.submit(self._run, plan)
@@ -135,11 +152,16 @@ class Engine:
         self._executor = executor
         self._clock = clock or MonotonicClock()
         info = self.info = executor.info
-        self.kv_cache = KVCache(info.num_kv_blocks, info.block_size, config.enable_prefix_caching, info.kv_windows)
         prior, refused = usable_prior(config.boot_prior, info.key)
         if refused:
             logger.warning("%s. Starting without it; step times are learned from the start.", refused)
         self.governor = Governor(prior)
+        host = None
+        if info.num_swap_slots:
+            host = HostTier(info.num_swap_slots, block_copy_s=info.block_copy_s, prefill_s=self.governor.prefill_s)
+        self.kv_cache = KVCache(
+            info.num_kv_blocks, info.block_size, config.enable_prefix_caching, info.kv_windows, host
+        )
         self.lengths = OutputLengths()
         self._ghost = GhostCache(info.num_kv_blocks, len(info.kv_windows)) if config.enable_prefix_caching else None
         self.scheduler = Scheduler(
@@ -151,6 +173,7 @@ class Engine:
                 num_start_blocks=info.num_start_kv_blocks,
                 policy=config.scheduling_policy,
                 fair_share=config.fair_share,
+                max_loras=0 if config.lora is None else config.lora.max_loras,
             ),
             self.kv_cache,
             pace=self.governor,
@@ -158,20 +181,19 @@ class Engine:
             lengths=self.lengths,
             drafter=None if config.speculative_config is None else Drafter(config.speculative_config),
         )
-        self._ledger = LimitsLedger(self.scheduler, self._clock, config.boot_prior)
+        self._ledger = LimitsLedger(self.scheduler, self._clock, config.boot_prior, config.kv_drain_timeout_s)
         self._sequences: dict[str, Sequence] = {}
         self._compiling: dict[str, Sequence] = {}  # wait for their grammars before they are queued
         self._grammars: dict[str, Future[Any]] = {}  # of all unfinished sequences that have one
         self._refused: list[Failed] = []
         self._rng = random.Random(config.seed)
+        self._has_draft_model = config.speculative_config is not None and config.speculative_config.model is not None
         self._max_in_flight = 2 if config.async_scheduling else 1
         self._in_flight: deque[_InFlight] = deque()
         self._last_end_s = self._clock.now()
         self._idle = True
         self._num_disturbed = 0  # steps to come whose time says little about what they compute
         self._num_blocks_there = info.num_start_kv_blocks  # as the executor was told last
-        self._default_kv_drain_timeout_s = self._kv_drain_timeout_s = config.kv_drain_timeout_s
-        self._kv_drains_since_s: float | None = None
 
     def submit(self, request: Request) -> Failed | None:
         """Queue a request that ``validate_request`` let through, or return why it cannot run now."""
@@ -227,6 +249,15 @@ class Engine:
         self._learn_from(seq)
         return _finished(seq, "abort")
 
+    def load_adapter(self, number: int, path: str) -> Future[None]:
+        """Read a LoRA adapter, beside the steps; requests may have it once that is done. See ``Executor.load_adapter``."""
+        return self._executor.load_adapter(number, path)
+
+    def unload_adapter(self, number: int) -> None:
+        """Forget an adapter that no unfinished request has."""
+        self.scheduler.forget_adapter(number)
+        self._executor.unload_adapter(number)
+
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight or self._compiling or self._refused)
 
@@ -246,13 +277,7 @@ class Engine:
         return self._collect()
 
     def post_limits(self, update: LimitsUpdate) -> LimitsAck:
-        before = self._ledger.revision
         ack = self._ledger.post(update)
-        accepted = ack.status in (LimitsStatus.APPLIED, LimitsStatus.DEFERRED)
-        if accepted and update.kv_drain_timeout_s is not None:
-            self._kv_drain_timeout_s = update.kv_drain_timeout_s
-        elif accepted and update.revision > before:
-            self._kv_drain_timeout_s = self._default_kv_drain_timeout_s
         self.scheduler.set_objectives(self._ledger.objectives)
         return ack
 
@@ -274,7 +299,6 @@ class Engine:
     def _launch(self) -> bool:
         """Plan and launch the next step; False when there is none, or none before another is collected."""
         started_s = self._clock.now()
-        self._watch_drain(started_s)
         step = self.scheduler.plan(started_s)
         if step is None:
             return False
@@ -292,16 +316,9 @@ class Engine:
 
     def _predict(self, step: Step) -> float | None:
         seconds = self.governor.predict(step.plan)
-        return None if seconds is None else seconds + self.governor.drafting_s(_drafting(step))
-
-    def _watch_drain(self, now_s: float) -> None:
-        """Preempt for a lowered KV limit that running sequences have held up for too long."""
-        if not self.scheduler.kv_drains:
-            self._kv_drains_since_s = None
-        elif self._kv_drains_since_s is None:
-            self._kv_drains_since_s = now_s
-        elif now_s - self._kv_drains_since_s >= self._kv_drain_timeout_s:
-            self.scheduler.hurry()
+        if seconds is None or not self._has_draft_model:
+            return seconds
+        return seconds + self.governor.drafting_s(_drafting(step))
 
     def _fit_memory(self) -> None:
         """Have as much memory for KV blocks as the scheduler counts on."""
@@ -328,19 +345,16 @@ class Engine:
         spoiled = {entry for entry, vector in sampled.pooled.items() if vector is None}
         if sampled.drafts:
             step.fill_drafts(sampled.drafts)
-        results = self.scheduler.commit(step, sampled.token_ids, spoiled, sampled.num_accepted, sampled.logprobs)
+        ended = self.scheduler.commit(step, sampled.token_ids, spoiled, sampled.num_accepted, sampled.logprobs)
         pooled = {step.sequences[entry].request_id: vector or b"" for entry, vector in sampled.pooled.items()}
         stuck = {step.sampled[index].request_id: reason for index, reason in (sampled.stuck or {}).items()}
         endings = [
-            self._end(seq, ending, stuck.get(seq.request_id), pooled.get(seq.request_id, b""))
-            for seq, ending in results
-            if ending
+            self._end(seq, ending, stuck.get(seq.request_id), pooled.get(seq.request_id, b"")) for seq, ending in ended
         ]
         endings += self._take_refused()
-        going = [seq for seq, ending in results if ending != "failed" and seq.gets_tokens]
-        request_ids, token_ids = _new_tokens(step, going)
+        request_ids, token_ids = _new_tokens(step)
         now_s = self._clock.now()
-        self._learn(oldest, now_s - self._last_end_s, sampled.drafting_s)
+        self._learn(oldest, now_s - self._last_end_s - sampled.swapping_s, sampled.drafting_s)
         # a step that was launched behind another one began when that ended
         duration_s, self._last_end_s = now_s - max(oldest.started_s, self._last_end_s), now_s
         self._idle = not self.has_work()
@@ -350,7 +364,7 @@ class Engine:
             endings=endings,
             stats=self._stats(step, duration_s, oldest.predicted_s),
             num_cached_tokens=step.num_cached_tokens,
-            logprobs=_by_request(step, sampled.logprobs, going) if sampled.logprobs else {},
+            logprobs=_by_request(step, sampled.logprobs) if sampled.logprobs else {},
             hypotheses=step.hypotheses,
             prompt_logprobs={
                 step.sequences[entry].request_id: scores for entry, scores in (sampled.prompt_logprobs or {}).items()
@@ -361,14 +375,16 @@ class Engine:
         """Have the governor learn from a step, unless its time says little about what it computed.
 
         Args:
-            seconds: from the end of the step before to its own, as a stream sees it.
+            seconds: from the end of the step before to its own, as a stream sees it, less what copies to and from host
+                memory took.
             drafting_s: the part of them in which a draft model drafted.
         """
         if self._num_disturbed:
             self._num_disturbed -= 1
         elif not done.after_idle and not done.step.num_moved_blocks:
             self.governor.observe(done.step.plan, seconds - drafting_s)
-            self.governor.observe_drafting(_drafting(done.step), drafting_s)
+            if self._has_draft_model:
+                self.governor.observe_drafting(_drafting(done.step), drafting_s)
 
     def _learn_from(self, seq: Sequence) -> None:
         """Take in what a request that has ended says of others: its length, and which blocks may be asked for again."""
@@ -409,6 +425,10 @@ class Engine:
             num_drafts=len(step.drafts) if step else 0,
             num_draft_tokens=sum(step.plan.num_drafts) if step else 0,
             num_accepted_tokens=sum(step.num_accepted) if step else 0,
+            num_swapped_out_blocks=len(step.swap_outs) if step else 0,
+            num_swapped_in_blocks=len(step.swap_ins) if step else 0,
+            num_host_hit_tokens=step.num_host_hit_tokens if step else 0,
+            host_usage=self.kv_cache.host_usage,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(self._compiling),
             blocked_by=step.blocked_by if step else "none",
@@ -429,18 +449,21 @@ def _drafting(step: Step) -> Drafting:
     return Drafting(len(starts), sum(step.plan.num_drafts), sum(starts) // max(1, len(starts)))
 
 
-def _new_tokens(step: Step, going: list[Sequence]) -> tuple[list[str], list[int]]:
+def _new_tokens(step: Step) -> tuple[list[str], list[int]]:
     """Return what a step gave the sequences that have got tokens: the request id of each token, and the token."""
+    sequences = step.got_tokens
     if not step.drafts:
-        return [seq.request_id for seq in going], [seq.token_ids[-1] for seq in going]
-    counts = [step.num_taken.get(seq.request_id, 1) for seq in going]
-    request_ids = [seq.request_id for seq, count in zip(going, counts, strict=True) for _ in range(count)]
-    return request_ids, [token for seq, count in zip(going, counts, strict=True) for token in seq.token_ids[-count:]]
+        return [seq.request_id for seq in sequences], [seq.token_ids[-1] for seq in sequences]
+    counts = [step.num_taken.get(seq.request_id, 1) for seq in sequences]
+    request_ids = [seq.request_id for seq, count in zip(sequences, counts, strict=True) for _ in range(count)]
+    return request_ids, [
+        token for seq, count in zip(sequences, counts, strict=True) for token in seq.token_ids[-count:]
+    ]
 
 
-def _by_request(step: Step, logprobs: dict[int, TokenLogprobs], going: list[Sequence]) -> dict[str, TokenLogprobs]:
+def _by_request(step: Step, logprobs: dict[int, TokenLogprobs]) -> dict[str, TokenLogprobs]:
     """Return the log probabilities of the sequences that have got a token, by request id."""
-    sequences, ids = step.sampled, {seq.request_id for seq in going}
+    sequences, ids = step.sampled, {seq.request_id for seq in step.got_tokens}
     named = ((sequences[index].request_id, one) for index, one in logprobs.items())
     return {request_id: one for request_id, one in named if request_id in ids}
 

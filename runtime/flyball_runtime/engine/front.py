@@ -19,6 +19,7 @@ from flyball_runtime.core.request import (
     Tokens,
 )
 from flyball_runtime.core.stats import EngineInfo, StepStats
+from flyball_runtime.engine.adapters import Adapters
 
 
 class EngineObserver(Protocol):
@@ -58,6 +59,11 @@ class EngineFront(Protocol):
         """Requests accepted and not yet ended."""
         ...
 
+    @property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters that requests may have."""
+        ...
+
     def check_queue(self, client: str) -> None:
         """Refuse what ``submit`` would refuse now whatever the request is, so that no work is done for it in vain.
 
@@ -66,7 +72,9 @@ class EngineFront(Protocol):
         """
         ...
 
-    def prepare(self, prompts: list[list[int]], num_choices: int, cache_salt: str | None) -> list[Prompt]:
+    def prepare(
+        self, prompts: list[list[int]], num_choices: int, cache_salt: str | None, adapter: int | None = None
+    ) -> list[Prompt]:
         """Check the prompts of one HTTP request and name their KV blocks, once for all of their choices.
 
         It takes about 60 ns a token, and any thread may call it.
@@ -84,7 +92,7 @@ class EngineFront(Protocol):
 
         Raises:
             RequestError: at once, when the request can never run (PromptTooLong, EmptyPrompt, TokenOutOfVocabulary,
-                InvalidRequest) or not now (QueueFull, QueuedTokensFull, Draining, NotReady,
+                InvalidRequest, AdapterNotFound) or not now (QueueFull, QueuedTokensFull, Draining, NotReady,
                 EngineDead).
         """
         ...

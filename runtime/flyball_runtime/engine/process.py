@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +19,13 @@ import zmq
 from msgspec import Struct, structs
 
 from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
+from flyball_protocol.quoting import MAX_MESSAGE_LINE_CHARS, one_line
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.memory import freeze_startup_objects
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.stats import EngineInfo, StepOutput
+from flyball_runtime.engine.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
 from flyball_runtime.engine.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ class StopEngine(Struct, frozen=True, tag=True):
     """Leave the loop now; whatever still runs is dropped (the client has answered for it)."""
 
 
-ToEngine = Submit | Abort | PostLimits | StopEngine
+ToEngine = Submit | Abort | PostLimits | StopEngine | LoadAdapter | UnloadAdapter
 
 
 class _RequestId(Struct, frozen=True):
@@ -88,11 +91,11 @@ class Died(Struct, frozen=True, tag=True):
     is_config_error: bool
 
 
-FromEngine = Ready | StepOutput | LimitsAnswer | LimitsMoved | Died
+FromEngine = Ready | StepOutput | LimitsAnswer | LimitsMoved | AdapterAnswer | Died
 
 _encoder = msgspec.msgpack.Encoder()
 _submit = msgspec.msgpack.Decoder(Submit)
-_head_to_engine = msgspec.msgpack.Decoder(SubmitHead | Abort | PostLimits | StopEngine)
+_head_to_engine = msgspec.msgpack.Decoder(SubmitHead | Abort | PostLimits | StopEngine | LoadAdapter | UnloadAdapter)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
@@ -104,7 +107,7 @@ def decode_submit(frame: bytes) -> Submit:
     return _submit.decode(frame)
 
 
-def decode_head_to_engine(frame: bytes) -> SubmitHead | Abort | PostLimits | StopEngine:
+def decode_head_to_engine(frame: bytes) -> SubmitHead | ToEngine:
     """Decode a message, of a Submit no more than its id: the rest takes time in proportion to the prompt."""
     return _head_to_engine.decode(frame)
 
@@ -139,6 +142,9 @@ def make_socket_folder() -> Path:
 
 IDLE_S = 0.5
 """How long an idle engine waits for a message before it looks after leases and its parent and sends its state."""
+
+LOADING_S = 0.01
+"""The same while an adapter is being loaded."""
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Has the engine write to the log what each of its threads is doing, also while Python itself stands still."""
@@ -215,6 +221,7 @@ class EngineProcess:
         self._parent_pid = parent_pid
         self._arrivals: OrderedDict[str, bytes] = OrderedDict()  # Submit frames by request id
         self._endings: list[Finished | Failed] = []
+        self._loading: dict[int, Future[None]] = {}  # adapters, by number
         self._next_state_s = 0.0
         self._stopped = False
 
@@ -230,6 +237,8 @@ class EngineProcess:
     def _turn(self) -> None:
         self._take_arrivals()
         self._send_endings()
+        if self._loading:
+            self._send_adapter_answers()
         if (moved := self._engine.tick()) is not None:
             self._send(LimitsMoved(moved))
         if self._engine.has_work():
@@ -256,6 +265,10 @@ class EngineProcess:
                 ack = self._engine.post_limits(update)
                 self._send_state()  # before the answer, so that metrics show the limits to whoever waited for it
                 self._send(LimitsAnswer(post_id, ack, self._engine.limits()))
+            case LoadAdapter(number, path):
+                self._loading[number] = self._engine.load_adapter(number, path)
+            case UnloadAdapter(number):
+                self._engine.unload_adapter(number)
             case StopEngine():
                 self._stopped = True
 
@@ -282,12 +295,18 @@ class EngineProcess:
             self._send_output(StepOutput([], [], self._endings, self._engine.state()))
             self._endings = []
 
+    def _send_adapter_answers(self) -> None:
+        for number, loading in list(self._loading.items()):
+            if loading.done():
+                del self._loading[number]
+                self._send(AdapterAnswer(number, _why_not(loading)))
+
     def _idle(self) -> None:
         """Wait for a message, a while at most; send the state now and then."""
         if time.monotonic() >= self._next_state_s:
             self._send_state()
             self._next_state_s = time.monotonic() + IDLE_S
-        self._inbox.poll(IDLE_S * 1000)
+        self._inbox.poll((LOADING_S if self._loading else IDLE_S) * 1000)
 
     def _send_state(self) -> None:
         self._send_output(StepOutput([], [], [], self._engine.state()))
@@ -301,3 +320,12 @@ class EngineProcess:
 
     def _send(self, message: FromEngine) -> None:
         self._outbox.send(encode_message(message))
+
+
+def _why_not(loading: Future[None]) -> str | None:
+    """Return why an adapter could not be loaded. Whatever it is, the engine goes on."""
+    error = loading.exception()
+    if error is None or isinstance(error, ConfigError):
+        return None if error is None else one_line(str(error), MAX_MESSAGE_LINE_CHARS)
+    logger.error("cannot load an adapter", exc_info=error)
+    return f"it cannot be loaded ({type(error).__name__}); the log of this server has the reason."

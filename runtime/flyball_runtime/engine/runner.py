@@ -13,6 +13,7 @@ from torch import Tensor
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.stats import EngineInfo, Sampled
+from flyball_runtime.engine.adapted_rows import AdaptedRows, check_can_adapt
 from flyball_runtime.engine.draft_model import DraftModel
 from flyball_runtime.engine.engine import Engine, Executor, InThread, Progress
 from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
@@ -26,15 +27,21 @@ from flyball_runtime.engine.start_up import (
     resolve_kv_cache,
     resolve_max_model_len,
 )
+from flyball_runtime.engine.swap_space import SwapSpace, resolve_num_slots
 from flyball_runtime.grammar.cache import GrammarCache
 from flyball_runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
+from flyball_runtime.model.linear import Place
 from flyball_runtime.model.loader import TORCH_DTYPES, describe_model, kernel_backend, load_model, resolve_dtype
 from flyball_runtime.model.logprobs import SampledLogprobs
 from flyball_runtime.model.pooled import PooledStates, Sums
 from flyball_runtime.model.prompt_logprobs import PromptLogprobs
 from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
+from flyball_runtime.model.transformer import CausalLM
 from flyball_runtime.model.verify import verify
 from flyball_runtime.scheduler import BatchPlan
+
+Moment = float | torch.cuda.Event
+"""A time of ``time.monotonic``, or an event with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,7 @@ class LaunchedStep:
         num_accepted: ``[num_drafted]`` int64 on the host, likewise; None when nothing was drafted.
         drafts: of a draft model, of all entries; None without one.
         drafting_s: seconds in which it made them.
+        swapping: when blocks began to be copied to host memory and back, and when that ended: times, or events on a GPU.
     """
 
     token_ids: Tensor
@@ -62,6 +70,7 @@ class LaunchedStep:
     num_accepted: Tensor | None = None
     drafts: np.ndarray | None = None
     drafting_s: float = 0.0
+    swapping: tuple[Moment, Moment] = (0.0, 0.0)
 
 
 class ModelRunner:
@@ -89,6 +98,8 @@ class ModelRunner:
         self._dtype = TORCH_DTYPES[self._dtype_name]
         self._max_model_len = resolve_max_model_len(config, self._model_config)
         self._backend = kernel_backend(config.kernel_backend, self._device)
+        if config.lora is not None:
+            check_can_adapt(self._model_config)
         self._stages.done("config")
         self._grammars = GrammarCache(GrammarCompiler.of_checkpoint(Path(config.model)))
         self._stages.done("vocabulary")
@@ -112,6 +123,11 @@ class ModelRunner:
                 backend=config.kernel_backend,
                 max_model_len=self._max_model_len,
             )
+        self._adapted: AdaptedRows | None = None
+        if config.lora is not None:
+            assert isinstance(self._model, CausalLM)
+            place = Place(self._dtype, self._device, self._backend)
+            self._adapted = AdaptedRows(config.lora, self._model, place, config.max_num_seqs)
         self._stages.done("weights")
         self.eos_token_ids = self._model_config.eos_token_ids
 
@@ -133,6 +149,8 @@ class ModelRunner:
             for warm_up in warm_ups:
                 warm_up.small_steps()
                 step_bytes = max(step_bytes, peak_bytes(warm_up.largest_step, self._device))
+            if self._adapted is not None:
+                step_bytes += self._adapted.most_bytes
         self._longest_pause_s = max(warm_up.longest_pause_s() for warm_up in warm_ups)
         self._stages.done("warm_up")
         return resolve_kv_cache(
@@ -158,8 +176,14 @@ class ModelRunner:
             dtype=self._dtype,
             device=self._device,
         )
+        self._kv = [*self._pool.tensors]
         if self._draft_model is not None:
             self._draft_model.allocate(size.max_blocks, config.block_size)
+            self._kv += self._draft_model.kv_tensors
+        block_bytes = self._kv_block_bytes
+        reserved_bytes = size.num_blocks * block_bytes if self._device.type == "cpu" else 0
+        num_slots = resolve_num_slots(config.swap_space_bytes, block_bytes, reserved_bytes)
+        self._swap_space = SwapSpace(self._kv, num_slots) if num_slots else None
         self._rows = Rows(
             max_num_seqs=config.max_num_seqs,
             max_model_len=self._max_model_len,
@@ -183,15 +207,18 @@ class ModelRunner:
             num_start_kv_blocks=size.num_blocks,
             num_parameters=self._model.num_parameters,
             device_name=device_name(self._device),
-            kv_block_bytes=config.block_size
-            * (
-                layout.num_tensors * self._model_config.kv_bytes_per_layer(self._dtype_name)
-                + self._draft_bytes_per_token
-            ),
+            kv_block_bytes=block_bytes,
             startup_s=self._stages.seconds,
             longest_pause_s=self._longest_pause_s,
             draft_model=(config.speculative_config and config.speculative_config.model) or "",
+            num_swap_slots=num_slots,
+            block_copy_s=0.0 if self._swap_space is None else self._swap_space.block_copy_s,
         )
+
+    @property
+    def _kv_block_bytes(self) -> int:
+        layer_bytes = self._model_config.kv_bytes_per_layer(self._dtype_name)
+        return self._config.block_size * (self._model.layout.num_tensors * layer_bytes + self._draft_bytes_per_token)
 
     @property
     def _draft_bytes_per_token(self) -> int:
@@ -199,18 +226,42 @@ class ModelRunner:
 
     def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Run a step; on a GPU, return when its kernels are launched."""
+        if self._swap_space is None or not (plan.swap_outs or plan.swap_ins):
+            if plan.block_copies:
+                copy_blocks(self._kv, plan.block_copies)
+            return self._compute(plan)
+        start = self._now()
+        self._swap_space.swap_out(plan.swap_outs)
         if plan.block_copies:
-            copy_blocks(self._pool.tensors, plan.block_copies)
+            copy_blocks(self._kv, plan.block_copies)
+        self._swap_space.swap_in(plan.swap_ins)
+        end = self._now()
+        return replace(self._compute(plan), swapping=(start, end))
+
+    def _now(self) -> Moment:
+        """Return the time, or on a GPU an event that stands for it."""
+        if self._device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _compute(self, plan: BatchPlan) -> LaunchedStep:
+        """Run a step whose blocks are in place."""
         self._rows.apply(plan)
         for start in plan.row_starts:
             self._sampling.set_row(start.row, start.sampling, start.past)
             self._sums.pop(start.row, None)
         if self._draft_model is not None:
             plan = self._draft_model.fill(plan, self._rows, self._sampling, self._on_progress)
+        inputs = self._rows.inputs(plan)
+        if self._adapted is not None:
+            self._adapted.apply(plan)
+            inputs = replace(inputs, adapted=self._adapted.of_step(plan))
         scores = self._prompt_logprobs(plan) if plan.prompt_spans else None
         pooled = self._pooled(plan) if plan.pool_spans else None
         logits = self._model.forward(
-            self._rows.inputs(plan),
+            inputs,
             self._pool.tensors,
             self._on_progress,
             None if scores is None else scores.score,
@@ -258,6 +309,14 @@ class ModelRunner:
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         return self._grammars.compile(grammar)
 
+    def load_adapter(self, number: int, path: str) -> Future[None]:
+        assert self._adapted is not None, "adapters are loaded where they are enabled"
+        return self._adapted.load(number, Path(path))
+
+    def unload_adapter(self, number: int) -> None:
+        assert self._adapted is not None, "adapters are loaded where they are enabled"
+        self._adapted.unload(number)
+
     def resize(self, num_blocks: int) -> None:
         self._pool.resize(num_blocks)
         if self._draft_model is not None:
@@ -279,6 +338,7 @@ class ModelRunner:
             () if handle.num_accepted is None else handle.num_accepted.tolist(),
             () if handle.drafts is None else handle.drafts.tolist(),
             handle.drafting_s,
+            _seconds(*handle.swapping),
         )
 
     def _to_host(
@@ -303,6 +363,14 @@ class ModelRunner:
         done = torch.cuda.Event()
         done.record()
         return LaunchedStep(token_ids, logprobs, scores, done, stuck, pooled, num_accepted)
+
+
+def _seconds(start: Moment, end: Moment) -> float:
+    """Return the seconds between two times, or two events that are done."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float) and isinstance(end, float), "both are of one device"
+        return end - start
+    return float(start.elapsed_time(end)) / 1000
 
 
 def _begins(plan: BatchPlan) -> np.ndarray:

@@ -1,5 +1,6 @@
 """How much a step computes, so that it takes no longer than it should."""
 
+from math import inf, sqrt
 from typing import Protocol
 
 from flyball_protocol import BootPrior, StepModel
@@ -57,7 +58,8 @@ class Governor:
         self.target_s: float | None = None
         self._learner = StepTimeLearner(prior)
         self._drafting = DraftingShare()
-        self._largest_chunk = 0 if prior is None else 1 << 30
+        self._first_chunk = FIRST_CHUNK if prior is None else 1 << 30
+        self._largest_chunk = 0
 
     @property
     def model(self) -> StepModel | None:
@@ -81,6 +83,14 @@ class Governor:
             self._drafting.skip()
         elif (expected_s := self._passes_s(drafting)) > 0.0:
             self._drafting.observe(seconds / expected_s)
+
+    def prefill_s(self, start: int, end: int) -> float | None:
+        """Return the seconds that tokens ``[start, end)`` of a prompt add to full steps; None until that is settled."""
+        model = self._learner.model
+        if model is None or not model.settled or not model.token_s:
+            return None
+        num_pairs = (end - start) * (start + end + 1) // 2
+        return model.token_s * (end - start) + model.attention_pair_s * num_pairs
 
     def predict(self, step: Planned) -> float | None:
         """Return the seconds that a step is expected to take, None before anything is known. Drafting comes on top."""
@@ -127,14 +137,15 @@ class Governor:
         if self.target_s is None or not step.num_decodes or most <= 0:
             return most
         work, least = work_of(step), min(least, most)
-        known = max(FIRST_CHUNK, 2 * self._largest_chunk) - work.prefill_tokens
+        known = max(self._first_chunk, 2 * self._largest_chunk) - work.prefill_tokens
         high = min(most, max(known, least))
         model = self._learner.coefficients
         if model is None:
             return high
         available_s = self._available_s(self.target_s, model, step.num_decodes, step.num_context_tokens)
-        # Where decodes alone miss the target, tokens below the knee are still free.
-        free_s = NEXT_TO_NOTHING * model.predict(*work)
+        # Where decodes alone miss the target, tokens below the knee are still free. Chunks that are planned are no part of this
+        # bound: with many prompts, it would grow with each of them.
+        free_s = NEXT_TO_NOTHING * model.predict(0, work.decodes, work.context_tokens, 0)
         low = _most_tokens(model, work, start, high, max(available_s, free_s) - spent_s)
         if low < most:
             low -= low % CHUNK_MULTIPLE
@@ -150,7 +161,8 @@ class Governor:
         model = self._learner.coefficients
         if self.target_s is None or model is None or num_decodes <= 1:
             return True
-        seconds = model.predict(MIN_CHUNK, num_decodes, num_context_tokens, MIN_CHUNK * MIN_CHUNK)
+        chunk = self._least_chunk
+        seconds = model.predict(chunk, num_decodes, num_context_tokens, chunk * chunk)
         return seconds <= self._available_s(self.target_s, model, num_decodes, num_context_tokens)
 
     def first_token_s(self, step: Planned, num_tokens: int, most: int | None = None) -> float:
@@ -195,6 +207,11 @@ class Governor:
         seconds += self.drafting_s(Drafting(num_drafted, num_drafts, start))
         return (work.decodes + num_accepted) / seconds if seconds > 0.0 else None
 
+    @property
+    def _least_chunk(self) -> int:
+        """Smallest chunk of a prompt; that of the largest prompt so far if all were shorter, as no more is learned of."""
+        return min(MIN_CHUNK, self._largest_chunk or MIN_CHUNK)
+
     def _available_s(self, target_s: float, model: StepModel, decodes: int, context_tokens: int) -> float:
         """Return the time that a step may be predicted to take.
 
@@ -204,7 +221,8 @@ class Governor:
         Args:
             decodes, context_tokens: of the sequences that are to run, whose mean context one sequence alone would have.
         """
-        least_s = model.predict(MIN_CHUNK, 1, context_tokens // max(1, decodes), MIN_CHUNK * MIN_CHUNK)
+        chunk = self._least_chunk
+        least_s = model.predict(chunk, 1, context_tokens // max(1, decodes), chunk * chunk)
         kept_s = target_s / (1.0 + self._learner.margin)
         return kept_s if kept_s >= least_s else max(least_s, model.efficient_s)
 
@@ -219,13 +237,23 @@ def usable_prior(prior: BootPrior | None, key: str) -> tuple[StepModel | None, s
 
 
 def _most_tokens(model: StepModel, work: Work, start: int, most: int, seconds: float) -> int:
-    """Return the most prompt tokens from ``start`` on, by bisection, with which a step takes no longer than this."""
+    """Return the most prompt tokens from ``start`` on with which a step takes no longer than this.
+
+    ``n`` tokens add ``linear * n + square * n**2``, and above the knee ``token_s`` for each one on top. The second form is
+    below the first one up to the knee, so the largest ``n`` is the smaller of the two roots.
+    """
     prefill, decodes, context, pairs = work
-    low, high = 0, most
-    while low < high:
-        num = (low + high + 1) // 2
-        if model.predict(prefill + num, decodes, context, pairs + num * start + num * (num + 1) // 2) <= seconds:
-            low = num
-        else:
-            high = num - 1
-    return low
+    left_s = seconds - model.predict(prefill, decodes, context, pairs)
+    if left_s < 0.0:
+        return 0
+    square = 0.5 * model.attention_pair_s
+    linear = model.attention_pair_s * (start + 0.5) + model.interaction_s * decodes
+    token_s, free_tokens = model.token_s, max(0.0, model.knee_tokens - prefill - decodes)
+    above_s = left_s + token_s * free_tokens
+    return int(min(most, _root(square, linear, left_s), _root(square, linear + token_s, above_s)))
+
+
+def _root(square: float, linear: float, value: float) -> float:
+    """Return the largest ``n`` with ``square * n**2 + linear * n <= value``, of which nothing is negative; inf if all are."""
+    slope = linear + sqrt(linear * linear + 4.0 * square * value)
+    return 2.0 * value / slope if slope > 0.0 else inf

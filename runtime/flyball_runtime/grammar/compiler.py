@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from flyball_protocol.quoting import one_line
 from flyball_runtime.core.checkpoint import Checkpoint
 from flyball_runtime.core.errors import InvalidRequest
-from flyball_runtime.core.grammar import Grammar
+from flyball_runtime.core.grammar import WHITESPACE, Grammar
 from flyball_runtime.core.memory import resident_bytes
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ TRIAL_STEPS = 16
 
 MAX_MASK_S = 0.25
 """CPU time that the mask of one trial token may take. The usual one takes 50 us."""
-
-WHITESPACE = r"[\x20\n\r\t]{0,40}"
-"""Between JSON's tokens. Small models like to print spaces without end."""
 
 _LIMITS = LLParserLimits(step_lexer_fuel=100_000, max_lexer_states=20_000, verbose_errors=False)
 """A step's mask takes some 10 ms at most, and the states of a grammar 40 MB."""

@@ -1,7 +1,8 @@
 """KV blocks by state: free, used, or cached (used by nobody, content still findable)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heappop, heappush
+from math import inf
 
 from flyball_protocol import KVBlocks
 
@@ -70,22 +71,28 @@ class BlockPool:
 
     ``capacity`` limits used plus cached blocks. Lowering it evicts cached blocks at once. When more are in
     use than the new capacity allows, nothing new may be admitted, but what runs goes on and may grow up to the old
-    capacity (the *ceiling*) until enough has been released: lowering drains, it does not throw work away.
+    capacity (the *ceiling*) until enough has been released: lowering drains, it does not throw work away. A drain that goes
+    on past its deadline is overdue; the scheduler then preempts what it takes to end it.
 
     ``size`` says which ids there is memory for: those below it. Raising the capacity raises it at once. It falls to a lower
     capacity when that has drained and the blocks above have been moved down (``move``) or evicted.
 
     No id is kept back as a null block. Whoever pads a batch (CUDA graphs) allocates one block more in the tensors and
     points the padding at id ``num_blocks``, so that the counts here stay true: free + used + cached == total.
+
+    Args:
+        on_evict: called with each block that is evicted, and its hash.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; a KV cache needs at least 1 block.")
         self.num_blocks = num_blocks
         self.capacity = num_blocks
         self.size = num_blocks
+        self._on_evict = on_evict
         self._ceiling = num_blocks
+        self._deadline_s = inf
         self._free = list(range(num_blocks))  # a heap
         self._cached = BlockList(num_blocks)  # least recently released first
         self._num_refs = [0] * num_blocks
@@ -115,10 +122,10 @@ class BlockPool:
         """In how many block tables the block is."""
         return self._num_refs[block]
 
-    def num_used_of(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` somebody uses."""
+    def num_unused_of(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` nobody uses."""
         num_refs = self._num_refs
-        return sum([num_refs[block] > 0 for block in blocks])
+        return sum([num_refs[block] == 0 for block in blocks])
 
     def counts(self) -> KVBlocks:
         num_free, num_cached = len(self._free), len(self._cached)
@@ -130,8 +137,20 @@ class BlockPool:
             cached=num_cached,
         )
 
-    def set_capacity(self, capacity: int) -> None:
+    @property
+    def drains(self) -> bool:
+        """Whether more blocks are in use than a lowered capacity allows."""
+        return self.num_used > self.capacity
+
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether a drain has gone on past its deadline."""
+        return self.drains and now_s >= self._deadline_s
+
+    def resize(self, capacity: int, deadline_s: float = inf) -> None:
         """Limit used plus cached blocks to ``capacity``, at once or, where blocks are in use, as they are released.
+
+        Args:
+            deadline_s: when a drain to this capacity is overdue, by the clock of ``is_overdue``.
 
         Raises:
             ValueError: ``capacity`` is not in 1..num_blocks.
@@ -141,6 +160,7 @@ class BlockPool:
                 f"capacity is {capacity} blocks; it must be from 1 to {self.num_blocks}, what was allocated."
             )
         self.capacity = capacity
+        self._deadline_s = deadline_s
         self.size = max(self.size, capacity)
         self._ceiling = max(self._ceiling, capacity)
         self._settle()
@@ -267,6 +287,8 @@ class BlockPool:
             assert block_hash is not None, f"block {block} has no hash"
             del shards[block_hash[0]][block_hash]
             hashes[block] = None
+            if self._on_evict is not None:
+                self._on_evict(block, block_hash)
 
     def _free_all(self, blocks: Iterable[int]) -> None:
         for block in blocks:

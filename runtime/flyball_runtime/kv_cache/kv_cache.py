@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from flyball_protocol import KVBlocks
 from flyball_runtime.core.kv_layout import most_blocks
 from flyball_runtime.core.request import Sequence
 from flyball_runtime.kv_cache.block_pool import BlockPool
+from flyball_runtime.kv_cache.host_tier import HostTier
 
 _ROOT = b""
 """Hash before the first block of a prompt without a salt."""
@@ -19,18 +21,28 @@ _ROOT = b""
 _SALT = b"cache_salt"
 """BLAKE2b's personalization for salts: no block of tokens, whatever its bytes, hashes to what a salt does."""
 
+_ADAPTER = b"adapter"
+"""The same for adapters."""
+
 _TOKEN_BYTES = array("I").itemsize
 
 
-def hash_prompt(token_ids: list[int], block_size: int, salt: str | None = None) -> list[bytes]:
+def hash_prompt(
+    token_ids: list[int], block_size: int, salt: str | None = None, adapter: int | None = None
+) -> list[bytes]:
     """The names of all full blocks of a prompt."""
     hashes: list[bytes] = []
-    extend_block_hashes(hashes, array("I", token_ids), block_size, len(token_ids) // block_size, salt)
+    extend_block_hashes(hashes, array("I", token_ids), block_size, len(token_ids) // block_size, salt, adapter)
     return hashes
 
 
 def extend_block_hashes(
-    hashes: list[bytes], token_ids: "array[int]", block_size: int, num_blocks: int, salt: str | None = None
+    hashes: list[bytes],
+    token_ids: "array[int]",
+    block_size: int,
+    num_blocks: int,
+    salt: str | None = None,
+    adapter: int | None = None,
 ) -> None:
     """Append to ``hashes`` until it names the first ``num_blocks`` full blocks of ``token_ids``, an array of ``"I"``.
 
@@ -39,22 +51,23 @@ def extend_block_hashes(
     tokens: a collision would serve one client's context to another, and a fast hash lets a client construct one. It
     costs well under a microsecond per block. Tokens enter as fixed-width integers, so no two lists read the same.
 
-    Whatever else K and V are kept apart by enters before the first block: here the request's ``cache_salt``, so that
-    prompts with different salts, or with one and without, have no name in common.
+    Whatever else K and V are kept apart by enters before the first block: the request's ``cache_salt`` and the number of its
+    adapter, so that prompts with different ones, or with one and without, have no name in common.
     """
     done = len(hashes)
     if done >= num_blocks:
         return
     packed = token_ids[done * block_size : num_blocks * block_size].tobytes()
-    previous = hashes[-1] if hashes else _root(salt)
+    previous = hashes[-1] if hashes else _root(salt, adapter)
     stride = block_size * _TOKEN_BYTES
     for offset in range(0, len(packed), stride):
         previous = blake2b(previous + packed[offset : offset + stride]).digest()
         hashes.append(previous)
 
 
-def _root(salt: str | None) -> bytes:
-    return _ROOT if salt is None else blake2b(salt.encode(), person=_SALT).digest()
+def _root(salt: str | None, adapter: int | None) -> bytes:
+    root = _ROOT if salt is None else blake2b(salt.encode(), person=_SALT).digest()
+    return root if adapter is None else blake2b(root + adapter.to_bytes(8, "big"), person=_ADAPTER).digest()
 
 
 class PrefixMatch(NamedTuple):
@@ -62,22 +75,25 @@ class PrefixMatch(NamedTuple):
 
     Attributes:
         num_tokens: how many of its first tokens need not be computed.
-        tables: for each group, the blocks that hold them, with HOLE for those behind the group's window.
+        tables: for each group, the blocks that hold them, with HOLE for those behind the group's window, and None for those
+            whose content is in host memory.
         num_holes: how many those are, by group.
         num_new: how many more blocks admission gives it, by group.
         num_blocks_needed: blocks that admission would turn from free or cached into used.
         partial: for each group, the block that holds the last of them, if it has room for more. The sequence gets a copy
             of it, in its first new block.
         is_fork: whether a running sequence of the same fork group has them, and not the prefix cache.
+        num_host_tokens: how many of them are found only because of host memory.
     """
 
     num_tokens: int
-    tables: list[list[int]]
+    tables: list[list[int | None]]
     num_holes: list[int]
     num_new: list[int]
     num_blocks_needed: int
     partial: tuple[int, ...] = ()
     is_fork: bool = False
+    num_host_tokens: int = 0
 
 
 class TableTail(NamedTuple):
@@ -111,6 +127,9 @@ class KVCache:
     each group of layers, each time its output crosses a block edge, so prompts never compete half-way. What lies behind a
     group's window is given back as the sequence goes on.
 
+    With a host tier, lookups go on where the pool has lost a block and host memory has it. Such blocks are taken in the pool,
+    and copied back at the beginning of the step.
+
     The owner of the tensors computes addresses from ids: ``slot = block_id * block_size + offset``.
     """
 
@@ -120,11 +139,13 @@ class KVCache:
         block_size: int = 16,
         enable_prefix_caching: bool = True,
         windows: tuple[int | None, ...] = (None,),
+        host: HostTier | None = None,
     ) -> None:
         """Start empty.
 
         Args:
             windows: of each group of layers, in tokens; None sees all (see ``core/kv_layout.py``).
+            host: keeps evicted blocks; None: they are lost.
         """
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}; a KV block needs at least 1 token. 16 is usual.")
@@ -134,7 +155,8 @@ class KVCache:
         self.num_groups = len(windows)
         self.windows = windows
         self._sliding = [(group, window) for group, window in enumerate(windows) if window is not None]
-        self._pool = BlockPool(num_blocks)
+        self._host = host
+        self._pool = BlockPool(num_blocks, None if host is None else host.evict)
 
     @property
     def slides(self) -> bool:
@@ -157,13 +179,27 @@ class KVCache:
     def counts(self) -> KVBlocks:
         return self._pool.counts()
 
+    @property
+    def host_usage(self) -> float:
+        """Share of the host tier's slots that hold a block; 0.0 without a tier."""
+        return 0.0 if self._host is None else self._host.num_held / self._host.num_slots
+
     def num_refs(self, block: int) -> int:
         """In how many block tables the block is."""
         return self._pool.num_refs(block)
 
-    def set_capacity(self, num_blocks: int) -> None:
+    @property
+    def drains(self) -> bool:
+        """Whether more blocks are in use than a lowered capacity allows."""
+        return self._pool.drains
+
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether a drain has gone on past its deadline."""
+        return self._pool.is_overdue(now_s)
+
+    def resize(self, num_blocks: int, deadline_s: float = inf) -> None:
         """Limit used plus cached blocks; see BlockPool. Raises ValueError outside 1..num_blocks."""
-        self._pool.set_capacity(num_blocks)
+        self._pool.resize(num_blocks, deadline_s)
 
     @property
     def size(self) -> int:
@@ -194,6 +230,8 @@ class KVCache:
                         holders.setdefault(block, []).append(TableEntry(seq, group, at))
         movable = (one for one in self._pool.surplus() if self._pool.num_refs(one) == len(holders.get(one, ())))
         moved = self._pool.move(islice(movable, max_moves))
+        if self._host is not None:
+            self._host.move(moved)
         entries = [entry for block in moved for entry in holders.get(block, ())]
         for seq, group, at in entries:
             table = seq.block_tables[group]
@@ -217,11 +255,17 @@ class KVCache:
             num_step_tokens: most tokens of it that a step computes. Groups with a window then need no blocks for the rest.
         """
         num_tokens = len(seq.token_ids)
-        tables: list[list[int]] = [[] for _ in self.windows]
+        tables: list[list[int | None]] = [[] for _ in self.windows]
+        num_host_blocks = 0
         if self.enable_prefix_caching:
             self._hash_blocks(seq, num_tokens // self.block_size)
-            tables = self._find(seq.block_hashes[: seq.num_reusable_tokens // self.block_size])
-        return self._match(num_tokens, num_step_tokens, len(tables[0]) * self.block_size, tables)
+            hashes = seq.block_hashes[: seq.num_reusable_tokens // self.block_size]
+            tables = self._find(hashes)
+            if self._host is not None and len(tables[0]) < len(hashes):
+                num_pool_blocks, tables = len(tables[0]), self._find_on_host(hashes, tables, self._host)
+                num_host_blocks = len(tables[0]) - num_pool_blocks
+        match = self._match(num_tokens, num_step_tokens, len(tables[0]) * self.block_size, tables)
+        return match._replace(num_host_tokens=num_host_blocks * self.block_size) if num_host_blocks else match
 
     def match_fork(self, seq: Sequence, source: Sequence, num_step_tokens: int | None = None) -> PrefixMatch | None:
         """Return what a running sequence has computed of a waiting one's tokens; None if it lacks what a window needs.
@@ -233,31 +277,25 @@ class KVCache:
         if any(freed > num for freed, num in zip(source.num_freed_blocks, num_holes, strict=True)):
             return None
         num_full, rest = divmod(num_matched, self.block_size)
-        tables = [[HOLE] * num + table[num:num_full] for table, num in zip(source.block_tables, num_holes, strict=True)]
+        tables: list[list[int | None]] = [
+            [*([HOLE] * num), *table[num:num_full]] for table, num in zip(source.block_tables, num_holes, strict=True)
+        ]
         partial = tuple(table[num_full] for table in source.block_tables) if rest else ()
         match = self._match(len(seq.token_ids), num_step_tokens, num_matched, tables)
         return match._replace(partial=partial, is_fork=True)
 
     def _match(
-        self, num_tokens: int, num_step_tokens: int | None, num_matched: int, tables: list[list[int]]
+        self, num_tokens: int, num_step_tokens: int | None, num_matched: int, tables: list[list[int | None]]
     ) -> PrefixMatch:
-        num_holes = [self._first_needed(window, num_matched) for window in self.windows]
-        held = [table[num:] for table, num in zip(tables, num_holes, strict=True)]
-        num_new = self._num_new(
-            num_tokens, num_tokens if num_step_tokens is None else num_step_tokens, tables, num_holes
-        )
-        num_unused = sum(len(blocks) - self._pool.num_used_of(blocks) for blocks in held)
-        return PrefixMatch(num_matched, tables, num_holes, num_new, sum(num_new) + num_unused)
-
-    def _num_new(
-        self, num_tokens: int, num_step_tokens: int, tables: list[list[int]], num_holes: list[int]
-    ) -> list[int]:
-        num_blocks, block_size = -(-num_tokens // self.block_size), self.block_size
-        ends = (
-            min(num_blocks, holes + most_blocks(window, num_tokens, num_step_tokens, block_size))
-            for window, holes in zip(self.windows, num_holes, strict=True)
-        )
-        return [end - len(table) for end, table in zip(ends, tables, strict=True)]
+        num_blocks, most = -(-num_tokens // self.block_size), num_tokens if num_step_tokens is None else num_step_tokens
+        num_holes, num_new, num_needed = [], [], 0
+        for window, table in zip(self.windows, tables, strict=True):
+            num_behind = self._first_needed(window, num_matched)
+            end = min(num_blocks, num_behind + most_blocks(window, num_tokens, most, self.block_size))
+            num_holes.append(num_behind)
+            num_new.append(end - len(table))
+            num_needed += end - len(table) + table.count(None) + self._pool.num_unused_of(_known(table[num_behind:]))
+        return PrefixMatch(num_matched, tables, num_holes, num_new, num_needed)
 
     def can_join(self, match: PrefixMatch) -> bool:
         """Whether there are blocks for a sequence that continues what runs already."""
@@ -277,7 +315,7 @@ class KVCache:
             return False  # it may find less of a window, and more behind it
         num_matched = match.num_tokens // self.block_size
         next_hash = seq.block_hashes[num_matched : num_matched + 1]
-        if self.enable_prefix_caching and self._pool.find(next_hash):
+        if self.enable_prefix_caching and next_hash and self._run(next_hash, self._host):
             return False
         return self.num_blocks_for(len(seq.token_ids)) - num_matched > self._pool.num_admissible
 
@@ -288,14 +326,40 @@ class KVCache:
             Pairs of blocks: the content of the first is to be copied into the second before the sequence runs.
         """
         for table, num_holes in zip(match.tables, match.num_holes, strict=True):
-            self._pool.share(table[num_holes:])  # before anything is taken, which might evict them
+            self._pool.share(_known(table[num_holes:]))  # before anything is taken, which might evict them
         seq.block_tables = [
-            table + self._pool.take(num) for table, num in zip(match.tables, match.num_new, strict=True)
+            self._filled(table) + self._pool.take(num) for table, num in zip(match.tables, match.num_new, strict=True)
         ]
         seq.num_freed_blocks = match.num_holes.copy()
         seq.num_computed_tokens = match.num_tokens
+        seq.num_uncomputed_tokens = len(seq.token_ids) - match.num_tokens
         num_full = match.num_tokens // self.block_size
         return [(source, table[num_full]) for source, table in zip(match.partial, seq.block_tables, strict=False)]
+
+    def swap_in(self, seq: Sequence, match: PrefixMatch) -> list[tuple[int, int]]:
+        """Make the blocks findable that a sequence just admitted has got for content in host memory.
+
+        Returns:
+            Each of them, with the slot that is to be copied into it before the sequence runs.
+        """
+        if self._host is None:
+            return []
+        blocks, names = [], []
+        for group, (table, own) in enumerate(zip(match.tables, seq.block_tables, strict=True)):
+            absent = [at for at, block in enumerate(table) if block is None]
+            blocks += [own[at] for at in absent]
+            names += _names([seq.block_hashes[at] for at in absent], group)
+        self._pool.register(blocks, names)
+        return [(block, self._host.read(name)) for block, name in zip(blocks, names, strict=True)]
+
+    def swap_out(self) -> list[tuple[int, int]]:
+        """End a step's plan, and return evicted blocks, each with the slot into which it is to be copied before the step."""
+        return [] if self._host is None else self._host.save(self.num_groups, self.block_size)
+
+    def lose_memory(self) -> None:
+        """Take note that there is only as much memory as ``size`` says, before the next plan."""
+        if self._host is not None:
+            self._host.lose(self.size)
 
     def branch(self, seq: Sequence, source: Sequence) -> list[tuple[int, int]]:
         """Have a running sequence go on from the tokens of another one; both have computed equally many.
@@ -371,12 +435,15 @@ class KVCache:
     def forget(self, seq: Sequence) -> None:
         """Make the sequence's blocks unfindable; its content is no longer shared, and is free once released."""
         self._pool.forget(self._blocks_of(seq))
+        if self._host is not None:
+            for group in range(self.num_groups):
+                self._host.forget(_names(seq.block_hashes, group))
 
     def detach(self, seq: Sequence) -> list[int]:
         """Take a sequence's blocks away and return them, still in use: ``release`` ends that."""
         blocks = self._blocks_of(seq)
         seq.block_tables, seq.num_freed_blocks = [], []
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens, seq.num_uncomputed_tokens = 0, len(seq.token_ids)
         return blocks
 
     def release(self, blocks: list[int]) -> None:
@@ -392,34 +459,61 @@ class KVCache:
         """Return the first block that a token reads which has ``num_tokens`` before it."""
         return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
 
-    def _find(self, hashes: list[bytes]) -> list[list[int]]:
+    def _filled(self, table: list[int | None]) -> list[int]:
+        """Return a match's table with new blocks for what is in host memory."""
+        blocks = iter(self._pool.take(table.count(None)))
+        return [next(blocks) if block is None else block for block in table]
+
+    def _find_on_host(
+        self, hashes: list[bytes], tables: list[list[int | None]], host: HostTier
+    ) -> list[list[int | None]]:
+        """Return the tables of a longer prefix, partly in host memory, where copying it takes less time than computing it."""
+        longer = self._find(hashes, host)
+        num_copies = sum(table.count(None) for table in longer)
+        start, end = len(tables[0]) * self.block_size, len(longer[0]) * self.block_size
+        return longer if num_copies and host.saves_time(num_copies, start, end) else tables
+
+    def _find(self, hashes: list[bytes], host: HostTier | None = None) -> list[list[int | None]]:
         """Return by group the blocks of the longest prefix that every group has, as far as its window reaches."""
         if self.windows == (None,):
-            return [self._pool.find(hashes)]
+            return [self._run(hashes, host)]
         num = len(hashes)
         for group, window in enumerate(self.windows):
             if window is None:
-                num = len(self._pool.find(_names(hashes[:num], group)))
-        while (shorter := min((self._num_reached(hashes, num, *one) for one in self._sliding), default=num)) < num:
+                num = len(self._run(_names(hashes[:num], group), host))
+        while (
+            shorter := min((self._num_reached(hashes, num, *one, host) for one in self._sliding), default=num)
+        ) < num:
             num = shorter
-        tables = []
+        tables: list[list[int | None]] = []
         for group, window in enumerate(self.windows):
             needed = self._first_needed(window, num * self.block_size)
-            found = self._pool.find(_names(hashes[needed:num], group))
-            tables.append([HOLE] * needed + found)
+            tables.append([*([HOLE] * needed), *self._run(_names(hashes[needed:num], group), host)])
         return tables
 
-    def _num_reached(self, hashes: list[bytes], num: int, group: int, window: int) -> int:
+    def _num_reached(self, hashes: list[bytes], num: int, group: int, window: int, host: HostTier | None) -> int:
         """Return how many blocks, ``num`` at most, a token may have before it whose window in this group is all there."""
         end, at = num, num - 1
         while at >= self._first_needed(window, end * self.block_size):
-            if not self._pool.find(_names(hashes[at : at + 1], group)):
+            if not self._run(_names(hashes[at : at + 1], group), host):
                 end = at
             at -= 1
         return end
 
+    def _run(self, names: list[bytes], host: HostTier | None) -> list[int | None]:
+        """Return the longest known run of blocks from the start, with None for those in host memory alone."""
+        found: list[int | None] = [*self._pool.find(names)]
+        if host is None:
+            return found
+        for name in islice(names, len(found), None):
+            block = self._pool.find((name,))
+            if not block and not host.holds(name):
+                break
+            found.append(block[0] if block else None)
+        return found
+
     def _hash_blocks(self, seq: Sequence, num_blocks: int) -> None:
-        extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, num_blocks, seq.cache_salt)
+        extend_block_hashes(seq.block_hashes, seq.token_ids, self.block_size, num_blocks, seq.cache_salt, seq.adapter)
 
 
 def _num_common(seq: Sequence, other: Sequence) -> int:
@@ -427,6 +521,11 @@ def _num_common(seq: Sequence, other: Sequence) -> int:
     num = min(len(seq.token_ids), len(other.token_ids))
     differ = np.frombuffer(seq.token_ids, np.uint32, num) != np.frombuffer(other.token_ids, np.uint32, num)
     return int(differ.argmax()) if differ.any() else num
+
+
+def _known(table: list[int | None]) -> list[int]:
+    """Return the blocks of a match's table that the pool has."""
+    return [block for block in table if block is not None]
 
 
 def _names(hashes: list[bytes], group: int) -> list[bytes]:

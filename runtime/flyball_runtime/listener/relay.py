@@ -13,6 +13,7 @@ from typing import NamedTuple
 import h11
 
 from flyball_protocol import endpoints
+from flyball_protocol.errors import error_body
 from flyball_protocol.quoting import one_line
 from flyball_runtime.core.room import GivenUp, Room, RoomFull, RoomShare
 
@@ -89,15 +90,16 @@ class Relay:
             await asyncio.wait(self._running)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        incoming = Incoming(reader, writer)
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):  # the client is gone
             try:
-                await self._read_and_pass_on(Incoming(reader, writer), writer)
+                await self._read_and_pass_on(incoming, writer)
             except (TimeoutError, GivenUp):
                 writer.transport.abort()
             except RoomFull:
-                await self._write(unavailable("too many others are waiting for another replica"), writer)
+                await self._write(unavailable("too many others are waiting for another replica", incoming.path), writer)
             except Unanswered as why:
-                await self._write(unavailable(str(why)), writer)
+                await self._write(unavailable(str(why), incoming.path), writer)
 
     async def _read_and_pass_on(self, incoming: "Incoming", writer: asyncio.StreamWriter) -> None:
         with self._room.share() as share:
@@ -150,9 +152,14 @@ class Relay:
 
 
 class Incoming:
-    """The one request of a connection. Its methods raise Unanswered for bad HTTP, ConnectionError when the client leaves."""
+    """The one request of a connection. Its methods raise Unanswered for bad HTTP, ConnectionError when the client leaves.
+
+    Attributes:
+        path: what it is sent to; empty until its head has been read.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.path = ""
         self._reader = reader
         self._writer = writer
         self._wire = h11.Connection(h11.SERVER)
@@ -161,6 +168,7 @@ class Incoming:
         event = await self._next()
         if not isinstance(event, h11.Request):
             raise ConnectionResetError("the client left")
+        self.path = path_of(event).decode()
         return event
 
     async def body(self, share: RoomShare) -> bytes:
@@ -227,11 +235,10 @@ async def _ask(request: bytes, answer: asyncio.StreamReader, service: asyncio.St
     return b"" if first == UNAVAILABLE else first
 
 
-def unavailable(why: str) -> bytes:
-    """Return the answer to what nobody answered, in OpenAI's shape."""
+def unavailable(why: str, path: str) -> bytes:
+    """Return the answer to a request to ``path`` that nobody answered."""
     message = f"the runtime of this replica is being restarted, and the request was not passed on: {why}. Retry."
-    error = {"message": message, "type": "server_error", "param": None, "code": "runtime_gone"}
-    body = json.dumps({"error": error}).encode()
+    body = json.dumps(error_body(503, "runtime_gone", message, path=path)).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 2\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

@@ -118,18 +118,18 @@ def weight_files(path: Path) -> list[Path]:
         ConfigError: there are none, or one that the index names is missing or cannot be read.
     """
     index = path / INDEX_FILE
-    if _is_file(index):
+    if is_file(index):
         files = sorted(path / name for name in _shard_names(index))
         for file in files:
-            if not _is_file(file):
+            if not is_file(file):
                 raise ConfigError(f"{file} is missing, but {INDEX_FILE} names it. Download it again.")
         return files
-    if not _is_file(path / SINGLE_FILE):
+    if not is_file(path / SINGLE_FILE):
         raise ConfigError(_no_weights_message(path))
     return [path / SINGLE_FILE]
 
 
-def _is_file(path: Path) -> bool:
+def is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError as error:  # a link into a directory that may not be searched
@@ -235,7 +235,7 @@ def _load_by_transformers(
 
     assert isinstance(config, TransformersModel)
     for header in iter_headers(files):
-        _check_kind(header)
+        check_kind(header)
     _check_room(config, config.num_parameters, place)
     return load_transformers_model(path, config, place, max_len)
 
@@ -248,7 +248,7 @@ def _check_headers(files: list[Path], empty: CausalLM) -> None:
     for header in iter_headers(files):
         if _is_ignorable(header.name, config):
             continue
-        name = _full_name(header.name)
+        name = full_name(header.name)
         if name not in waiting:
             raise ConfigError(f"{header.file}: {_why_not_wanted(name, expected, config)}")
         _check(header, waiting.pop(name))
@@ -290,12 +290,12 @@ def _too_large(config: ServedModel, num_parameters: int, place: Place, why: str)
 
 def _fill(destinations: dict[str, Tensor], files: list[Path]) -> None:
     for name, tensor in iter_weights(files):
-        destination = destinations.get(_full_name(name))
+        destination = destinations.get(full_name(name))
         if destination is not None:  # else it is one that the model has without the file
             destination.copy_(tensor)
 
 
-def _full_name(name: str) -> str:
+def full_name(name: str) -> str:
     """Return the name of a tensor in a model with a head. Embedding models are saved without one, and without ``model.``."""
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
@@ -320,10 +320,10 @@ def _check(header: Header, shape: tuple[int, ...]) -> None:
             f"{header.file}: tensor {header.name} has shape {list(header.shape)}; config.json asks for {list(shape)}. "
             "Check that config.json and the weights belong together."
         )
-    _check_kind(header)
+    check_kind(header)
 
 
-def _check_kind(header: Header) -> None:
+def check_kind(header: Header) -> None:
     if header.dtype not in SAFETENSORS_DTYPES:
         raise ConfigError(
             f"{header.file}: tensor {header.name} is {header.dtype}; it must be one of {', '.join(SAFETENSORS_DTYPES)}. "

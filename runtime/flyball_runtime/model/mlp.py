@@ -1,12 +1,14 @@
 """The feed-forward part of a decoder layer: one gated MLP, or several of which each token uses a few."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from flyball_kernels.linear import PackedLinear
 from flyball_kernels.swiglu import swiglu
 from flyball_runtime.core.model_config import ModelConfig, MoEConfig
-from flyball_runtime.model.linear import Destinations, FusedLinear, Place
+from flyball_runtime.model.linear import AdaptedStep, Destinations, FusedLinear, Place, Projection
 
 
 class MLP:
@@ -43,12 +45,17 @@ class MLP:
         yield from self.gate_up_proj.destinations(prefix)
         yield from self.down_proj.destinations(prefix)
 
+    def projections(self, prefix: str) -> Iterator[tuple[str, Projection]]:
+        yield from self.gate_up_proj.projections(prefix)
+        yield from self.down_proj.projections(prefix)
+
     def pack(self) -> None:
         self.gate_up_proj.pack()
         self.down_proj.pack()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj(x), activation=self.activation, backend=self.backend))
+    def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:
+        gated = swiglu(self.gate_up_proj(x, adapted), activation=self.activation, backend=self.backend)
+        return self.down_proj(gated, adapted)
 
 
 class Experts:
@@ -126,6 +133,11 @@ class MixtureOfExperts:
             yield from self.shared.destinations(f"{prefix}shared_expert.")
             yield from self.shared_gate.destinations(prefix)
 
+    def projections(self, prefix: str) -> Iterator[tuple[str, Projection]]:
+        """Yield those of the MLP that all tokens use: a step sorts the rows of the others by expert."""
+        if self.shared is not None:
+            yield from self.shared.projections(f"{prefix}shared_expert.")
+
     def pack(self) -> None:
         self.router.pack()
         self.experts.pack()
@@ -133,11 +145,11 @@ class MixtureOfExperts:
             self.shared.pack()
             self.shared_gate.pack()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:
         weights, chosen = self._route(x)
         out = _weighted_sum(self._run_experts(x, chosen), weights)
         if self.shared is not None:
-            out = out + self.shared_gate(x).float().sigmoid() * self.shared(x).float()
+            out = out + self.shared_gate(x).float().sigmoid() * self.shared(x, adapted).float()
         return out.to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:

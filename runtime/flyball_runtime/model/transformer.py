@@ -3,7 +3,7 @@
 Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and a call costs no more than a call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_runtime.core.checkpoint import ServedModel
 from flyball_runtime.core.kv_layout import KVLayout, longest_reach
 from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.model.linear import Destinations, FusedLinear, Norm, Place
+from flyball_runtime.model.linear import AdaptedStep, Destinations, FusedLinear, Norm, Place, Projection
 from flyball_runtime.model.mlp import MLP, MixtureOfExperts
 from flyball_runtime.model.rope import cos_sin_cache
 
@@ -37,6 +37,7 @@ class StepInputs:
         context_lens: ``[num_seqs]`` int32, tokens in the cache once this step's are written.
         max_query_len, max_context_len: the largest of each.
         logits_indices: ``[num_sampled]`` int64, tokens whose logits are wanted.
+        adapted: what LoRA adapters change for some of the tokens.
     """
 
     token_ids: Tensor
@@ -48,6 +49,7 @@ class StepInputs:
     max_query_len: int
     max_context_len: int
     logits_indices: Tensor
+    adapted: AdaptedStep = ()
 
 
 KVTensors = list[tuple[Tensor, Tensor]]
@@ -126,13 +128,17 @@ class Attention:
         if self.sinks is not None:
             yield f"{prefix}sinks", self.sinks
 
+    def projections(self, prefix: str) -> Iterator[tuple[str, Projection]]:
+        yield from self.qkv_proj.projections(prefix)
+        yield from self.o_proj.projections(prefix)
+
     def pack(self) -> None:
         self.qkv_proj.pack()
         self.o_proj.pack()
         self.sinks = None if self.sinks is None else self.sinks.float()
 
     def __call__(self, x: Tensor, inputs: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        qkv, per_head = self.qkv_proj(x), (None, None)
+        qkv, per_head = self.qkv_proj(x, inputs.adapted), (None, None)
         if self.norms is not None and self.config.qk_norm == "width":
             qkv = self._norm_all_heads(qkv, *self.norms)
         elif self.norms is not None:
@@ -164,7 +170,7 @@ class Attention:
             softcap=self.config.attention_softcap,
             sinks=self.sinks,
         )
-        return self.o_proj(attended.flatten(1))
+        return self.o_proj(attended.flatten(1), inputs.adapted)
 
     def _norm_all_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> Tensor:
         query, key, value = qkv.split(self.sizes, dim=1)
@@ -222,6 +228,10 @@ class DecoderLayer:
         yield from self.around_attention.destinations(prefix)
         yield from self.around_mlp.destinations(prefix)
 
+    def projections(self, prefix: str) -> Iterator[tuple[str, Projection]]:
+        yield from self.attention.projections(f"{prefix}self_attn.")
+        yield from self.mlp.projections(f"{prefix}{self.mlp_name}.")
+
     def pack(self) -> None:
         self.attention.pack()
         self.mlp.pack()
@@ -232,7 +242,7 @@ class DecoderLayer:
         x, residual = self.around_attention.enter(x, residual)
         x = self.around_attention.leave(self.attention(x, inputs, *kv))
         x, residual = self.around_mlp.enter(x, residual)
-        return self.around_mlp.leave(self.mlp(x)), residual
+        return self.around_mlp.leave(self.mlp(x, inputs.adapted)), residual
 
 
 class CausalLM:
@@ -267,6 +277,11 @@ class CausalLM:
         yield "model.norm.weight", self.norm.weight
         if not self.config.tie_word_embeddings:
             yield "lm_head.weight", self.head_weight
+
+    def projections(self) -> dict[str, Projection]:
+        """Return what adapters may change, by name in the checkpoint."""
+        layers = (layer.projections(f"model.layers.{index}.") for index, layer in enumerate(self.layers))
+        return {name: projection for one in layers for name, projection in one}
 
     def pack(self) -> None:
         """Hand the weights, now filled, to the kernels' layout, one layer after another.

@@ -3,9 +3,11 @@
 from flyball_runtime.scheduler.drafts import Drafter
 from flyball_runtime.scheduler.limits import LimitsLedger, SchedulerConfig
 from flyball_runtime.scheduler.plan import (
+    AdapterWrite,
     BatchPlan,
     BlockCopy,
     BlockedBy,
+    BlockSwap,
     Ending,
     RowStart,
     RowToken,
@@ -16,8 +18,10 @@ from flyball_runtime.scheduler.policies import Order, Policy
 from flyball_runtime.scheduler.scheduler import Scheduler
 
 __all__ = [
+    "AdapterWrite",
     "BatchPlan",
     "BlockCopy",
+    "BlockSwap",
     "BlockedBy",
     "Drafter",
     "Ending",

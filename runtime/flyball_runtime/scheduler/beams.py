@@ -198,7 +198,8 @@ class Beams:
 
     def _assign(self, search: Search, beam: Beam, seq: Sequence) -> None:
         """Have a running sequence compute a beam from now on."""
-        seq.token_ids, seq.num_tokens = beam.token_ids, len(beam.token_ids)
+        seq.token_ids = beam.token_ids
+        seq.num_uncomputed_tokens = len(beam.token_ids) - seq.num_computed_tokens
         beam.seq = seq
         self._beam_of[seq.request_id] = search, beam
 

@@ -10,7 +10,7 @@ class Forks:
     """
 
     def __init__(self) -> None:
-        self._running: dict[str, list[Sequence]] = {}  # by group
+        self._running: dict[str | None, list[Sequence]] = {}  # by group
         self._held: dict[str, Sequence] = {}  # by request id
 
     @property
@@ -31,7 +31,7 @@ class Forks:
 
     def source_of(self, seq: Sequence) -> Sequence | None:
         """Return the running sequence of its group that has computed most of the prompt."""
-        running = self._running.get(seq.fork_group or "", ())
+        running = self._running.get(seq.fork_group, ())
         return max(running, key=lambda one: one.num_computed_tokens, default=None)
 
     def must_wait(self, seq: Sequence) -> bool:

@@ -39,6 +39,7 @@ class SchedulerConfig:
         num_start_blocks: KV blocks at the start; None takes all that there may be.
         policy: the name of one in policies.py.
         fair_share: clients take turns within a priority; see queue.py.
+        max_loras: adapters that running sequences may have, all together; 0 where none are served.
 
     Raises:
         ConfigError: without chunked prefill, the longest prompt does not fit into a step.
@@ -51,6 +52,7 @@ class SchedulerConfig:
     num_start_blocks: int | None = None
     policy: str = "fcfs"
     fair_share: bool = True
+    max_loras: int = 0
 
     def __post_init__(self) -> None:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -113,7 +115,14 @@ class LimitsEnforcer(Protocol):
         """What holds this moment; above the target while a lowered limit drains."""
         ...
 
-    def set_limits(self, limits: Limits) -> None: ...
+    @property
+    def kv_drains(self) -> bool:
+        """Whether a lowered KV limit still drains."""
+        ...
+
+    def set_limits(self, limits: Limits, kv_deadline_s: float = math.inf) -> None:
+        """Aim at ``limits``; preempt for a lowered KV limit from ``kv_deadline_s`` on."""
+        ...
 
 
 class LimitsLedger:
@@ -132,13 +141,24 @@ class LimitsLedger:
     good value or stays where it is, whichever is lower, so a runtime that nobody tends never takes on more. The
     revision stays. An update without ttl ends the lease: what results is the new last known good, fields taken over
     from the lease included.
+
+    *KV drain*: running sequences may hold up a lowered KV limit for ``kv_drain_timeout_s``, of the update or else of the
+    ledger, counted from when the limit began to drain. A renewal without it changes nothing.
     """
 
-    def __init__(self, enforcer: LimitsEnforcer, clock: Clock, boot_prior: BootPrior | None = None) -> None:
+    def __init__(
+        self,
+        enforcer: LimitsEnforcer,
+        clock: Clock,
+        boot_prior: BootPrior | None = None,
+        kv_drain_timeout_s: float = math.inf,
+    ) -> None:
         self._enforcer = enforcer
         self._clock = clock
         self._revision = 0
         self._lease_end_s: float | None = None
+        self._default_drain_timeout_s = self._drain_timeout_s = kv_drain_timeout_s
+        self._drain_start_s = 0.0
         self._objectives: Objectives | None = None
         if boot_prior is not None:
             self._start_with(boot_prior)
@@ -189,7 +209,7 @@ class LimitsLedger:
             self.target,
             fallback,
         )
-        self._enforcer.set_limits(fallback)
+        self._aim_at(fallback)
         return True
 
     def report(self) -> LimitsReport:
@@ -218,16 +238,24 @@ class LimitsLedger:
     def _accept(self, update: LimitsUpdate) -> LimitsAck:
         if update.revision > self._revision:
             self._resolved = update.limits.applied_to(self.target)
+            self._drain_timeout_s = self._default_drain_timeout_s
+        if update.kv_drain_timeout_s is not None:
+            self._drain_timeout_s = update.kv_drain_timeout_s
         self._revision = update.revision
         self._objectives = update.objectives or self._objectives
         if update.ttl_s is None:
             self._last_known_good, self._lease_end_s = self._resolved, None
         else:
             self._lease_end_s = self._clock.now() + update.ttl_s
-        self._enforcer.set_limits(self._resolved)
+        self._aim_at(self._resolved)
         reason = "; ".join(_draining(self.target, self._enforcer.effective))
         status = LimitsStatus.DEFERRED if reason else LimitsStatus.APPLIED
         return self._ack(status, reason)
+
+    def _aim_at(self, limits: Limits) -> None:
+        if not self._enforcer.kv_drains:
+            self._drain_start_s = self._clock.now()
+        self._enforcer.set_limits(limits, self._drain_start_s + self._drain_timeout_s)
 
     def _refuse(self, status: LimitsStatus, reason: str) -> LimitsAck:
         logger.warning("limits update %s: %s", status.value, reason)

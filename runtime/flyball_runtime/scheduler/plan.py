@@ -18,8 +18,8 @@ from flyball_runtime.kv_cache import Computed
 
 Ending = FinishReason | Literal["failed"]
 
-Results = list[tuple[Sequence, Ending | None]]
-"""Sequences that got a token or are pooled, or failed, with the reason if that ended them."""
+Endings = list[tuple[Sequence, Ending]]
+"""Sequences that a step has ended, with the reason."""
 
 
 class RowStart(Struct, frozen=True, array_like=True):
@@ -31,6 +31,7 @@ class RowStart(Struct, frozen=True, array_like=True):
         last_token_id: the last token that is known. A decode computes it, unless the row has sampled one by then.
         sampling: its settings, with a seed.
         past: None where the settings do not look at it. From here on an executor knows itself what the row samples.
+        adapter_slot: of the LoRA adapter that computes it; None for the base model alone.
     """
 
     row: int
@@ -38,6 +39,14 @@ class RowStart(Struct, frozen=True, array_like=True):
     last_token_id: int
     sampling: SamplingParams
     past: Past | None = None
+    adapter_slot: int | None = None
+
+
+class AdapterWrite(Struct, frozen=True, array_like=True):
+    """From this plan on, a slot has the LoRA adapter of this number."""
+
+    slot: int
+    adapter: int
 
 
 class RowToken(Struct, frozen=True, array_like=True):
@@ -66,14 +75,22 @@ class BlockCopy(Struct, frozen=True, array_like=True):
     target: int
 
 
+class BlockSwap(Struct, frozen=True, array_like=True):
+    """Block ``block`` and slot ``slot`` of host memory, one of which gets the content of the other."""
+
+    block: int
+    slot: int
+
+
 class BatchPlan(Struct, frozen=True, kw_only=True):
     """One step, decided: a value that says all that an executor has to know, if it has run every plan before it.
 
-    It can be sent to every rank of a replica, kept and run again, or run while the next one is planned. Before the step
-    an executor does the ``block_copies``, then the ``row_starts``, ``row_tokens`` and ``table_writes``. In the step
-    ``rows[i]`` computes its tokens ``[starts[i], starts[i] + num_scheduled[i])``. The first ``num_decodes`` entries compute
-    one token each, the row's last; the tokens of the others are in ``token_ids``, one entry after another, each an unsigned
-    32-bit integer in the machine's order: nobody has to make a Python integer of each on the way to a tensor.
+    It can be sent to every rank of a replica, kept and run again, or run while the next one is planned. Before the step an
+    executor does the ``swap_outs``, ``block_copies`` and ``swap_ins``, in this order, then the ``adapter_writes``,
+    ``row_starts``, ``row_tokens`` and ``table_writes``. In the step ``rows[i]`` computes its tokens ``[starts[i], starts[i] +
+    num_scheduled[i])``. The first ``num_decodes`` entries compute one token each, the row's last; the tokens of the others
+    are in ``token_ids``, one entry after another, each an unsigned 32-bit integer in the machine's order: nobody has to make
+    a Python integer of each on the way to a tensor.
 
     Attributes:
         number: how many plans came before.
@@ -83,6 +100,8 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
         num_context_tokens: K, the tokens in the cache that the decodes read, their own included.
         prefill_work: Q, the pairs of a token and one that it attends to, over all entries but the decodes.
         num_drafts: at least 1 each.
+        swap_outs: blocks to copy to host memory. No slot is in ``swap_ins`` too.
+        swap_ins: blocks to copy from there.
     """
 
     number: int
@@ -102,6 +121,9 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
     pool_spans: list[PoolSpan] = []
     num_drafts: list[int] = []
     row_tokens: list[RowToken] = []
+    adapter_writes: list[AdapterWrite] = []
+    swap_outs: list[BlockSwap] = []
+    swap_ins: list[BlockSwap] = []
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -127,6 +149,8 @@ class BlockedBy(StrEnum):
     """The step's tokens are spent; without chunked prefill: too few are left for the whole prompt."""
     STEP_TIME = "step_time"
     """The step would be predicted to take longer than the target. Said by a step-time governor."""
+    ADAPTERS = "adapters"
+    """All adapter slots are those of other running sequences. Requests for the base model go on."""
 
 
 @dataclass(slots=True)
@@ -147,9 +171,11 @@ class Step:
         num_prefix_queried_tokens: prompt tokens of the sequences first admitted in this step.
         num_recomputed_tokens: tokens that sequences readmitted in this step had computed before their preemption and
             must compute again.
+        num_host_hit_tokens: tokens of sequences started in this step that are copied back from host memory.
         drafts: of the last entries.
         num_accepted: of each of them, once the step is committed.
-        num_taken: how many tokens sequences with drafts have got, by request id, likewise.
+        got_tokens: the sequences that have got tokens, in the plan's order, likewise.
+        num_taken: how many tokens those with drafts have got, by request id, likewise.
         hypotheses: what the beam searches have found that ended with the step, by request id, likewise.
     """
 
@@ -168,6 +194,9 @@ class Step:
     prompt_spans: list[PromptSpan] = field(default_factory=list)
     pool_spans: list[PoolSpan] = field(default_factory=list)
     row_tokens: list[RowToken] = field(default_factory=list)
+    adapter_writes: list[AdapterWrite] = field(default_factory=list)
+    swap_outs: list[BlockSwap] = field(default_factory=list)
+    swap_ins: list[BlockSwap] = field(default_factory=list)
     num_beams: int = 0
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
@@ -177,8 +206,10 @@ class Step:
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     num_prefix_queried_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_host_hit_tokens: int = 0
     drafts: "list[array[int]]" = field(default_factory=list)
     num_accepted: Collection[int] = ()
+    got_tokens: list[Sequence] = field(default_factory=list)
     num_taken: dict[str, int] = field(default_factory=dict)
     hypotheses: dict[str, list[Hypothesis]] = field(default_factory=dict)
     plan: BatchPlan = field(init=False)
@@ -267,6 +298,10 @@ class Step:
 
     def copy_block(self, source: int, target: int) -> None:
         """Have the content that ``source`` is to have before the step in ``target``, whatever was to be there."""
+        slot = next((one.slot for one in self.swap_ins if one.block == source), None)
+        if slot is not None:
+            self.swap_ins.append(BlockSwap(target, slot))
+            return
         origin = next((one.source for one in self.block_copies if one.target == source), source)
         # a cached block may have been moved to the target, and then evicted
         self.block_copies = [one for one in self.block_copies if one.target != target]
@@ -275,7 +310,8 @@ class Step:
     def move_blocks(self, moved: Mapping[int, int]) -> None:
         """Have the content that some blocks are to have before the step in others, in their places."""
         self.num_moved_blocks += len(moved)
-        targets = {one.target for one in self.block_copies}
+        targets = {one.target for one in self.block_copies} | {one.block for one in self.swap_ins}
+        self.swap_ins = [BlockSwap(moved.get(one.block, one.block), one.slot) for one in self.swap_ins]
         self.block_copies = [BlockCopy(one.source, moved.get(one.target, one.target)) for one in self.block_copies]
         self.block_copies += [BlockCopy(old, new) for old, new in moved.items() if old not in targets]
 
@@ -299,6 +335,9 @@ class Step:
             pool_spans=self.pool_spans,
             num_drafts=[len(drafts) for drafts in self.drafts],
             row_tokens=self.row_tokens,
+            adapter_writes=self.adapter_writes,
+            swap_outs=self.swap_outs,
+            swap_ins=self.swap_ins,
         )
 
     def take(
@@ -307,7 +346,7 @@ class Step:
         block_size: int,
         spoiled: Collection[int] = (),
         num_accepted: Collection[int] = (),
-    ) -> tuple[Results, list[Computed]]:
+    ) -> tuple[Endings, list[Computed]]:
         """Append to its sequences what the step has sampled, except to those that have ended since the plan.
 
         Args:
@@ -316,34 +355,34 @@ class Step:
             What ``Scheduler.commit`` does, and where tokens were computed that fill blocks.
         """
         tokens, num = iter(sampled_token_ids), self.num_decodes - self.num_beams
-        results: Results = []
+        endings: Endings = []
         filled: list[Computed] = []
+        got_tokens = self.got_tokens
         # the hot loop: some 256 turns a step, so what every decode needs is spelled out here
         for seq, start, token in zip(self.sequences[:num], self.starts[:num], islice(tokens, num), strict=True):
             if seq.row is None:
                 continue  # it has ended since the plan
             if token is None:
-                results.append((seq, "failed"))
+                endings.append((seq, "failed"))
                 continue
             if (start + 1) % block_size == 0:
                 filled.append((seq, start, start + 1))
             seq.token_ids.append(token)
+            got_tokens.append(seq)
             if token in seq.stop_token_ids:
-                results.append((seq, "stop"))
+                endings.append((seq, "stop"))
             elif start + 2 >= seq.max_total_tokens:
-                results.append((seq, "length"))
-            else:
-                results.append((seq, None))
+                endings.append((seq, "length"))
         if self.num_beams:
-            self._take_beams(tokens, results, filled, block_size)
-        self._take_chunks(tokens, results, filled, spoiled)
+            self._take_beams(tokens, endings, filled, block_size)
+        self._take_chunks(tokens, endings, filled, spoiled)
         if self.drafts:
             self.num_accepted = num_accepted
-            self._take_verified(tokens, results, filled)
-        return results, filled
+            self._take_verified(tokens, endings, filled)
+        return endings, filled
 
     def _take_beams(
-        self, tokens: Iterator[int | None], results: Results, filled: list[Computed], block_size: int
+        self, tokens: Iterator[int | None], endings: Endings, filled: list[Computed], block_size: int
     ) -> None:
         """Go on with the decodes that are beams. They get their tokens when all beams of a search are computed."""
         starts = self.starts[self.num_decodes - self.num_beams : self.num_decodes]
@@ -351,12 +390,12 @@ class Step:
             if seq.row is None:
                 continue
             if token is None:
-                results.append((seq, "failed"))
+                endings.append((seq, "failed"))
             elif (start + 1) % block_size == 0:
                 filled.append((seq, start, start + 1))
 
     def _take_chunks(
-        self, tokens: Iterator[int | None], results: Results, filled: list[Computed], spoiled: Collection[int]
+        self, tokens: Iterator[int | None], endings: Endings, filled: list[Computed], spoiled: Collection[int]
     ) -> None:
         """Go on with the entries behind the decodes."""
         num = self.num_decodes
@@ -367,33 +406,36 @@ class Step:
             if seq.row is None:
                 continue
             if (samples and token is None) or entry in spoiled:
-                results.append((seq, "failed"))
+                endings.append((seq, "failed"))
                 continue
             filled.append((seq, start, start + num_tokens))
             if token is not None and seq.sampling.beam_search is None:
                 seq.token_ids.append(token)
-                results.append((seq, _ending(seq, token)))
+                self.got_tokens.append(seq)
+                if ending := _ending(seq, token):
+                    endings.append((seq, ending))
             elif seq.pooling is not None and start + num_tokens == seq.num_prompt_tokens:
-                results.append((seq, "stop"))
+                endings.append((seq, "stop"))
 
-    def _take_verified(self, tokens: Iterator[int | None], results: Results, filled: list[Computed]) -> None:
+    def _take_verified(self, tokens: Iterator[int | None], endings: Endings, filled: list[Computed]) -> None:
         """Go on with the entries that verify drafts. What comes behind the token that ends a sequence is dropped."""
         for (seq, drafts), num_accepted, token in zip(self.drafted, self.num_accepted, tokens, strict=True):
             if seq.row is None:
                 continue
             if token is None:
-                results.append((seq, "failed"))
+                endings.append((seq, "failed"))
                 continue
-            start, ending = len(seq.token_ids), None
+            start = len(seq.token_ids)
             for one in (*drafts[:num_accepted], token):
                 seq.token_ids.append(one)
                 if ending := _ending(seq, one):
+                    endings.append((seq, ending))
                     break
-            results.append((seq, ending))
+            self.got_tokens.append(seq)
             end = len(seq.token_ids)
             filled.append((seq, start - 1, min(start + num_accepted, end)))
             self.num_taken[seq.request_id] = end - start
-            seq.num_tokens, seq.num_computed_tokens = end, end - 1
+            seq.num_computed_tokens = end - 1
 
 
 def _ending(seq: Sequence, last_token_id: int) -> Ending | None:

@@ -3,18 +3,20 @@
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
+from math import inf
 
 from flyball_protocol import Envelope, Limits, Objectives
 from flyball_runtime.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from flyball_runtime.core.request import Sequence, SequenceStatus, TokenLogprobs
 from flyball_runtime.governor import MIN_CHUNK
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
+from flyball_runtime.scheduler.adapters import AdapterSlots
 from flyball_runtime.scheduler.beams import Beams, plain_first
 from flyball_runtime.scheduler.drafts import Drafter
 from flyball_runtime.scheduler.forks import Forks, num_shareable
 from flyball_runtime.scheduler.limits import SchedulerConfig, inside, violations
 from flyball_runtime.scheduler.outlook import Forecast, Lengths, Outlook, Pace
-from flyball_runtime.scheduler.plan import BlockedBy, Ending, Results, Step, TableWrite
+from flyball_runtime.scheduler.plan import BlockedBy, BlockSwap, Endings, Step, TableWrite
 from flyball_runtime.scheduler.policies import POLICIES, Policy, choose_victim, edf, order_of, srpf
 from flyball_runtime.scheduler.queue import WaitingQueue
 from flyball_runtime.scheduler.search import searches
@@ -57,6 +59,9 @@ class Scheduler:
     one by one, and join the others again without the queue; those that are computed give up their blocks for those that are
     not, so a search goes on even if its beams do not fit side by side. When its last beam is preempted, it waits in the queue.
 
+    A sequence with a LoRA adapter needs a slot for it, which all that run with this adapter share. Where every slot is in use,
+    it is held outside the queue; requests for the base model pass it, those with adapters do not.
+
     Lowered limits drain: running sequences go on, all of them decode in every step, and nobody is admitted until what
     runs is under the new limit. Not thread-safe; sequences are changed here only.
     """
@@ -94,14 +99,13 @@ class Scheduler:
         self._drafter = drafter
         self._waiting = WaitingQueue(self._policy, config.fair_share)
         self._forks = Forks()
-        self._seats = Seats(config.max_num_seqs, kv_cache, self._waiting, self._forks)
+        self._adapters = AdapterSlots(config.max_loras)
+        self._seats = Seats(config.max_num_seqs, kv_cache, self._waiting, self._forks, self._adapters)
         self._running, self._in_flight = self._seats.running, self._seats.in_flight
         self._beams = Beams(kv_cache, self._waiting, self._seats, self._outlook, self._add_chunk)
         self._unfinished: dict[str, Sequence] = {}
         self._num_submitted = 0
         self._num_planned = 0
-        self._hurry = False
-        self._blocked_by = BlockedBy.NONE
         self._last_look_up: tuple[Sequence, PrefixMatch] | None = None
         self.set_limits(inside(config.start_limits(kv_cache.num_blocks), self.envelope))
 
@@ -111,7 +115,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._forks.num_held
+        return len(self._waiting) + self._forks.num_held + self._adapters.num_held
 
     @property
     def num_in_flight(self) -> int:
@@ -121,7 +125,7 @@ class Scheduler:
     @property
     def kv_drains(self) -> bool:
         """Whether more KV blocks are in use than a lowered limit allows."""
-        return self._kv.num_used_blocks > self._kv.capacity
+        return self._kv.drains
 
     @property
     def running(self) -> Iterator[Sequence]:
@@ -129,24 +133,9 @@ class Scheduler:
         return iter(self._running.values())
 
     @property
-    def waiting(self) -> Iterator[Sequence]:
-        """In no order that matters."""
-        return (seq for seq in self._unfinished.values() if seq.status is not SequenceStatus.RUNNING)
-
-    @property
     def num_reserved_seats(self) -> int:
         """Seats that are kept for beams of running searches."""
         return self._beams.num_reserved_seats
-
-    @property
-    def head(self) -> Sequence | None:
-        """The waiting sequence that is next."""
-        return self._waiting.head() if self._waiting else None
-
-    @property
-    def blocked_by(self) -> BlockedBy:
-        """Why the head of the queue was not in the last plan."""
-        return self._blocked_by
 
     @property
     def limits(self) -> Limits:
@@ -171,9 +160,11 @@ class Scheduler:
             step_time_target_ms=target.step_time_target_ms,
         )
 
-    def set_limits(self, limits: Limits) -> None:
+    def set_limits(self, limits: Limits, kv_deadline_s: float = inf) -> None:
         """Aim at ``limits``. Raising one works at once; lowering one drains.
 
+        Args:
+            kv_deadline_s: from when on plans preempt for a lowered KV limit, by the clock of ``plan``.
         Raises:
             ValueError: outside the envelope.
         """
@@ -182,21 +173,25 @@ class Scheduler:
             raise ValueError(" ".join(reasons))
         self._limits = limits
         self._outlook.set_step_time_target(limits.step_time_target_ms)
-        self._kv.set_capacity(round(limits.kv_cache_fraction * self._kv.num_blocks))
+        self._kv.resize(round(limits.kv_cache_fraction * self._kv.num_blocks), kv_deadline_s)
 
     def set_objectives(self, objectives: Objectives | None) -> None:
         """Give requests without a deadline the one of the objectives; those that come from now on."""
         self._outlook.objectives = objectives
 
-    def hurry(self) -> None:
-        """Let no running sequence hold up a lowered KV limit any longer: the next plan preempts until what is in use fits."""
-        self._hurry = True
+    def forget_adapter(self, adapter: int) -> None:
+        """Free the slot of an adapter that is unloaded. No unfinished sequence has it."""
+        self._adapters.forget(adapter)
 
     def give_back(self) -> None:
-        """Give up memory above a lowered KV limit, where nothing runs whose blocks a step would have to move."""
+        """Give up memory above a lowered KV limit, where nothing runs whose blocks a step would have to move.
+
+        Call it before memory is given back while no step is in flight.
+        """
         if self._kv.has_surplus and not self._running:
             self._last_look_up = None
             self._kv.evict_surplus()
+        self._kv.lose_memory()
 
     def submit(self, seq: Sequence) -> None:
         """Queue a new sequence. How many may wait is the front door's decision (``EngineClient``).
@@ -228,7 +223,7 @@ class Scheduler:
             return False
         if seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
-        elif seq.status is SequenceStatus.HELD:
+        elif seq.status is SequenceStatus.HELD and not self._adapters.drop(seq):
             self._forks.drop(seq)
         self._end(seq)
         return True
@@ -237,11 +232,11 @@ class Scheduler:
         """Decide the next step; None when there is nothing to compute, or not before a step in flight is committed.
 
         Args:
-            now_s: by the clock of the sequences' ``arrived_s``.
+            now_s: by the clock of the sequences' ``arrived_s`` and of the deadline of ``set_limits``.
         """
         if self._in_flight and self._in_flight[-1].drafts:
             return None
-        planned = self._plan_decodes()
+        planned = self._plan_decodes(now_s)
         if planned is None:
             return None
         step, prefills = planned
@@ -258,7 +253,6 @@ class Scheduler:
         if self._kv.has_surplus:
             self._compact(step)
         step.blocked_by = self._admit(step, budget, now_s)
-        self._blocked_by = step.blocked_by
         if not step.sequences:
             return None
         if self._drafter is not None and not self._in_flight and not step.preempted:
@@ -273,8 +267,11 @@ class Scheduler:
         spoiled: Collection[int] = (),
         num_accepted: Collection[int] = (),
         candidates: Mapping[int, TokenLogprobs] | None = None,
-    ) -> list[tuple[Sequence, Ending | None]]:
+    ) -> Endings:
         """Record what the model computed in the oldest step in flight.
+
+        ``step.got_tokens`` then names the sequences that got a token, their last; where drafts were accepted,
+        ``step.num_taken`` says how many each got. A stop token is kept as the sequence's last token.
 
         Args:
             sampled_token_ids: one for each entry that samples, in the plan's order; None where the model's logits gave
@@ -284,10 +281,8 @@ class Scheduler:
             candidates: the likeliest tokens, by index into ``sampled_token_ids``, at least of the beams.
 
         Returns:
-            Each sequence that got a token (its last), is pooled or failed, with the reason if that ended it. A stop token is
-            kept as the sequence's last token. Sequences that have ended since the plan are left out. Where drafts were
-            accepted, ``step.num_taken`` says how many tokens a sequence got. Of a beam search the sequence of its request,
-            when it has failed or is over; ``step.hypotheses`` then says what was found.
+            Each sequence that ended, with the reason; those that had ended since the plan are left out. Of a beam search the
+            sequence of its request, when it has failed or is over; ``step.hypotheses`` then says what was found.
 
         Raises:
             ValueError: not as many tokens or counts as the plan asks for, or another step is older.
@@ -301,13 +296,13 @@ class Scheduler:
         if len(num_accepted) != len(step.drafts):
             raise ValueError(f"got {len(num_accepted)} counts of accepted drafts for {len(step.drafts)} entries.")
         self._in_flight.popleft()
-        results, filled = step.take(sampled_token_ids, self._kv.block_size, spoiled, num_accepted)
+        endings, filled = step.take(sampled_token_ids, self._kv.block_size, spoiled, num_accepted)
         if self._drafter is not None:
             for (seq, drafts), num in zip(step.drafted, num_accepted, strict=True):
                 self._drafter.verified(seq, len(drafts), num)
         if self._beams:
-            results = list({self._beams.root_of(seq): ending for seq, ending in results}.items())
-        for seq, ending in results:
+            endings = list({self._beams.root_of(seq): ending for seq, ending in endings}.items())
+        for seq, ending in endings:
             if ending == "failed":
                 for one in self._running_of(seq):
                     self._kv.forget(one)
@@ -315,21 +310,21 @@ class Scheduler:
         self._kv.register(filled)
         if self._kv.slides:
             self._slide(step)
-        for seq, ending in results:
-            if ending and ending != "failed":
+        for seq, ending in endings:
+            if ending != "failed":
                 self._end(seq)
         if self._beams:
-            results += self._advance_beams(step, candidates or {})
+            endings += self._advance_beams(step, candidates or {})
         if self._seats.leaving:
             self._seats.let_go(step.plan.number)
-        return results
+        return endings
 
     def _slide(self, step: Step) -> None:
         for seq, start, num in zip(step.sequences, step.starts, step.num_scheduled, strict=True):
             if seq.row is not None:
                 self._kv.slide(seq, min(start + num, seq.num_computed_tokens))  # less where drafts were rejected
 
-    def _plan_decodes(self) -> tuple[Step, list[Sequence]] | None:
+    def _plan_decodes(self, now_s: float) -> tuple[Step, list[Sequence]] | None:
         """Return a step of all decodes, each with a block for its token, and the sequences with more to compute.
 
         None when there are too few blocks, and what is in flight may free some.
@@ -337,12 +332,11 @@ class Scheduler:
         preempted: list[Sequence] = []
         self._outlook.calm_down()
         step, growing, prefills = self._sort_running()
-        while len(growing) * self._kv.num_groups > self._kv.num_growable_blocks or (self._hurry and self.kv_drains):
+        while len(growing) * self._kv.num_groups > self._kv.num_growable_blocks or self._kv.is_overdue(now_s):
             if self._in_flight:
                 return None
             preempted.append(self._preempt())
             step, growing, prefills = self._sort_running()
-        self._hurry = False
         if preempted:
             self._outlook.preempted(len(self._running))
         self._beams.go_on(step)
@@ -364,19 +358,14 @@ class Scheduler:
         prefills: list[Sequence] = []
         for seq in self._running.values():
             start = seq.num_computed_tokens
-            num_tokens = seq.num_tokens
-            if num_tokens - start != 1:
-                if num_tokens != start:  # else it is pooled, and its last step is in flight; or a computed beam
-                    prefills.append(seq)
-                continue
-            if num_tokens >= seq.max_total_tokens:
-                if seq.pooling is not None:
-                    prefills.append(seq)
-                continue  # else its last token is pending
-            decodes.append(seq)
-            starts.append(start)
-            if start % block_size == 0 and start == len(seq.block_tables[0]) * block_size:
-                growing.append(seq)
+            if seq.num_uncomputed_tokens == 1 and start + 1 < seq.max_total_tokens:
+                decodes.append(seq)
+                starts.append(start)
+                if start % block_size == 0 and start == len(seq.block_tables[0]) * block_size:
+                    growing.append(seq)
+            elif seq.num_uncomputed_tokens > 1 or (seq.pooling is not None and seq.num_uncomputed_tokens):
+                prefills.append(seq)
+            # else its last token is pending, its last step is in flight, or it is a computed beam
         num_beams = 0
         if self._beams:
             order, num_beams = plain_first(decodes)
@@ -435,28 +424,33 @@ class Scheduler:
 
     def _advance(self, step: Step) -> None:
         """Count a whole step as computed."""
+        step.swap_outs = [BlockSwap(block, slot) for block, slot in self._kv.swap_out()]
         step.seal(self._num_planned)
         self._num_planned += 1
         self._in_flight.append(step)
-        num_decodes = step.num_decodes
-        for seq in islice(step.sequences, num_decodes - step.num_beams):
-            seq.num_computed_tokens += 1
-            seq.num_tokens += 1
+        num_decodes, num_chunks = step.num_decodes, len(step.sequences) - len(step.drafts)
+        for seq, start in zip(islice(step.sequences, num_decodes), step.starts, strict=False):
+            seq.num_computed_tokens = start + 1  # and samples one
         for seq in step.beams:
-            seq.num_computed_tokens += 1
+            seq.num_uncomputed_tokens -= 1  # it does not: the next is known when all beams of the search are computed
         for seq, num, samples in zip(
-            step.sequences[num_decodes:], step.num_scheduled[num_decodes:], step.samples[num_decodes:], strict=True
+            step.sequences[num_decodes:num_chunks],
+            step.num_scheduled[num_decodes:num_chunks],
+            step.samples[num_decodes:num_chunks],
+            strict=True,
         ):
             seq.num_computed_tokens += num
-            seq.num_tokens += samples and not searches(seq)
+            seq.num_uncomputed_tokens += (samples and not searches(seq)) - num
         for seq, drafts in step.drafted:
-            seq.num_tokens += len(drafts)
+            seq.num_computed_tokens += 1 + len(drafts)
 
     def _admit(self, step: Step, budget: int, now_s: float) -> BlockedBy:
         """Admit from the head of the queue while limits allow; return what keeps the next one out."""
         running, most, outlook = self._running.values(), self._limits.max_num_batched_tokens, self._outlook
         if self._forks.num_held:
-            self._queue_again()
+            self._queue_again(self._forks.take_ready())
+        if self._adapters.num_held:
+            self._queue_again(self._adapters.take_ready())
         if len(running) < self._limits.max_num_seqs:
             self._waiting.settle()
         while self._waiting:
@@ -469,6 +463,11 @@ class Scheduler:
                 return BlockedBy.SEQS
             if self._policy is edf and outlook.is_too_late(seq, step, running, most, now_s):
                 self._waiting.demote_head()
+                continue
+            if self._adapters.must_wait(seq):
+                self._waiting.remove(seq)
+                self._adapters.hold(seq)
+                seq.status = SequenceStatus.HELD
                 continue
             match = self._look_up(seq, budget)
             if seq.fork_group is not None and self._holds(seq, match):
@@ -490,7 +489,7 @@ class Scheduler:
             outlook.admitted(seq)
             _count_admission(step, seq, match, self._kv.enable_prefix_caching)
             budget -= self._add_chunk(step, seq, budget)
-        return BlockedBy.NONE
+        return BlockedBy.ADAPTERS if self._adapters.num_held else BlockedBy.NONE
 
     def _look_up(self, seq: Sequence, budget: int) -> PrefixMatch:
         """Look the head of the queue up in the prefix cache; return its last look-up if that is enough to refuse it again.
@@ -502,7 +501,7 @@ class Scheduler:
             if self._kv.still_blocked(seq, match) or (budget <= 0 and self._kv.can_admit(match)):
                 return match
         match = self._kv.match_prefix(seq, self._limits.max_num_batched_tokens)
-        if (source := self._forks.source_of(seq)) is not None:
+        if seq.fork_group is not None and (source := self._forks.source_of(seq)) is not None:
             fork = self._kv.match_fork(seq, source, self._limits.max_num_batched_tokens)
             return match if fork is None or fork.num_tokens <= match.num_tokens else fork
         self._last_look_up = (seq, match)
@@ -517,9 +516,9 @@ class Scheduler:
         seq.status = SequenceStatus.HELD
         return True
 
-    def _queue_again(self) -> None:
+    def _queue_again(self, held: list[Sequence]) -> None:
         """Put held sequences back into the queue, in their old places."""
-        for seq in self._forks.take_ready():
+        for seq in held:
             seq.status = SequenceStatus.WAITING
             self._waiting.push(seq)
 
@@ -595,16 +594,16 @@ class Scheduler:
             return self._beams.running_of(seq)
         return [seq] if seq.row is not None else []
 
-    def _advance_beams(self, step: Step, candidates: Mapping[int, TokenLogprobs]) -> Results:
+    def _advance_beams(self, step: Step, candidates: Mapping[int, TokenLogprobs]) -> Endings:
         """Have searches go on whose beams are all computed; end those that are over."""
-        results: Results = []
+        endings: Endings = []
         for search in self._beams.report(step, candidates):
             if self._beams.advance(search):
                 continue
             step.hypotheses[search.root.request_id] = search.hypotheses
             self._end(search.root)
-            results.append((search.root, search.finish(self._kv.block_size)))
-        return results
+            endings.append((search.root, search.finish(self._kv.block_size)))
+        return endings
 
     def _end(self, seq: Sequence) -> None:
         """End a request, given its sequence, which is in no queue any more."""

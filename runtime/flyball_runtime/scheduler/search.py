@@ -93,7 +93,7 @@ class Search:
     @property
     def is_behind(self) -> bool:
         """Whether a running sequence has more than its last token to compute."""
-        return any(seq.num_tokens - seq.num_computed_tokens > 1 for seq in self.running)
+        return any(seq.num_uncomputed_tokens > 1 for seq in self.running)
 
     @property
     def missing(self) -> list[Beam]:
@@ -113,7 +113,7 @@ class Search:
             seq = copy(self.root)
             seq.request_id = f"{self.root.request_id}/{self._num_members}"
             seq.row, seq.block_tables, seq.num_freed_blocks, seq.num_computed_tokens = None, [], [], 0
-        seq.token_ids, seq.num_tokens = beam.token_ids, len(beam.token_ids)
+        seq.token_ids = beam.token_ids
         seq.block_hashes = self.root.block_hashes[: self.root.num_prompt_tokens // block_size]
         return seq
 
@@ -121,7 +121,6 @@ class Search:
         """Give the root the best output, and return why that ended."""
         root, best = self.root, self.hypotheses[0]
         root.token_ids = root.token_ids[: root.num_prompt_tokens] + array("I", best.token_ids)
-        root.num_tokens = len(root.token_ids)
         root.block_hashes = root.block_hashes[: root.num_prompt_tokens // block_size]
         return best.reason
 

@@ -7,8 +7,9 @@ from flyball_runtime.core.past import Past
 from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.kv_cache import KVCache, PrefixMatch
+from flyball_runtime.scheduler.adapters import AdapterSlots
 from flyball_runtime.scheduler.forks import Forks
-from flyball_runtime.scheduler.plan import RowStart, Step, TableWrite
+from flyball_runtime.scheduler.plan import BlockSwap, RowStart, Step, TableWrite
 from flyball_runtime.scheduler.queue import WaitingQueue
 
 
@@ -21,7 +22,9 @@ class Seats:
         leaving: blocks of what has ended, with the number of the last step that may touch them.
     """
 
-    def __init__(self, num_seats: int, kv_cache: KVCache, waiting: WaitingQueue, forks: Forks) -> None:
+    def __init__(
+        self, num_seats: int, kv_cache: KVCache, waiting: WaitingQueue, forks: Forks, adapters: AdapterSlots
+    ) -> None:
         self.running: dict[str, Sequence] = {}
         self.in_flight: deque[Step] = deque()
         self.leaving: list[tuple[int, list[int]]] = []
@@ -30,17 +33,21 @@ class Seats:
         self._kv = kv_cache
         self._waiting = waiting
         self._forks = forks
+        self._adapters = adapters
 
     def start(self, step: Step, seq: Sequence, match: PrefixMatch, sampling: SamplingParams) -> None:
         """Give a sequence a row with these settings, and its blocks, in a step. The caller has checked that there are some."""
         for source, target in self._kv.admit(seq, match):
             step.copy_block(source, target)
+        step.swap_ins += [BlockSwap(block, slot) for block, slot in self._kv.swap_in(seq, match)]
+        step.num_host_hit_tokens += match.num_host_tokens
         row = seq.row = heapq.heappop(self._free_rows)
         seq.status = SequenceStatus.RUNNING
         self.running[seq.request_id] = seq
         self._forks.started(seq)
         self._num_starts += 1
-        step.row_starts.append(RowStart(row, self._num_starts, seq.token_ids[-1], sampling, Past.of(seq)))
+        slot = None if seq.adapter is None else self._adapters.take(step, seq.adapter)
+        step.row_starts.append(RowStart(row, self._num_starts, seq.token_ids[-1], sampling, Past.of(seq), slot))
         step.table_writes += [TableWrite(row, 0, table.copy(), group) for group, table in enumerate(seq.block_tables)]
 
     def stop(self, seq: Sequence) -> None:
@@ -49,6 +56,8 @@ class Seats:
         seq.row = None
         del self.running[seq.request_id]
         self._forks.stopped(seq)
+        if seq.adapter is not None:
+            self._adapters.leave(seq.adapter)
         self._waiting.release(seq)
         blocks = self._kv.detach(seq)
         last_step = next((step for step in reversed(self.in_flight) if seq in step.sequences), None)

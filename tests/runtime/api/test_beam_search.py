@@ -125,6 +125,19 @@ async def test_settings_that_ask_for_nothing_pass_without_it(client: httpx.Async
     assert (await client.post(COMPLETIONS, json={"prompt": [5]} | noops)).status_code == 200
 
 
+@pytest.mark.parametrize("fields", [{"best_of": 129}, {"n": 129}])
+async def test_a_width_above_the_bound_of_choices_is_refused(
+    client: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, int]
+) -> None:
+    """Each output that is followed counts, as each sample of ``best_of`` does."""
+    response = await client.post(COMPLETIONS, json={"prompt": [[5], [6]], "use_beam_search": True} | fields)
+    (name,) = fields
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, name)
+    assert f"{name} is 129" in error["message"] and "at most 256 (--max-choices)" in error["message"]
+    assert not engine.requests
+
+
 async def test_a_search_that_fails_fails_the_request(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.reply = None
     engine.refuse = None

@@ -9,10 +9,12 @@ import jsonschema
 import pytest
 
 from flyball_runtime.api import MetricsCollector
-from flyball_runtime.api.forced_calls import forced_schema
+from flyball_runtime.api.forced_calls import calls_or_answer, forced_schema
 from flyball_runtime.api.messages import Function, FunctionName, NamedTool, Tool
+from flyball_runtime.core.grammar import ANY_OBJECT
 from flyball_runtime.grammar.checker import GrammarChecker
-from runtime.api.chats import ARGUMENTS, TIME, WEATHER, Chats, openai_client
+from flyball_runtime.grammar.compiler import GrammarCompiler, lowered
+from runtime.api.chats import ARGUMENTS, CALLS, TIME, WEATHER, Chats, openai_client
 from runtime.api.support import MODEL, error_of
 
 pytestmark = pytest.mark.anyio
@@ -26,6 +28,13 @@ def grammars() -> Iterator[GrammarChecker]:
     grammars = GrammarChecker(CHECKPOINT, timeout_s=60.0)
     yield grammars
     grammars.close()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    compiler = GrammarCompiler.of_checkpoint(CHECKPOINT)
+    assert compiler is not None
+    return compiler
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None) -> Tool:
@@ -84,6 +93,13 @@ async def test_required(chats: Chats) -> None:
     assert "<tools>" in chats.prompt()
 
 
+async def test_a_form_of_the_answer_does_not_hold_for_calls(chats: Chats) -> None:
+    await chats.answer(tool_choice="required")
+    forced = chats.engine.requests[0].sampling.grammar
+    await chats.answer(tool_choice="required", response_format={"type": "json_object"})
+    assert chats.engine.requests[-1].sampling.grammar == forced
+
+
 async def test_named(chats: Chats) -> None:
     chats.outputs = [ARGUMENTS]
     choice = await chats.answer(tool_choice=NAMED)
@@ -95,6 +111,83 @@ async def test_a_form_of_the_answer_leaves_no_room_for_reasoning_or_markers(chat
     chats.outputs = ['{"a": "<think>"}']
     choice = await chats.answer(response_format={"type": "json_object"})
     assert choice["message"]["content"] == '{"a": "<think>"}'
+
+
+STRICT = {"type": "function", "function": {"name": "tree", "parameters": TREE, "strict": True}}
+A_CALL = '<tool_call>\n{"name": "weather", "arguments": {"anything": 1}}\n</tool_call>'
+A_STRICT_CALL = '<tool_call>{"name": "tree", "arguments": {"root": {"value": 1}}}</tool_call>'
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {}}}}}
+
+
+@pytest.mark.parametrize(
+    ("output", "fits"),
+    [
+        ('{"a": "<tool_call>"}', True),
+        (A_CALL, True),
+        (A_STRICT_CALL, True),
+        (f"{A_CALL}\n{A_STRICT_CALL}", True),
+        ("Hello", False),
+        ('{"a": 1}' + A_CALL, False),
+        (A_CALL.replace("weather", "unknown"), False),
+        (A_CALL.replace('"name": ', '"name":  '), False),
+        (A_STRICT_CALL.replace("1", '"a"'), False),
+    ],
+)
+async def test_with_a_form_an_output_has_it_or_is_calls(
+    chats: Chats, compiler: GrammarCompiler, output: str, fits: bool
+) -> None:
+    for only_one in (None, False):
+        await chats.post(tools=[WEATHER, TIME, STRICT], response_format=FORM, parallel_tool_calls=only_one)
+        grammar = chats.engine.requests[-1].sampling.grammar
+        assert grammar is not None
+        matcher, ids = compiler.compile(grammar).matcher(), compiler.tokenize(output)
+        taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        assert taken == (fits and (only_one is None or output.count("</tool_call>") <= 1))
+
+
+def test_markers_may_be_special_tokens(compiler: GrammarCompiler) -> None:
+    grammar = calls_or_answer(ANY_OBJECT, [tool("time")], "<[300]>", "<[301]>", one_call=True)
+    matcher = compiler.compile(grammar).matcher()
+    call = [300, *compiler.tokenize('{"name": "time", "arguments": {}}'), 301]
+    assert matcher.try_consume_tokens(call) == len(call) and matcher.is_accepting()
+
+
+async def test_what_such_an_output_becomes(chats: Chats) -> None:
+    chats.outputs = [CALLS["qwen"]]
+    choice = await chats.answer(response_format=FORM)
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": ARGUMENTS}
+    assert choice["finish_reason"] == "tool_calls"
+    chats.outputs = [json.dumps({"a": CALLS["qwen"]})]
+    choice = await chats.answer(response_format=FORM)
+    assert json.loads(choice["message"]["content"]) == {"a": CALLS["qwen"]} and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "none", "response_format": {"type": "json_object"}},
+        {"tools": ..., "response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+    ],
+)
+async def test_where_no_call_may_come_the_form_is_all(chats: Chats, fields: dict[str, Any]) -> None:
+    await chats.post(**fields)
+    assert chats.engine.requests[-1].sampling.grammar == lowered(ANY_OBJECT)
+
+
+@pytest.mark.parametrize("style", ["llama", "mistral"])
+async def test_other_formats_of_calls_leave_it_at_the_form(
+    metrics: MetricsCollector, grammars: GrammarChecker, style: str
+) -> None:
+    chats = Chats(style, metrics, grammars)
+    await chats.post(response_format={"type": "json_object"})
+    assert chats.engine.requests[-1].sampling.grammar == lowered(ANY_OBJECT)
+
+
+async def test_options_of_a_form_that_are_none_are_refused(chats: Chats) -> None:
+    schema = {"type": "object", "x-guidance": 5}
+    response = await chats.post(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    assert (response.status_code, error_of(response)["param"]) == (400, "response_format")
 
 
 async def test_the_openai_client(chats: Chats) -> None:
@@ -123,6 +216,7 @@ async def test_the_format_of_a_response(chats: Chats) -> None:
     ("fields", "param"),
     [
         ({"ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"allOf": [{"type": "string"}]}}}]},
             "tools",

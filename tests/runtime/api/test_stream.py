@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
-from flyball_runtime.api import MetricsCollector
+from flyball_runtime.api import ApiSettings, MetricsCollector, create_app
 from runtime.api.support import MODEL, asgi_client, bounded, chat, encode, error_of, sse_events, until
 from runtime.fake_engine import FakeEngine
 
@@ -279,6 +280,31 @@ async def test_tokens_of_a_slow_reader_coalesce(
         await task
         assert texts(connection.events) == "the quick brown fox " * 100
         assert len(connection.bodies) <= 4, "one write was held up, the rest came in one"
+
+
+@pytest.mark.parametrize(("num_tokens", "told"), [(11, [1, 5, 9, 11, 11]), (9, [1, 5, 9, 9]), (1, [1, 1])])
+async def test_events_are_an_interval_apart(
+    engine: FakeEngine,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: ApiSettings,
+    metrics: MetricsCollector,
+    num_tokens: int,
+    told: list[int],
+) -> None:
+    """The first token is told at once, and the last ones before the ending, which has an event of its own."""
+    app = create_app(engine, tokenizer, replace(settings, stream_interval=4), metrics)
+    engine.reply = None
+    body = {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    async with connect(app, COMPLETIONS, body) as (connection, task):
+        await until(lambda: bool(engine.requests))
+        for count in range(1, num_tokens + 1):
+            engine.tokens([40])
+            await until(lambda count=count: len(connection.bodies) == 1 + (count - 1) // 4)
+        engine.finish()
+        await task
+        *events, done = connection.events
+    assert done == "[DONE]"
+    assert [event["usage"]["completion_tokens"] for event in events] == told
 
 
 async def test_drain_refuses_new_streams_and_finishes_the_running(app: FastAPI, engine: FakeEngine) -> None:

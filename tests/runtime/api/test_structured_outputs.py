@@ -127,6 +127,28 @@ async def test_what_is_refused(
     assert not engine.requests
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (
+            CHAT,
+            chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}),
+            "response_format",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strng"}}}},
+            "text.format",
+        ),
+    ],
+)
+async def test_the_field_that_the_schema_came_in_is_named(
+    structured: httpx.AsyncClient, path: str, fields: dict[str, Any], param: str
+) -> None:
+    error = error_of(await structured.post(path, json=fields))
+    assert error["param"] == param and "Invalid type: strng" in error["message"]
+
+
 async def test_a_stream_is_refused_before_it_begins(structured: httpx.AsyncClient, metrics: MetricsCollector) -> None:
     fields = {"stream": True, "structured_outputs": {"regex": "(b"}}
     response = await structured.post(CHAT, json=chat(**fields))

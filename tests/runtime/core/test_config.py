@@ -29,6 +29,8 @@ from flyball_runtime.scheduler.policies import POLICIES
         ({"max_queued_tokens": 0}, "--max-queued-tokens is 0"),
         ({"num_threads": 0}, "--num-threads is 0"),
         ({"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes is 0"),
+        ({"swap_space_bytes": -1}, "--swap-space is -1; it must be from 0 to"),
+        ({"swap_space_bytes": 8, "enable_prefix_caching": False}, "--swap-space is 8 bytes with --no-enable-prefix"),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization is 0.0"),
         ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization is nan"),
     ],

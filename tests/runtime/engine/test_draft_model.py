@@ -5,6 +5,7 @@ import random
 import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -61,18 +62,28 @@ def speculating(path: Path, draft: Path, num: int = 4, **settings: float) -> Eng
     return engine
 
 
-def counts(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> tuple[int, int, int]:
-    """Return how many tokens were drafted, how many of them were accepted, and how many sequences were preempted."""
+class Counts(NamedTuple):
+    """Tokens that were drafted and accepted, sequences that were preempted, and blocks that came back from host memory."""
+
+    drafted: int
+    accepted: int
+    preempted: int
+    back: int
+
+
+def counts(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> Counts:
+    """Run the prompts to their ends, all at once, and return what happened."""
     for index, prompt in enumerate(prompts):
         engine.submit(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
-    drafted = accepted = preempted = 0
+    drafted = accepted = preempted = back = 0
     while engine.has_work():
         stats = engine.step().stats
         assert stats is not None
         drafted += stats.num_draft_tokens
         accepted += stats.num_accepted_tokens
         preempted += stats.num_preemptions
-    return drafted, accepted, preempted
+        back += stats.num_swapped_in_blocks
+    return Counts(drafted, accepted, preempted, back)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -95,10 +106,19 @@ def test_a_model_agrees_with_itself(path: Path, sampling: SamplingParams, num: i
     """Through chunks, prefix hits, preemptions and drafts that are cut short: any gap in its keys would show."""
     kv_bytes = 2 * 10 * make_engine(path).info.kv_block_bytes
     engine = speculating(path, path, num, kv_cache_memory_bytes=kv_bytes, **TIGHT)
-    for _ in range(2):
-        drafted, accepted, preempted = counts(engine, random_prompts([1, 5, 17, 40, 70]), sampling)
-        assert drafted == accepted > 50
-    assert preempted > 0
+    runs = [counts(engine, random_prompts([1, 5, 17, 40, 70]), sampling) for _ in range(2)]
+    assert all(one.drafted == one.accepted > 50 for one in runs)
+    assert runs[-1].preempted > 0
+
+
+def test_it_agrees_with_itself_on_prefixes_from_host_memory(path: Path) -> None:
+    """A block goes there and comes back with the keys of both models in it."""
+    block_bytes = 2 * make_engine(path).info.kv_block_bytes
+    memory = {"kv_cache_memory_bytes": 10 * block_bytes, "swap_space_bytes": 40 * block_bytes}
+    engine = speculating(path, path, **memory, **TIGHT)
+    runs = [counts(engine, random_prompts([70, 75, 80, 85]), GREEDY) for _ in range(2)]
+    assert all(one.drafted == one.accepted > 50 for one in runs)
+    assert sum(one.back for one in runs) > 0
 
 
 def test_it_agrees_with_itself_while_memory_is_given_back_and_taken_again(path: Path) -> None:

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections import deque
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import zmq
 from flyball_protocol import LimitsAck, LimitsChange, LimitsReport, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import StepOutput, StepStats
 from flyball_runtime.engine import process, runner
+from flyball_runtime.engine.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
 from flyball_runtime.engine.heartbeat import Heartbeat
 from flyball_runtime.engine.process import (
     Abort,
@@ -87,6 +90,19 @@ class StubEngine:
         self.events.append(f"abort {request_id}")
         request = self.requests.pop(request_id, None)
         return None if request is None else Finished(request_id, "abort", len(request.prompt_token_ids), 0)
+
+    def load_adapter(self, number: int, path: str) -> Future[None]:
+        self.events.append(f"load {number}")
+        loaded: Future[None] = Future()
+        errors = {"broken": ConfigError("it is\nbroken." + "x" * 10**6), "odd": MemoryError("a secret of this machine")}
+        if path in errors:
+            loaded.set_exception(errors[path])
+        elif path != "slow":
+            loaded.set_result(None)
+        return loaded
+
+    def unload_adapter(self, number: int) -> None:
+        self.events.append(f"unload {number}")
 
     def has_work(self) -> bool:
         return bool(self.requests)
@@ -175,6 +191,27 @@ def test_aborts_and_limits_overtake_requests_that_wait_to_be_taken() -> None:
     assert [ending.request_id for ending in outbox.endings] == ["b", "a", "c"]
     (answer,) = [message for message in outbox.sent if isinstance(message, LimitsAnswer)]
     assert (answer.post_id, answer.ack.revision) == (7, 3)
+
+
+@pytest.mark.usefixtures("no_time")
+def test_adapters_are_loaded_beside_the_steps_and_none_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    arrived = [LoadAdapter(number, path) for number, path in enumerate(("slow", "fine", "broken", "odd"))]
+    engine, outbox = serve(*arrived, submit("a"), submit("b"), UnloadAdapter(1))
+    assert engine.events == [
+        *(f"load {number}" for number in range(4)),
+        "unload 1",
+        "submit a",
+        "step",
+        "submit b",
+        "step",
+    ]
+    answers = {message.number: message.error for message in outbox.sent if isinstance(message, AdapterAnswer)}
+    odd = answers.pop(3)
+    broken = answers.pop(2)
+    assert answers == {1: None}, "the slow one is not there yet"
+    assert broken is not None and broken.startswith("it is\\nbroken.x") and len(broken) < 2100
+    assert odd is not None and "MemoryError" in odd and "secret" not in odd
+    assert "a secret of this machine" in caplog.text
 
 
 @pytest.mark.usefixtures("no_time")

@@ -1,3 +1,4 @@
+from bisect import bisect_left
 from dataclasses import dataclass
 from random import Random
 
@@ -8,7 +9,8 @@ from hypothesis import strategies as st
 from flyball_protocol import BootPrior, Limits, StepModel
 from flyball_runtime.governor import MIN_CHUNK, Drafting, Governor, usable_prior
 from flyball_runtime.governor.drafting import FORGET_STEPS, MIN_SHARES
-from flyball_runtime.governor.pace import FIRST_CHUNK, NEXT_TO_NOTHING, work_of
+from flyball_runtime.governor.pace import FIRST_CHUNK, NEXT_TO_NOTHING, _most_tokens, work_of
+from flyball_runtime.governor.work import Work
 from runtime.governor.plants import LINEAR, mixed, took
 
 
@@ -67,6 +69,62 @@ def test_a_chunk_is_the_longest_that_stays_within_the_target(
         assert seconds(found) <= bound_s * 1.0001
     if found < most:
         assert seconds(found + MIN_CHUNK) >= bound_s * 0.9999
+
+
+@settings(deadline=None)
+@given(
+    model=MODEL,
+    work=st.builds(Work, *(st.integers(0, most) for most in (2000, 256, 300_000, 10**7))),
+    start=st.integers(0, 100_000),
+    most=st.integers(0, 2048),
+    seconds=st.floats(0, 1),
+)
+def test_the_longest_chunk_is_what_trying_all_finds(
+    model: StepModel, work: Work, start: int, most: int, seconds: float
+):
+    """Rounding may decide whether a chunk that takes all of the time still fits, so the tries differ a little from it."""
+    found = _most_tokens(model, work, start, most, seconds)
+    assert _longest(model, work, start, most, 0.999999 * seconds) <= found
+    assert found <= _longest(model, work, start, most, 1.000001 * seconds)
+
+
+def _longest(model: StepModel, work: Work, start: int, most: int, seconds: float) -> int:
+    prefill, decodes, context, pairs = work
+
+    def too_long(num: int) -> bool:
+        added = num * start + num * (num + 1) // 2
+        return model.predict(prefill + num, decodes, context, pairs + added) > seconds
+
+    return bisect_left(range(1, most + 1), True, key=too_long)
+
+
+@settings(deadline=None)
+@given(
+    model=MODEL,
+    target_ms=st.floats(0.1, 500),
+    decodes=st.integers(1, 256),
+    prompts=st.lists(st.tuples(st.integers(0, 100_000), st.integers(1, 4096)), max_size=32),
+)
+def test_chunks_of_many_prompts_stay_within_the_target_together(
+    model: StepModel, target_ms: float, decodes: int, prompts: list[tuple[int, int]]
+):
+    """The first prompt alone has a chunk that it gets in any case."""
+    paced = governor(target_ms, model)
+    step = Step(decodes, decodes, decodes * 1000)
+    least_s, kept_s = model.predict(MIN_CHUNK, 1, 1000, MIN_CHUNK**2), target_ms / 1000 / 1.25
+    available_s = kept_s if kept_s >= least_s else max(least_s, model.efficient_s)
+    bound_s = max(available_s, NEXT_TO_NOTHING * model.predict(0, decodes, decodes * 1000, 0))
+    least = MIN_CHUNK
+    for start, most in prompts:
+        least = min(least, most)
+        bound_s = max(bound_s, model.predict(*work_of(_with_chunk(step, start, least))))
+        step, least = _with_chunk(step, start, paced.chunk(step, start, most, least)), 0
+        assert model.predict(*work_of(step)) <= bound_s * 1.0001
+
+
+def _with_chunk(step: Step, start: int, num_tokens: int) -> Step:
+    work = step.prefill_work + num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    return Step(step.num_tokens + num_tokens, step.num_decodes, step.num_context_tokens, work)
 
 
 @pytest.mark.parametrize("target_ms", [0.1, 1.0, 10.0, 12.0])
@@ -133,6 +191,15 @@ def test_admission_asks_whether_all_could_decode_in_time():
     assert paced.fits(1, 400_000), "a lone sequence runs, whatever it takes"
     assert governor(None).fits(200, 400_000)
     assert governor(30.0, model=None).fits(200, 400_000)
+
+
+def test_admission_asks_for_no_longer_a_chunk_than_any_prompt_was():
+    """Of prompts of six tokens, nothing is learned about pairs: a fit may well put all of a prompt's time on them."""
+    learned = StepModel(base_s=0.0014, token_s=3e-5, context_token_s=2.5e-7, attention_pair_s=3e-5)
+    paced = governor(5.0, learned)
+    assert not paced.fits(3, 300)
+    paced.observe(Step(6, 0, 0, 21), 0.002)
+    assert paced.fits(3, 300)
 
 
 def test_a_first_token_is_as_far_away_as_the_steps_before_it_take():

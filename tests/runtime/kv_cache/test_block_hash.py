@@ -47,6 +47,13 @@ def test_prompts_with_different_salts_have_no_hash_in_common(
     assert not set(hash_prompt(prompts[0], 4, first)) & set(hash_prompt(prompts[1], 4, second))
 
 
+def test_prompts_of_different_adapters_have_no_hash_in_common():
+    prompt = list(range(12))
+    chains = [hash_prompt(prompt, 4, salt, adapter) for salt in (None, "A", "B") for adapter in (None, 0, 1, 256)]
+    assert len({name for chain in chains for name in chain}) == 3 * len(chains)
+    assert hash_prompt(prompt, 4, "A", 1) == chains[6]
+
+
 def test_an_equal_salt_gives_equal_hashes_and_extending_a_salted_chain_needs_it_no_more():
     hashes = hash_prompt([1, 2, 3, 4], 4, "tenant")
     extend_block_hashes(hashes, array("I", range(1, 9)), 4, 2, "tenant")

@@ -107,7 +107,7 @@ def test_the_second_block_of_equal_content_stays_private():
 @pytest.mark.parametrize("capacity", [0, 5, -1])
 def test_capacity_outside_the_pool_is_refused(capacity: int):
     with pytest.raises(ValueError, match=f"capacity is {capacity} blocks; it must be from 1 to 4"):
-        BlockPool(4).set_capacity(capacity)
+        BlockPool(4).resize(capacity)
 
 
 def test_a_pool_without_blocks_is_refused():
@@ -118,14 +118,14 @@ def test_a_pool_without_blocks_is_refused():
 def test_lowering_capacity_evicts_cached_blocks_at_once_oldest_first():
     pool = BlockPool(4)
     fill(pool, b"a", b"b", b"c")
-    pool.set_capacity(1)
+    pool.resize(1)
     assert counts(pool) == (3, 0, 1)
     assert pool.find([b"c"])
 
 
 def test_used_and_cached_stay_within_capacity():
     pool = BlockPool(4)
-    pool.set_capacity(2)
+    pool.resize(2)
     a, _ = fill(pool, b"a", b"b")
     assert (counts(pool), pool.num_admissible) == ((2, 0, 2), 2)
     assert pool.take(1) == [a], "a free block would make 3 used or cached"
@@ -134,9 +134,9 @@ def test_used_and_cached_stay_within_capacity():
 
 def test_a_drain_admits_nothing_but_lets_running_sequences_grow_to_the_old_capacity():
     pool = BlockPool(6)
-    pool.set_capacity(5)
+    pool.resize(5)
     used = pool.take(4)
-    pool.set_capacity(2)
+    pool.resize(2)
     assert (pool.num_admissible, pool.num_growable) == (0, 1)
     used += pool.take(1)
     assert pool.num_growable == 0
@@ -146,28 +146,44 @@ def test_a_drain_admits_nothing_but_lets_running_sequences_grow_to_the_old_capac
     assert (pool.num_admissible, pool.num_growable) == (0, 0), "drained: the old capacity is gone"
 
 
+def test_each_resize_has_a_deadline_of_its_own():
+    pool = BlockPool(6)
+    used = pool.take(4)
+    pool.resize(5, deadline_s=1.0)
+    assert not pool.is_overdue(9.0), "nothing drains"
+    pool.resize(2, deadline_s=3.0)
+    assert (pool.is_overdue(2.9), pool.is_overdue(3.0)) == (False, True)
+    pool.resize(3, deadline_s=8.0)
+    assert (pool.is_overdue(7.9), pool.is_overdue(8.0)) == (False, True)
+    pool.resize(2)
+    assert not pool.is_overdue(1e9), "this one may take as long as it takes"
+    pool.resize(3, deadline_s=8.0)
+    pool.release(used[:1])
+    assert not pool.is_overdue(9.0), "drained"
+
+
 def test_a_drain_caches_nothing():
     pool = BlockPool(4)
     used = pool.take(4)
     pool.register(used, [b"a", b"b", b"c", b"d"])
-    pool.set_capacity(2)
+    pool.resize(2)
     pool.release(used[:2])
     assert counts(pool) == (2, 2, 0)
 
 
 def test_raising_capacity_works_at_once():
     pool = BlockPool(4)
-    pool.set_capacity(1)
+    pool.resize(1)
     pool.take(1)
-    pool.set_capacity(3)
+    pool.resize(3)
     assert (pool.num_admissible, pool.num_growable) == (2, 2)
 
 
 def test_raising_capacity_in_a_drain_keeps_room_to_grow():
     pool = BlockPool(8)
     pool.take(7)
-    pool.set_capacity(2)
-    pool.set_capacity(4)
+    pool.resize(2)
+    pool.resize(4)
     assert (pool.num_admissible, pool.num_growable) == (0, 1)
 
 
@@ -184,16 +200,16 @@ def test_the_lowest_free_block_is_taken():
 def test_memory_that_nobody_uses_is_given_up_at_once_and_taken_again():
     pool = BlockPool(8)
     pool.take(3)
-    pool.set_capacity(4)
+    pool.resize(4)
     assert (pool.size, pool.has_surplus) == (4, False)
-    pool.set_capacity(6)
+    pool.resize(6)
     assert pool.size == 6
 
 
 def test_a_drain_keeps_its_memory_until_what_is_in_use_fits():
     pool = BlockPool(8)
     blocks = pool.take(6)
-    pool.set_capacity(4)
+    pool.resize(4)
     assert (pool.size, pool.has_surplus, pool.num_growable) == (8, False, 2)
     pool.release(blocks[:1])
     assert (pool.size, pool.has_surplus) == (8, False)
@@ -208,7 +224,7 @@ def test_moved_blocks_keep_references_content_and_order():
     pool.share([high[3]])
     pool.release(high[:3])
     pool.release(low)
-    pool.set_capacity(5)
+    pool.resize(5)
     assert pool.surplus() == [7, 6, 5]
     assert pool.move([7, 6, 5]) == {7: 0, 6: 1, 5: 2}
     pool.trim()
@@ -223,7 +239,7 @@ def test_surplus_without_a_step_to_move_it_in_is_forgotten():
     pool = BlockPool(6)
     pool.take(1)
     fill(pool, b"a", b"b", b"c")
-    pool.set_capacity(3)
+    pool.resize(3)
     assert (pool.surplus(), pool.size) == ([3], 4)
     pool.evict_surplus()
     pool.trim()
@@ -233,6 +249,6 @@ def test_surplus_without_a_step_to_move_it_in_is_forgotten():
 def test_a_new_pool_is_free_and_tells_its_capacity():
     pool = BlockPool(4)
     assert [pool.num_refs(block) for block in range(4)] == [0] * 4
-    pool.set_capacity(3)
+    pool.resize(3)
     counts = pool.counts()
     assert (counts.total, counts.capacity, counts.free, counts.used, counts.cached) == (4, 3, 4, 0, 0)

@@ -191,7 +191,7 @@ def test_cached_blocks_move_down_too_a_bounded_number_at_a_time():
     kv.register([(seq, 0, 4 * BLOCK_SIZE)])
     for one in (seq, filler):
         kv.release(kv.detach(one))
-    kv.set_capacity(4)
+    kv.resize(4)
     assert kv.compact([], 3) == ({7: 0, 6: 1, 5: 2}, [])
     assert (kv.size, kv.has_surplus) == (5, True)
     assert kv.compact([], 3) == ({4: 3}, [])
@@ -208,7 +208,7 @@ def test_a_block_that_an_ended_sequence_still_holds_stays_where_it_is():
         kv.admit(one, kv.match_prefix(one))
     blocks = kv.detach(gone)
     kv.release(blocks[:3])
-    kv.set_capacity(4)
+    kv.resize(4)
     assert kv.compact([stays], 8) == ({6: 0, 5: 1}, [(stays, 0, 1), (stays, 0, 0)])
     assert (stays.block_table, kv.size) == ([1, 0], 5), "block 4 is in use by a step in flight"
     kv.release(blocks[3:])

@@ -20,6 +20,7 @@ from flyball_protocol import endpoints
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.listener import holder
 from flyball_runtime.listener.holder import parse_service, taken_listener
+from flyball_runtime.serve import bind
 from replicas import Replica, environment, free_port, replica, wait_until
 
 DEADLINE_S = 20.0
@@ -123,6 +124,22 @@ def test_a_runtime_serves_the_port_by_itself_and_others_do_when_it_is_gone(tmp_p
                 assert holder.post() == "itself"
                 holder.process.send_signal(signal.SIGCONT)
             wait_until(lambda: holder.post() == "other", "the other replica was not asked")
+
+
+def test_connections_of_a_port_send_each_token_at_once(tmp_path: Path, other_port: int) -> None:
+    """Otherwise the tokens of a stream wait, on a connection that is kept, for the acknowledgement of those before: 40 ms."""
+    with holding(tmp_path, other_port) as holder, taken_listener(holder.path) as lent:
+        assert sends_at_once(lent)
+    with bind("127.0.0.1", 0, "--port") as own:
+        own.listen()
+        assert sends_at_once(own)
+
+
+def sends_at_once(listener: socket.socket) -> bool:
+    with socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 def test_a_probe_is_about_this_replica(tmp_path: Path, other_port: int) -> None:

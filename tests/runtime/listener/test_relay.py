@@ -139,7 +139,7 @@ def test_a_request_of_http_1_0_is_passed_on_as_that() -> None:
 
 def test_a_replica_that_cannot_take_it_is_asked_again() -> None:
     async def twice_unready(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(ANSWER if len(service.requests) == 3 else unavailable("loading"))
+        writer.write(ANSWER if len(service.requests) == 3 else unavailable("loading", "/v1/completions"))
 
     service = FakeService(twice_unready)
 
@@ -170,7 +170,7 @@ def test_a_service_without_replicas_is_waited_for() -> None:
 )
 def test_patience_ends_with_a_clear_error(stopped: bool, says: str) -> None:
     async def unready(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(unavailable("loading"))
+        writer.write(unavailable("loading", "/v1/completions"))
 
     async def check() -> None:
         service = FakeService(unready)
@@ -203,6 +203,19 @@ def test_what_is_not_passed_on_gets_a_503_at_once(request_: bytes, says: str) ->
         async with relaying(service, max_held_bytes=1000) as (_, port):
             assert says in problem_of(await ask(port, request_))
         assert not service.requests
+
+    asyncio.run(check())
+
+
+def test_clients_of_anthropics_api_get_a_503_in_its_shape() -> None:
+    async def check() -> None:
+        service = FakeService()
+        async with relaying(service, patience_s=0) as (_, port):
+            service.stop()
+            _, _, body = (await ask(port, POST.replace(b"/v1/completions", b"/v1/messages"))).partition(b"\r\n\r\n")
+        answered = json.loads(body)
+        assert answered["type"] == "error"
+        assert (answered["error"]["type"], answered["error"]["code"]) == ("overloaded_error", "runtime_gone")
 
     asyncio.run(check())
 

@@ -83,7 +83,7 @@ def test_accepted_drafts_come_in_one_step():
     assert (plan.num_decodes, plan.plan.num_drafts, plan.num_scheduled, plan.samples) == (0, [3], [4], [True])
     assert list(memoryview(plan.plan.token_ids).cast("I")) == [3, 4, 5, 6]
     assert (outputs(seq), plan.num_taken) == ([3, 4, 5, 8], {seq.request_id: 3})
-    assert (seq.num_tokens, seq.num_computed_tokens) == (13, 12)
+    assert (seq.num_computed_tokens, seq.num_uncomputed_tokens) == (12, 1)
     assert plan.plan.num_prefill_tokens == 0
 
 

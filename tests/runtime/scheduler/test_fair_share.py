@@ -8,7 +8,7 @@ import pytest
 
 from flyball_runtime.core.request import Sequence
 from flyball_runtime.kv_cache import KVCache
-from flyball_runtime.scheduler import BlockedBy, Scheduler, SchedulerConfig
+from flyball_runtime.scheduler import BlockedBy, Scheduler, SchedulerConfig, Step
 from flyball_runtime.scheduler.policies import POLICIES, Policy
 from flyball_runtime.scheduler.queue import MAX_IDLE_CLIENTS, OUTPUT_TOKEN_WEIGHT, WaitingQueue
 from sequences import make_sequence
@@ -40,7 +40,7 @@ class Load:
             self.scheduler.submit(seq)
         self.waiting[client] += num
 
-    def step(self) -> None:
+    def step(self) -> Step:
         plan = self.scheduler.plan()
         assert plan is not None
         for seq, start in zip(plan.sequences, plan.starts, strict=True):
@@ -49,8 +49,10 @@ class Load:
         for seq in plan.preempted:
             self.waiting[seq.client] += 1
             self.num_preemptions += 1
-        for seq, _ in self.scheduler.commit(plan, [TOKEN] * sum(plan.samples)):
+        self.scheduler.commit(plan, [TOKEN] * sum(plan.samples))
+        for seq in plan.got_tokens:
             self.service[seq.client] += OUTPUT_TOKEN_WEIGHT
+        return plan
 
     def _admit(self, seq: Sequence) -> None:
         self.waiting[seq.client] -= 1
@@ -327,8 +329,8 @@ def test_the_seats_are_never_idle_while_somebody_waits():
         if rng.random() < 0.4:
             load.submit(rng.choice("abcd"), rng.randint(1, 4), prompt=rng.randint(1, 20), output=rng.randint(1, 20))
         if load.waiting.total() or load.scheduler.num_running:
-            load.step()
-            assert load.scheduler.num_waiting == 0 or load.scheduler.blocked_by is BlockedBy.SEQS
+            plan = load.step()
+            assert load.scheduler.num_waiting == 0 or plan.blocked_by is BlockedBy.SEQS
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

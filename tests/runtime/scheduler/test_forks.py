@@ -6,10 +6,9 @@ from msgspec import structs
 from flyball_runtime.core.request import Sequence, SequenceStatus
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.scheduler import BlockCopy, Scheduler, SchedulerConfig, Step
-from sequences import make_sequence
+from sequences import TOKEN, make_sequence, step
 
 BLOCK_SIZE = 4
-TOKEN = 99
 
 
 def make_scheduler(num_blocks: int = 64, *, caching: bool = False, windows=(None,), **settings) -> Scheduler:
@@ -23,13 +22,6 @@ def submit(scheduler: Scheduler, num: int, num_prompt_tokens: int, group: str | 
     for seq in sequences:
         scheduler.submit(seq)
     return sequences
-
-
-def step(scheduler: Scheduler) -> Step:
-    plan = scheduler.plan()
-    assert plan is not None
-    scheduler.commit(plan, [TOKEN] * sum(plan.samples))
-    return plan
 
 
 def spans(plan: Step) -> list[tuple[Sequence, int, int]]:

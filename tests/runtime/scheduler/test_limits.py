@@ -31,6 +31,7 @@ class FakeScheduler:
         self.limits = START
         self.num_running = 0
         self.used = 0.0
+        self.kv_deadline_s = math.inf
 
     @property
     def effective(self) -> Limits:
@@ -41,8 +42,12 @@ class FakeScheduler:
             max_num_batched_tokens=max(self.limits.max_num_batched_tokens, self.num_running),
         )
 
-    def set_limits(self, limits: Limits) -> None:
-        self.limits = limits
+    @property
+    def kv_drains(self) -> bool:
+        return self.used > self.limits.kv_cache_fraction
+
+    def set_limits(self, limits: Limits, kv_deadline_s: float = math.inf) -> None:
+        self.limits, self.kv_deadline_s = limits, kv_deadline_s
 
 
 def limits(base: Limits = START, **changes: float) -> Limits:
@@ -365,3 +370,59 @@ def test_what_is_below_or_above_the_envelope_ends_at_its_edge():
     assert inside(below, envelope) == limits(max_num_seqs=1, kv_cache_fraction=0.25, max_num_batched_tokens=100)
     above = limits(max_num_seqs=65, kv_cache_fraction=1.5, max_num_batched_tokens=2049)
     assert inside(above, envelope) == START
+
+
+# how long a lowered KV limit may drain
+
+
+@pytest.fixture
+def draining(scheduler: FakeScheduler, clock: FakeClock) -> LimitsLedger:
+    """At 100 s, 0.9 of the KV cache is in use and revision 1 lowers the limit to 0.5."""
+    ledger = LimitsLedger(scheduler, clock, kv_drain_timeout_s=30.0)
+    scheduler.used = 0.9
+    ledger.post(lowered(1))
+    return ledger
+
+
+def lowered(
+    revision: int, fraction: float = 0.5, ttl_s: float | None = None, timeout_s: float | None = None
+) -> LimitsUpdate:
+    limits = LimitsChange(kv_cache_fraction=fraction)
+    return LimitsUpdate(revision=revision, limits=limits, ttl_s=ttl_s, kv_drain_timeout_s=timeout_s)
+
+
+def test_a_kv_limit_drains_for_as_long_as_its_update_says(draining: LimitsLedger, scheduler: FakeScheduler):
+    assert scheduler.kv_deadline_s == 130.0, "the runtime's default"
+    draining.post(lowered(2, timeout_s=5.0))
+    assert scheduler.kv_deadline_s == 105.0
+    draining.post(lowered(3))
+    assert scheduler.kv_deadline_s == 130.0
+    draining.post(lowered(2, timeout_s=1.0))
+    assert scheduler.kv_deadline_s == 130.0, "stale"
+
+
+def test_updates_during_a_drain_do_not_put_its_deadline_off(
+    draining: LimitsLedger, scheduler: FakeScheduler, clock: FakeClock
+):
+    clock.advance(20.0)
+    draining.post(lowered(2, fraction=0.4))
+    assert scheduler.kv_deadline_s == 130.0
+    scheduler.used = 0.3
+    draining.post(lowered(3, fraction=0.35))
+    clock.advance(20.0)
+    draining.post(lowered(4, fraction=0.25))
+    assert scheduler.kv_deadline_s == 170.0, "the first drain is over, so this one begins now"
+
+
+def test_a_renewed_lease_keeps_the_deadline_and_a_lease_that_runs_out_has_one(
+    draining: LimitsLedger, scheduler: FakeScheduler, clock: FakeClock
+):
+    draining.post(lowered(2, fraction=0.4, ttl_s=10.0, timeout_s=3.0))
+    clock.advance(5.0)
+    draining.post(lowered(2, fraction=0.4, ttl_s=10.0))
+    assert scheduler.kv_deadline_s == 103.0
+    scheduler.used = 0.0
+    draining.post(LimitsUpdate(revision=3, limits=LimitsChange(max_num_seqs=60), ttl_s=10.0))
+    clock.advance(10.0)
+    assert draining.tick()
+    assert scheduler.kv_deadline_s == 145.0

@@ -12,6 +12,7 @@ from flyball_runtime.kv_cache import KVCache, PrefixMatch
 from flyball_runtime.scheduler import (
     BlockCopy,
     BlockedBy,
+    Ending,
     Order,
     RowStart,
     Scheduler,
@@ -19,11 +20,10 @@ from flyball_runtime.scheduler import (
     Step,
     TableWrite,
 )
-from sequences import make_sequence
+from sequences import TOKEN, make_sequence, step
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
-TOKEN = 999_999
 
 
 def make_scheduler(num_blocks: int = 64, *, caching: bool = True, **settings) -> Scheduler:
@@ -44,11 +44,10 @@ def submit(
     return sequences
 
 
-def step(scheduler: Scheduler, token_id: int = TOKEN) -> Step:
-    plan = scheduler.plan()
-    assert plan is not None
-    scheduler.commit(plan, [token_id] * sum(plan.samples))
-    return plan
+def commit(scheduler: Scheduler, plan: Step, token_ids: list[int | None]) -> list[tuple[Sequence, Ending | None]]:
+    """Commit a step; return each of its sequences that got a token or ended, with the reason."""
+    endings = dict(scheduler.commit(plan, token_ids))
+    return [(seq, endings.get(seq)) for seq in plan.sequences if seq in endings or seq in plan.got_tokens]
 
 
 def scheduled(plan: Step) -> dict[str, int]:
@@ -65,9 +64,7 @@ def limits(scheduler: Scheduler, **changes) -> Limits:
 
 def test_an_idle_scheduler_plans_nothing():
     scheduler = make_scheduler()
-    assert scheduler.blocked_by is BlockedBy.NONE, "nothing was planned yet"
     assert scheduler.plan() is None
-    assert scheduler.blocked_by is BlockedBy.NONE
 
 
 def test_a_prompt_then_its_decodes():
@@ -254,7 +251,6 @@ def test_blocked_by_nothing_when_nobody_waits():
     scheduler = make_scheduler()
     submit(scheduler, 4)
     assert step(scheduler).blocked_by is BlockedBy.NONE
-    assert scheduler.blocked_by is BlockedBy.NONE
 
 
 # what a governor and a simulator need
@@ -312,8 +308,7 @@ def test_a_pace_takes_tokens_from_a_step_and_is_named_for_it():
         "the rest of the prompt, whatever the pace says"
     )
     assert list(dict.fromkeys(pace.seen)) == [(0, 0, 0, 4), (1, 1, 0, 8), (1, 1, 4, 4), (1, 5, 0, 3)]
-    assert scheduler.head is late
-    assert list(scheduler.waiting) == [late]
+    assert (late.status, scheduler.num_waiting) == (SequenceStatus.WAITING, 1)
     assert len(list(scheduler.running)) == 2
 
 
@@ -375,9 +370,9 @@ def test_max_tokens_ends_a_sequence_with_length():
     scheduler = make_scheduler()
     (seq,) = submit(scheduler, 3, max_tokens=2)
     plan = scheduler.plan()
-    assert scheduler.commit(plan, [7]) == [(seq, None)]
+    assert commit(scheduler, plan, [7]) == [(seq, None)]
     plan = scheduler.plan()
-    assert scheduler.commit(plan, [8]) == [(seq, "length")]
+    assert commit(scheduler, plan, [8]) == [(seq, "length")]
     assert list(seq.token_ids[3:]) == [7, 8]
     assert seq.status is SequenceStatus.FINISHED
     assert scheduler.plan() is None
@@ -386,21 +381,21 @@ def test_max_tokens_ends_a_sequence_with_length():
 def test_the_model_length_ends_a_sequence_with_length():
     scheduler = make_scheduler()
     (seq,) = submit(scheduler, MAX_MODEL_LEN - 1)
-    assert scheduler.commit(scheduler.plan(), [7]) == [(seq, "length")]
+    assert commit(scheduler, scheduler.plan(), [7]) == [(seq, "length")]
     assert len(seq.token_ids) == MAX_MODEL_LEN
 
 
 def test_a_stop_token_ends_a_sequence_and_stays_its_last():
     scheduler = make_scheduler()
     (seq,) = submit(scheduler, 3, max_tokens=1)
-    assert scheduler.commit(scheduler.plan(), [0]) == [(seq, "stop")], "stop wins over length"
+    assert commit(scheduler, scheduler.plan(), [0]) == [(seq, "stop")], "stop wins over length"
     assert seq.token_ids[-1] == 0
 
 
 def test_an_unfinished_chunk_gets_no_token():
     scheduler = make_scheduler(max_num_batched_tokens=4)
     (seq,) = submit(scheduler, 6)
-    assert scheduler.commit(scheduler.plan(), []) == []
+    assert commit(scheduler, scheduler.plan(), []) == []
     assert (seq.num_computed_tokens, len(seq.token_ids)) == (4, 6)
 
 
@@ -412,7 +407,7 @@ def test_a_wrong_number_of_sampled_tokens_is_refused_before_anything_changes(sam
     with pytest.raises(ValueError, match=f"got {len(sampled)} sampled tokens for a plan that samples 1"):
         scheduler.commit(plan, sampled)
     assert len(seq.token_ids) == 3
-    assert scheduler.commit(plan, [1]) == [(seq, None)]
+    assert commit(scheduler, plan, [1]) == [(seq, None)]
 
 
 def test_the_blocks_of_a_finished_sequence_are_free_or_cached():
@@ -458,7 +453,7 @@ def test_a_sequence_aborted_while_the_model_runs_gets_no_token():
     gone, stays = submit(scheduler, 3, 3)
     plan = scheduler.plan()
     scheduler.abort(gone.request_id)
-    assert scheduler.commit(plan, [7, 8]) == [(stays, None)]
+    assert commit(scheduler, plan, [7, 8]) == [(stays, None)]
     assert gone.num_output_tokens == 0
 
 
@@ -468,7 +463,7 @@ def test_a_sequence_aborted_while_the_model_runs_gets_no_token():
 def test_a_failed_sequence_frees_its_blocks_and_leaves_nothing_in_the_prefix_cache():
     scheduler = make_scheduler()
     failed, stays = submit(scheduler, 9, 3)
-    assert scheduler.commit(scheduler.plan(), [None, 8]) == [(failed, "failed"), (stays, None)]
+    assert commit(scheduler, scheduler.plan(), [None, 8]) == [(failed, "failed"), (stays, None)]
     assert (failed.status, failed.row, failed.num_output_tokens) == (SequenceStatus.FINISHED, None, 0)
     blocks = scheduler._kv.counts()
     assert (blocks.used, blocks.cached) == (1, 0)
@@ -496,12 +491,12 @@ def test_the_next_step_is_planned_before_the_last_is_committed():
     (seq,) = submit(scheduler, 3, max_tokens=3)
     first, second = scheduler.plan(), scheduler.plan()
     assert (second.starts, second.num_decodes, second.plan.token_ids) == ([3], 1, b"")
-    assert (seq.num_computed_tokens, seq.num_pending_tokens, len(seq.token_ids)) == (4, 2, 3)
-    assert scheduler.commit(first, [7]) == [(seq, None)]
+    assert (seq.num_computed_tokens, seq.num_uncomputed_tokens, len(seq.token_ids)) == (4, 1, 3)
+    assert commit(scheduler, first, [7]) == [(seq, None)]
     third = scheduler.plan()
     assert scheduler.plan() is None, "its last token is pending"
-    assert scheduler.commit(second, [8]) == [(seq, None)]
-    assert scheduler.commit(third, [9]) == [(seq, "length")]
+    assert commit(scheduler, second, [8]) == [(seq, None)]
+    assert commit(scheduler, third, [9]) == [(seq, "length")]
     assert list(seq.token_ids[3:]) == [7, 8, 9]
 
 
@@ -520,10 +515,10 @@ def test_a_token_behind_a_stop_token_is_dropped_and_the_blocks_are_free_when_its
     scheduler = make_scheduler(caching=False)
     (seq,) = submit(scheduler, 3)
     first, second = scheduler.plan(), scheduler.plan()
-    assert scheduler.commit(first, [0]) == [(seq, "stop")]
+    assert commit(scheduler, first, [0]) == [(seq, "stop")]
     assert (seq.block_table, scheduler._kv.counts().used) == ([], 1), "the second step still writes there"
     assert scheduler.plan() is None
-    assert scheduler.commit(second, [7]) == []
+    assert commit(scheduler, second, [7]) == []
     assert (list(seq.token_ids[3:]), scheduler._kv.counts().used) == ([0], 0)
 
 
@@ -549,8 +544,8 @@ def test_a_row_goes_to_another_sequence_while_a_step_of_the_last_is_in_flight():
     second = scheduler.plan()
     (start,) = second.plan.row_starts
     assert (start.row, start.epoch, second.sequences) == (0, 2, [new])
-    assert scheduler.commit(first, [7]) == []
-    assert scheduler.commit(second, [8]) == [(new, None)]
+    assert commit(scheduler, first, [7]) == []
+    assert commit(scheduler, second, [8]) == [(new, None)]
 
 
 def test_nobody_is_preempted_while_a_step_in_flight_may_free_blocks():
@@ -775,17 +770,19 @@ def test_with_nothing_to_compute_what_is_cached_above_a_lowered_limit_is_forgott
     assert again.num_cached_tokens == 4
 
 
-def test_a_drain_in_a_hurry_preempts_until_what_runs_fits():
+def test_a_drain_past_its_deadline_preempts_until_what_runs_fits():
     scheduler = make_scheduler(num_blocks=16, caching=False)
     first, second, third = submit(scheduler, 12, 12, 12)
     step(scheduler)
     ahead = scheduler.plan()
-    scheduler.set_limits(limits(scheduler, kv_cache_fraction=0.5))
-    assert scheduler.kv_drains
-    scheduler.hurry()
-    assert scheduler.plan() is None, "a step in flight may end somebody"
+    scheduler.set_limits(limits(scheduler, kv_cache_fraction=0.5), kv_deadline_s=7.0)
+    in_time = scheduler.plan(6.9)
+    assert in_time is not None and scheduler.kv_drains
+    assert scheduler.plan(7.0) is None, "a step in flight may end somebody"
     scheduler.commit(ahead, [TOKEN] * 3)
-    plan = step(scheduler)
+    scheduler.commit(in_time, [TOKEN] * 3)
+    plan = scheduler.plan(7.0)
+    assert plan is not None
     assert (plan.preempted, plan.sequences) == ([third], [first, second])
     assert not scheduler.kv_drains
     assert (scheduler.effective, scheduler._kv.size) == (scheduler.limits, 8)
@@ -838,7 +835,7 @@ def test_a_sequence_of_a_step_that_was_aborted_takes_nobody_else_along():
     plan = scheduler.plan()
     assert plan is not None
     scheduler.abort(first.request_id)
-    assert scheduler.commit(plan, [TOKEN, TOKEN]) == [(second, None)]
+    assert commit(scheduler, plan, [TOKEN, TOKEN]) == [(second, None)]
 
 
 def test_admission_says_how_much_of_each_prompt_was_cached():

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fake_model import VOCAB_SIZE, FakeModel, candidates, expected_hypotheses, expected_output
+from fake_model import VOCAB_SIZE, FakeModel, candidates, contents, expected_hypotheses, expected_output
 from flyball_protocol import Limits, StepModel
 from flyball_runtime.core.beam_search import BeamSearch
 from flyball_runtime.core.kv_layout import most_blocks
@@ -21,7 +21,7 @@ from flyball_runtime.core.pooling import Pooling
 from flyball_runtime.core.request import Sequence, SequenceStatus, TokenLogprobs
 from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.governor import Governor, OutputLengths
-from flyball_runtime.kv_cache import KVCache
+from flyball_runtime.kv_cache import BlockPool, HostTier, KVCache
 from flyball_runtime.scheduler import BatchPlan, BlockedBy, Drafter, Ending, Scheduler, SchedulerConfig, Step
 from flyball_runtime.scheduler.policies import POLICIES
 from flyball_runtime.scheduler.queue import OUTPUT_TOKEN_WEIGHT
@@ -54,6 +54,7 @@ BEAMS = (
     BeamSearch(width=4, length_penalty=0.0, early_stopping="never"),
     BeamSearch(width=1, length_penalty=2.0),
 )
+ADAPTERS = (None, None, None, 0, 1, 2, 3)
 TARGETS_MS = st.sampled_from([None, 0.5, 1.5, 4.0])
 
 POOLINGS: tuple[Pooling | None, ...] = (None, "mean", None, None, "last", None, None)
@@ -69,7 +70,7 @@ class Oracle(Drafter):
         if not (drafts := super().draft(seq)):
             return drafts
         most = min(len(drafts), seq.max_total_tokens - len(seq.token_ids) - 1)
-        coming = expected_output(seq.token_ids.tolist(), most, frozenset())
+        coming = expected_output(seq.token_ids.tolist(), most, frozenset(), seq.adapter)
         if len(seq.token_ids) % 3 == 0:
             wrong = len(seq.token_ids) // 3 % most
             coming[wrong] = (coming[wrong] + 1) % VOCAB_SIZE
@@ -83,6 +84,11 @@ def drafter(num_tokens: int, max_batch_size: int) -> Oracle | None:
         num_speculative_tokens=num_tokens, prompt_lookup_max=1, disable_by_batch_size=max_batch_size
     )
     return Oracle(config)
+
+
+def hashes_of(pool: BlockPool) -> list[tuple[int, bytes]]:
+    """Return the blocks that can be found, with their hashes."""
+    return [(block, name) for block, name in enumerate(pool._hashes) if name is not None]
 
 
 def between(low: float, high: float, share: float) -> float:
@@ -102,6 +108,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         fair_share=st.booleans(),
         learns=st.booleans(),
         drafts=st.sampled_from([0, 0, 1, 3, 6]),
+        max_loras=st.integers(1, 3),
+        num_slots=st.sampled_from([0, 1, 5, 30]),
         prompts=st.lists(PROMPTS, min_size=4, max_size=MAX_WAITING),
     )
     def start(
@@ -117,6 +125,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         fair_share: bool,
         learns: bool,
         drafts: int,
+        max_loras: int,
+        num_slots: int,
         prompts: list[list[int]],
     ) -> None:
         config = SchedulerConfig(
@@ -126,11 +136,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             policy=policy,
             fair_share=fair_share,
+            max_loras=max_loras,
         )
         num_blocks = spare_tokens // block_size * len(windows) + sum(
             most_blocks(window, MAX_MODEL_LEN, config.max_num_batched_tokens, block_size) for window in windows
         )
-        self.kv = KVCache(num_blocks, block_size, caching, windows)
+        self.host = HostTier(num_slots) if num_slots and caching else None
+        self.kv = KVCache(num_blocks, block_size, caching, windows, self.host)
         governor = Governor(STEP_MODEL) if learns else None
         self.lengths = OutputLengths() if learns else None
         self.scheduler = Scheduler(
@@ -142,6 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafter=drafter(drafts, max_num_seqs - spare_budget % 2),
         )
         self.model = FakeModel(num_blocks, block_size, windows)
+        self.named: dict[bytes, list[int]] = {}  # what blocks hold, by hash
         self.num_blocks_there = num_blocks
         self.in_flight: deque[tuple[Step, list[int | None], list[int], dict[int, TokenLogprobs]]] = deque()
         self.ceiling = num_blocks
@@ -153,6 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_verified: Counter[bool] = Counter()  # drafts, by whether they were accepted
         self.service: Counter[tuple[int, str]] = Counter()
         self.num_searches = 0
+        self.num_without_slot = 0
         self.ahead: dict[tuple[tuple[int, str], tuple[int, str]], int] = {}
         self.submit(prompts, 16, 1, "a")
 
@@ -167,6 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_ms=st.sampled_from([None, 1.0, 8.0, 40.0]),
         forks=st.sampled_from([0, 0, 2, 3]),
         beams=st.sampled_from(BEAMS),
+        adapter=st.sampled_from(ADAPTERS),
     )
     def submit(
         self,
@@ -177,14 +192,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_ms: float | None = None,
         forks: int = 0,
         beams: BeamSearch | None = None,
+        adapter: int | None = None,
     ) -> None:
         """The clock goes on by a millisecond with each plan."""
         if beams is not None and beams.width <= self.scheduler.config.max_num_seqs:
-            self.submit_one(prompts[0], max_tokens, priority, client, deadline_ms, beams=beams)
+            self.submit_one(prompts[0], max_tokens, priority, client, deadline_ms, beams=beams, adapter=adapter)
         for prompt in prompts:
             group = f"group of {self.num_submitted}" if forks else None
             for _ in range(forks or 1):
-                self.submit_one(prompt, max_tokens, priority, client, deadline_ms, group)
+                self.submit_one(prompt, max_tokens, priority, client, deadline_ms, group, adapter=adapter)
 
     @rule(num=st.integers(1, 8))
     def steps(self, num: int) -> None:
@@ -221,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def hurry(self) -> None:
         """After the next plans, what runs fits a lowered KV limit."""
-        self.scheduler.hurry()
+        self.scheduler.set_limits(self.scheduler.limits, kv_deadline_s=0.0)
         while self.in_flight:
             self.collect()
         self.launch()
@@ -232,8 +248,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def collect(self) -> None:
         if self.in_flight:
             step, sampled, num_accepted, following = self.in_flight.popleft()
-            results = self.scheduler.commit(step, sampled, num_accepted=num_accepted, candidates=following)
-            self.record(step, results)
+            endings = self.scheduler.commit(step, sampled, num_accepted=num_accepted, candidates=following)
+            self.record(step, endings)
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 20))
@@ -296,7 +312,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.plan() is None
         self.give_back()
         assert self.kv.size == self.kv.capacity
-        assert self.scheduler.blocked_by is BlockedBy.NONE
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         assert self.kv.counts().used == 0
         assert self.scheduler.effective == self.scheduler.limits
@@ -313,6 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_ms: float | None,
         fork_group: str | None = None,
         beams: BeamSearch | None = None,
+        adapter: int | None = None,
     ) -> None:
         seq = make_sequence(
             prompt,
@@ -328,6 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logprobs=2 if self.num_submitted % 5 == 0 and beams is None else None,
             fork_group=fork_group,
             beam_search=beams,
+            adapter=adapter,
         )
         seq.arrived_s = self.now_s
         self.scheduler.submit(seq)
@@ -368,9 +385,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def num_missing(self, seq: Sequence) -> int:
         """How many tokens a step could compute of it now."""
-        num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+        num_tokens = seq.num_computed_tokens + seq.num_uncomputed_tokens
         is_full = seq.pooling is None and num_tokens == seq.max_total_tokens
-        return 0 if is_full else num_tokens - seq.num_computed_tokens
+        return 0 if is_full else seq.num_uncomputed_tokens
 
     def check_shape(self, step: Step, computed: dict[str, int]) -> None:
         plan = step.plan
@@ -385,7 +402,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert start + num == seq.num_computed_tokens
             num_drafts = self.num_drafts(plan, index)
             # as the step found it, and the drafts
-            num_tokens = len(seq.token_ids) + seq.num_pending_tokens - (plan.samples[index] and not searches(seq))
+            num_tokens = seq.num_computed_tokens + seq.num_uncomputed_tokens
+            num_tokens -= plan.samples[index] and not searches(seq)
             assert plan.samples[index] == (seq.pooling is None and start + num == num_tokens)
             assert num_drafts == 0 or (num == 1 + num_drafts and start + 1 == len(seq.token_ids) < seq.max_total_tokens)
             assert len(seq.block_table) * self.kv.block_size >= start + num
@@ -474,14 +492,22 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_blocked_by(self, step: Step) -> None:
         scheduler, counts = self.scheduler, self.kv.counts()
-        assert step.blocked_by is scheduler.blocked_by
         num_queued = sum(seq.status is SequenceStatus.WAITING for seq in self.live.values())
-        assert (step.blocked_by is BlockedBy.NONE) == (num_queued == 0)
+        without_slot = scheduler._adapters._held
+        assert (step.blocked_by in (BlockedBy.NONE, BlockedBy.ADAPTERS)) == (num_queued == 0)
+        assert step.blocked_by is not BlockedBy.NONE or not without_slot
+        assert step.blocked_by is not BlockedBy.ADAPTERS or without_slot
+        adapters = {seq.adapter for seq in self.running() if seq.adapter is not None}
+        assert len(adapters) <= scheduler.config.max_loras
+        assert not without_slot or len(adapters) == scheduler.config.max_loras
         held = [seq for seq in self.live.values() if seq.status is SequenceStatus.HELD]
         for seq in held:
+            if seq.request_id in without_slot:
+                self.num_without_slot += 1
+                continue
             assert seq.fork_group in {one.fork_group for one in self.running()}, "nobody computes what it waits for"
         if step.blocked_by is BlockedBy.SEQS:
-            num_seats = scheduler.num_running + scheduler.num_reserved_seats + scheduler.head.num_seats
+            num_seats = scheduler.num_running + scheduler.num_reserved_seats + scheduler._waiting.head().num_seats
             assert num_seats > scheduler.limits.max_num_seqs
         if step.blocked_by is BlockedBy.KV:
             most = self.kv.num_blocks_for(MAX_MODEL_LEN)
@@ -491,19 +517,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step.blocked_by is BlockedBy.BUDGET and scheduler.config.enable_chunked_prefill:
             assert step.num_tokens >= scheduler.limits.max_num_batched_tokens
 
-    def record(self, step: Step, results: list[tuple[Sequence, Ending | None]]) -> None:
+    def record(self, step: Step, endings: list[tuple[Sequence, Ending]]) -> None:
         num_accepted = sum(step.num_accepted)
         self.num_verified += Counter({True: num_accepted, False: sum(step.plan.num_drafts) - num_accepted})
-        for seq, reason in results:
+        for seq in step.got_tokens:
             assert self.live[seq.request_id] is seq, "a sequence got a token after its end"
+            self.service[self.account(seq)] += OUTPUT_TOKEN_WEIGHT * step.num_taken.get(seq.request_id, 1)
+        for seq, reason in endings:
+            assert self.live[seq.request_id] is seq, "a sequence ended twice"
             if searches(seq) and reason != "failed":
                 self.check_hypotheses(seq, step)
-            elif reason != "failed" and seq.pooling is None:
-                self.service[self.account(seq)] += OUTPUT_TOKEN_WEIGHT * step.num_taken.get(seq.request_id, 1)
-            if reason is not None:
-                self.end(seq)
+            self.end(seq)
 
     def end(self, seq: Sequence) -> None:
+        self.note_names(seq)
         assert seq.status is SequenceStatus.FINISHED
         if self.lengths is not None:
             self.lengths.observe(seq.num_prompt_tokens, seq.num_output_tokens, route=seq.client)
@@ -522,7 +549,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         found, settings = step.hypotheses[seq.request_id], seq.sampling.beam_search
         prompt = seq.token_ids[: seq.num_prompt_tokens].tolist()
         most = seq.max_total_tokens - seq.num_prompt_tokens
-        expected = expected_hypotheses(prompt, most, seq.stop_token_ids, settings)
+        expected = expected_hypotheses(prompt, most, seq.stop_token_ids, settings, seq.adapter)
         assert [one.token_ids for one in found] == [token_ids for token_ids, _ in expected]
         assert all(abs(one.score - score) < 1e-6 for one, (_, score) in zip(found, expected, strict=True))
         assert seq.token_ids.tolist() == prompt + found[0].token_ids
@@ -534,7 +561,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         token_ids = seq.token_ids.tolist()
         prompt, output = token_ids[: seq.num_prompt_tokens], token_ids[seq.num_prompt_tokens :]
         num_tokens = seq.max_total_tokens - seq.num_prompt_tokens
-        assert output == expected_output(prompt, num_tokens, seq.stop_token_ids)[: len(output)]
+        assert output == expected_output(prompt, num_tokens, seq.stop_token_ids, seq.adapter)[: len(output)]
 
     def running(self) -> list[Sequence]:
         return list(self.scheduler.running)
@@ -546,6 +573,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.blocks_are_accounted_for()
         self.backlogged_clients_get_the_same_service()
         self.capacity_holds()
+        self.hashes_name_what_is_there()
         self.sequences_are_whole()
 
     def blocks_are_accounted_for(self) -> None:
@@ -591,6 +619,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             held == counts.capacity and effective.kv_cache_fraction == self.scheduler.limits.kv_cache_fraction
         )
         assert effective.max_num_seqs == max(self.scheduler.limits.max_num_seqs, self.scheduler.num_running)
+
+    def hashes_name_what_is_there(self) -> None:
+        """Blocks, and slots of host memory, hold the tokens that their hashes name. Between plans no slot is in use."""
+        for seq in (*self.live.values(), *self.running()):
+            self.note_names(seq)
+        for block, name in hashes_of(self.kv._pool):
+            assert self.model.held(block) == self.named.get(name[:64], self.model.held(block))
+        if self.host is not None:
+            for slot, name in hashes_of(self.host._slots):
+                assert self.model.on_host[slot] == self.named.get(name[:64], self.model.on_host[slot])
+            counts = self.host._slots.counts()
+            assert counts.used == 0
+            assert counts.free + counts.cached == self.host.num_slots
+
+    def note_names(self, seq: Sequence) -> None:
+        """Remember what the hashes of a sequence stand for."""
+        names, size = seq.block_hashes, self.kv.block_size
+        if any(name not in self.named for name in names):
+            own = contents(seq.token_ids.tolist(), seq.adapter)
+            self.named |= {name: own[at * size : (at + 1) * size] for at, name in enumerate(names)}
 
     def sequences_are_whole(self) -> None:
         running = self.running()
@@ -643,7 +691,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 def test_long_histories_under_load() -> None:
     """Hypothesis favours short histories; these keep the pool full for hundreds of calls."""
     num_verified: Counter[bool] = Counter()
-    num_searches = 0
+    num_searches = num_without_slot = 0
+    num_swaps: Counter[str] = Counter()
     for seed in range(NUM_LONG_HISTORIES):
         rng = random.Random(seed)
         machine = SchedulerMachine()
@@ -659,6 +708,8 @@ def test_long_histories_under_load() -> None:
             fair_share=rng.random() < 0.7,
             learns=rng.random() < 0.5,
             drafts=rng.choice([0, 0, 1, 3, 6]),
+            max_loras=rng.randint(1, 3),
+            num_slots=rng.choice([0, 1, 5, 30]),
             prompts=[[1, 2, 1]],
         )
         for _ in range(200):
@@ -667,8 +718,12 @@ def test_long_histories_under_load() -> None:
         machine.teardown()
         num_verified += machine.num_verified
         num_searches += machine.num_searches
+        num_without_slot += machine.num_without_slot
+        num_swaps += machine.model.num_swaps
     assert num_verified[True] > 10 and num_verified[False] > 10
     assert num_searches > NUM_LONG_HISTORIES
+    assert num_without_slot > NUM_LONG_HISTORIES
+    assert num_swaps["out"] > num_swaps["back"] > NUM_LONG_HISTORIES
 
 
 def random_call(machine: SchedulerMachine, rng: random.Random) -> None:
@@ -677,9 +732,13 @@ def random_call(machine: SchedulerMachine, rng: random.Random) -> None:
         prompt = ([*rng.choice(PREFIXES)[: rng.randint(0, 22)], rng.randint(0, 2)])[: MAX_MODEL_LEN - 1]
         deadline_ms = rng.choice([None, 1.0, 8.0, 40.0])
         num, forks, beams = rng.randint(1, 3), rng.choice([0, 2]), rng.choice(BEAMS)
-        machine.submit(
-            [prompt] * num, rng.randint(1, 20), rng.randint(0, 2), rng.choice("abc"), deadline_ms, forks, beams
+        max_tokens, priority, client, adapter = (
+            rng.randint(1, 20),
+            rng.randint(0, 2),
+            rng.choice("abc"),
+            rng.choice(ADAPTERS),
         )
+        machine.submit([prompt] * num, max_tokens, priority, client, deadline_ms, forks, beams, adapter)
     elif kind < 0.85:
         machine.steps(rng.randint(1, 4))
     elif kind < 0.92:

@@ -15,10 +15,15 @@ _NAME = re.compile(r"[\w.-]")
 
 
 class CallParser(Parser):
-    """What the formats have in common: content between calls, and a call as a JSON object."""
+    """What the formats have in common: content between calls, and a call as a JSON object.
 
-    def __init__(self) -> None:
+    Args:
+        anywhere: calls may come behind content. Otherwise an output that does not begin with one has none.
+    """
+
+    def __init__(self, *, anywhere: bool = True) -> None:
         super().__init__()
+        self._anywhere = anywhere
         self._has_calls = False
 
     def give_up(self, source: Source) -> None:
@@ -34,6 +39,9 @@ class CallParser(Parser):
             return True
         if not (yield from source.peek()):
             self.give_up(source)
+            return False
+        if not self._anywhere:
+            yield from source.rest(lambda text: self.emit(Content(text)))
             return False
         return (yield from source.until(marker, lambda text: self.emit(Content(text))))
 
