@@ -16,6 +16,7 @@ from flyball_runtime.core.checkpoint import Checkpoint
 from flyball_runtime.core.errors import InvalidRequest
 from flyball_runtime.core.grammar import WHITESPACE, Grammar
 from flyball_runtime.core.memory import resident_bytes
+from flyball_runtime.grammar.endings import lark_ends, schema_ends
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -104,9 +105,14 @@ class GrammarCompiler:
         """Compile a grammar, follow it for a few tokens, and return it in the form that is quickest to compile again.
 
         Raises:
-            InvalidRequest: like ``compile``; or its masks take too long.
+            InvalidRequest: like ``compile``; or its masks take too long, or everything that fits it is endless.
         """
+        if grammar.kind == "json" and not schema_ends(grammar.text):
+            raise _endless()
+        is_lark = grammar.kind == "grammar"
         grammar = lowered(grammar)
+        if is_lark and not lark_ends(grammar.text):
+            raise _endless()
         matcher = self.compile(grammar).matcher()
         rng = random.Random(0)
         for _ in range(TRIAL_STEPS):
@@ -155,6 +161,10 @@ def _check(matcher: LLMatcher) -> None:
     if reason.startswith("NoExtension"):
         raise _refused("no output can satisfy it")
     raise _refused("it is too large" if reason.startswith("panic") else reason)
+
+
+def _endless() -> InvalidRequest:
+    return _refused("every output that fits it goes on for ever")
 
 
 def no_vocabulary() -> InvalidRequest:
