@@ -19,7 +19,11 @@ FIGURES = pytest.StashKey[dict[str, dict[str, Any]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="repeat each disturbance 6 times (drains: 3) instead of twice")
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="repeat each disturbance 6 times (drains: 3) instead of twice; watch objectives",
+    )
     parser.addoption("--figures", type=Path, help="a JSON file for what the tests measured")
 
 

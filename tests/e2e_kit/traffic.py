@@ -37,12 +37,16 @@ class Verdict:
         return [one for one in self.answers if not one.problem and one.text != self.work.expected[one.key]]
 
     @property
+    def of_streams(self) -> list[Answer]:
+        return [one for one in self.answers if one.ask in self.work.streams]
+
+    @property
     def is_clean(self) -> bool:
         return not self.failed and not self.changed
 
     @property
     def figures(self) -> dict[str, float]:
-        streams = [one for one in self.answers if one.ask in self.work.streams]
+        streams = self.of_streams
         times = [one.last_s - one.first_s for one in streams if one.first_s is not None and not one.problem]
         return {
             "requests": len(self.answers),
