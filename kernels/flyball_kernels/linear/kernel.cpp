@@ -7,6 +7,7 @@
 // exact in all. See benchmarks/linear.py.
 #include "../cpu/dot.h"
 #include "../cpu/tensors.h"
+#include "../cpu/transpose.h"
 #include "amx.h"
 
 namespace flyball {
@@ -42,6 +43,7 @@ struct Fma {
   static int64_t feature(int64_t) { return 0; }
   static Pair weights(const T* from) { return load_pair(from); }
   static Input input(const T* x, int64_t) { return static_cast<float>(*x); }
+  static Vec inputs(const T* x) { return load(x); }  // of kLanes steps
   static Vec broadcast(Input x) { return splat(x); }
   static Vec add(Vec sum, Vec w, Vec x) { return sum + x * w; }
 };
@@ -56,6 +58,7 @@ struct Dot {
   static int64_t feature(int64_t i) { return i % 2; }
   static Pair weights(const Weight* from) { return {load_raw<Vec>(from), load_raw<Vec>(from + kPanel)}; }
   static Input input(const Weight* x, int64_t left) { return x[0].x | (left > 1 ? uint32_t{x[1].x} << 16 : 0); }
+  static Vec inputs(const Weight* x) { return load_raw<Vec>(x); }
   static Vec broadcast(Input x) { return (Vec)_mm512_set1_epi32(static_cast<int>(x)); }
   static Vec add(Vec sum, Vec w, Vec x) { return add_product(sum, (VecU)w, (VecU)x); }
 };
@@ -75,14 +78,28 @@ struct Output {
 };
 
 template <class T>
+void store_panel(T* to, Vec low, Vec high) {
+  store(to, low);
+  store(to + kLanes, high);
+}
+
+#if defined(__AVX512BF16__)
+// Rounds to nearest, ties to even; denormals become 0.
+inline void store_panel(c10::BFloat16* to, Vec low, Vec high) {
+  const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  __builtin_memcpy(to, &rounded, sizeof(rounded));
+}
+#endif
+
+template <class T>
 void write_row(const Output<T>& out, int64_t row, Vec low, Vec high) {
   const int64_t rest = out.columns - kLanes;
   T* to = out.data + row * out.stride;
   if (out.bias) low += load_up_to(out.bias, out.columns);
+  if (out.bias && rest > 0) high += load_up_to(out.bias + kLanes, rest);
+  if (rest >= kLanes) return store_panel(to, low, high);
   store_up_to(to, low, out.columns);
-  if (rest <= 0) return;
-  if (out.bias) high += load_up_to(out.bias + kLanes, rest);
-  store_up_to(to + kLanes, high, rest);
+  if (rest > 0) store_part(to + kLanes, high, rest);
 }
 
 #if FLYBALL_AMX
@@ -132,19 +149,37 @@ void pack_weight(const typename A::Weight* weight, int64_t n, int64_t k, typenam
   }
 }
 
+// Packs at most kLanes rows, kLanes steps at a time, as far as whole vectors go; returns how far that is.
+template <class A>
+int64_t pack_columns(const typename A::Weight* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
+  int64_t step = 0;
+  // each store but a row's worth lies beyond what it is for; the next one puts that right
+  for (; (step + kLanes) * A::kDepth <= k && (step + kLanes - 1) * rows + kLanes <= num_steps<A>(k) * rows; step += kLanes) {
+    Vec block[kLanes] = {};
+    for (int64_t row = 0; row < rows; ++row) block[row] = A::inputs(x + row * stride + step * A::kDepth);
+    transpose(block);
+    for (int64_t i = 0; i < kLanes; ++i) std::memcpy(packed + (step + i) * rows, &block[i], sizeof(Vec));
+  }
+  return step;
+}
+
 // rows of x [rows, k] -> [steps, rows], or [rows, steps] for tiles
 template <class A>
 void pack_rows(const typename A::Weight* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
+  const int64_t steps = num_steps<A>(k);
   if constexpr (kHasTiles<A>) {
-    const int64_t steps = num_steps<A>(k);
     for (int64_t row = 0; row < rows; ++row) {
       std::memset(packed + row * steps + k / A::kDepth, 0, (steps - k / A::kDepth) * sizeof(*packed));
       std::memcpy(packed + row * steps, x + row * stride, k * sizeof(*x));
     }
     return;
+  } else {
+    int64_t step = 0;
+    if (4 <= rows && rows <= kLanes) step = pack_columns<A>(x, stride, rows, k, packed);
+    for (; step < steps; ++step)
+      for (int64_t row = 0; row < rows; ++row)
+        packed[step * rows + row] = A::input(x + row * stride + step * A::kDepth, k - step * A::kDepth);
   }
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t j = 0; j < k; j += A::kDepth) packed[j / A::kDepth * rows + row] = A::input(x + row * stride + j, k - j);
 }
 
 // Panels panels times a tile of Rows rows. Every sum runs over the steps in order, whatever Rows and Panels are, so a row's
