@@ -80,6 +80,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--dtype", default="auto", choices=settings.DTYPES, help="auto uses the checkpoint's type")
     model.add_argument(
+        "--quantization",
+        default="none",
+        choices=settings.QUANTIZATIONS,
+        help="int8 rounds weights and inputs of linear layers to 8 bits, on CPUs: half the memory, up to twice as fast",
+    )
+    model.add_argument(
         "--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output (default: the checkpoint's)"
     )
     model.add_argument(
@@ -586,6 +592,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         served_model_name=names[0],
         model_impl=args.model_impl,
         dtype=args.dtype,
+        quantization=args.quantization,
         device=args.device,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

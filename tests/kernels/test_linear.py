@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flyball_kernels
-from flyball_kernels import Backend
+from flyball_kernels import Backend, Int8Linear
 from flyball_kernels.linear import reference
 from kernel_checks import CPP, assert_close
 
@@ -100,3 +100,70 @@ def test_refuses_what_does_not_fit():
         PackedLinear(torch.ones(4, 8, dtype=torch.int8))
     with pytest.raises(ValueError, match=r"bias has shape \[3\]; it must be \[4\]"):
         PackedLinear(torch.ones(4, 8), torch.ones(3))
+
+
+BACKENDS = pytest.mark.parametrize("backend", [CPP, Backend("torch")], ids=["cpp", "torch"])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "in_features", "out_features"),
+    [(0, 8, 8), (1, 1, 1), (1, 7, 31), (3, 96, 80), (9, 5, 640), (14, 33, 33), (40, 301, 700), (113, 768, 64)],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_8_bits_are_those_of_the_reference(num_rows, in_features, out_features, bias, dtype):
+    weight, b = layer(in_features, out_features, dtype, bias)
+    x = torch.randn(num_rows, in_features, dtype=dtype) * torch.logspace(-3, 3, num_rows)[:, None].to(dtype)
+    expected = Int8Linear(weight, b, backend=Backend("torch"))(x)
+    assert_close(Int8Linear(weight, b, backend=CPP)(x), expected)
+
+
+@BACKENDS
+def test_8_bits_are_close_to_the_layer_itself(backend):
+    weight, _ = layer(1024, 256, torch.float32, bias=False)
+    x = torch.randn(50, 1024)
+    exact = reference.linear(x, weight, None)
+    error = Int8Linear(weight, backend=backend)(x) - exact
+    # each factor of a product is off by 1 / sqrt(12) units, one of which is 1 / 127 of the largest of 1024 normal values
+    assert error.std() / exact.std() == pytest.approx(2**0.5 / 12**0.5 * 3.25 / 127, rel=0.1)
+
+
+@BACKENDS
+def test_8_bits_hold_whole_numbers_exactly(backend):
+    weight = torch.randint(-127, 128, (70, 4096)).float()
+    x = torch.randint(-127, 128, (30, 4096)).float()
+    weight[:, 0] = x[:, 0] = 127  # so that a unit is 1
+    exact = (x.double() @ weight.double().T).float()
+    torch.testing.assert_close(Int8Linear(weight, backend=backend)(x), exact, rtol=1e-6, atol=0)
+
+
+@BACKENDS
+def test_8_bits_of_a_row_do_not_depend_on_other_rows(backend, dtype):
+    weight, bias = layer(96, 80, dtype, bias=True)
+    linear = Int8Linear(weight, bias, backend=backend)
+    x = torch.randn(40, 96, dtype=dtype)
+    x[7, 5], x[9, 0], x[11] = float("nan"), float("inf"), 0.0
+    out = linear(x)
+    torch.testing.assert_close(out, torch.cat([linear(row[None]) for row in x]), rtol=0, atol=0, equal_nan=True)
+    assert out.isnan().all(dim=1).nonzero().flatten().tolist() == [7, 9]
+    torch.testing.assert_close(out[11], bias, rtol=0, atol=0)
+
+
+@BACKENDS
+def test_8_bits_of_a_column_that_is_zero_or_no_number(backend):
+    weight, _ = layer(96, 80, torch.float32, bias=False)
+    weight[3], weight[4, 1] = 0.0, float("nan")
+    out = Int8Linear(weight, backend=backend)(torch.randn(5, 96))
+    assert (out[:, 3] == 0).all()
+    assert out.isnan().all(dim=0).nonzero().flatten().tolist() == [4]
+
+
+@BACKENDS
+def test_what_8_bits_cannot_do_is_refused(backend):
+    with pytest.raises(ValueError, match="x has rows of 4; this layer takes 8"):
+        Int8Linear(torch.ones(3, 8), backend=backend)(torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"x is torch\.float16; it must be torch\.float32"):
+        Int8Linear(torch.ones(3, 8), backend=backend)(torch.ones(2, 8, dtype=torch.float16))
+    with pytest.raises(ValueError, match="weight has 65537 in_features; in 8 bits it may have 65536"):
+        Int8Linear(torch.ones(1, 65537), backend=backend)
+    with pytest.raises(ValueError, match="for the cpp and torch backends; this is triton"):
+        Int8Linear(torch.ones(3, 8), backend=Backend("triton"))

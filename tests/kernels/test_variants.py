@@ -28,6 +28,7 @@ MACROS = {  # of gcc, and the flag of /proc/cpuinfo
     "LZCNT": "abm",
     "BMI": "bmi1",
     "AVX512BF16": "avx512_bf16",
+    "AVX512VNNI": "avx512_vnni",
     "LAHF_SAHF": "lahf_lm",
     "GCC_HAVE_SYNC_COMPARE_AND_SWAP_16": "cx16",
     **{name.upper(): name for name in {*X86_64_V4, "amx_tile", "amx_bf16"} - {"abm", "bmi1", "lahf_lm", "cx16"}},

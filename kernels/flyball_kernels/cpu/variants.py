@@ -33,8 +33,9 @@ class Variant:
         return f"libflyball_kernels-{self.name}.so"
 
 
-_BF16, _AMX = X86_64_V4 | {"avx512_bf16"}, X86_64_V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}
-_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
+_BF16 = X86_64_V4 | {"avx512_bf16", "avx512_vnni"}  # no CPU has the first without the second
+_AMX = _BF16 | {"amx_tile", "amx_bf16"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 
 VARIANTS = (
     Variant("x86-64-v4-amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")),

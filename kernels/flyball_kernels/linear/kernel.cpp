@@ -1,10 +1,10 @@
-// Linear layer: 16-bit weights, fp32 sums.
+// Linear layer: fp32 sums of 16-bit weights, or whole sums of 8-bit ones.
 //
 // A weight is stored once, as panels of two vectors of columns (output features) that a thread streams through, for one row as for
-// hundreds. There are three arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
+// hundreds. There are several arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
 // dot product instruction of AVX512_BF16, which does twice the work of an FMA where a core issues two of them a cycle
 // (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
-// exact in all. See benchmarks/linear.py.
+// exact in all. Int8 (int8.h) is for weights that have been rounded to 8 bits. See benchmarks/linear.py.
 #include "../cpu/dot.h"
 #include "../cpu/tensors.h"
 #include "../cpu/transpose.h"
@@ -15,12 +15,14 @@ namespace {
 
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kTileRows = kRegisters / 2 - 2;  // 2 sums for each row, 2 weights and a broadcast fill the registers
-constexpr int64_t kAhead = 32;  // how many in_features to prefetch ahead
+constexpr int64_t kAheadBytes = 64 * kPanel;  // how far ahead of a panel's weights to prefetch
 constexpr int64_t kTilesOfBlock = 8;  // the copy of their rows stays in the second-level cache
 
-struct Pair {
-  Vec low, high;  // the first and the second half of a panel's columns
+template <class V>
+struct Halves {
+  V low, high;  // the first and the second half of a panel's columns
 };
+using Pair = Halves<Vec>;
 
 inline Pair load_pair(const float* from) { return {load(from), load(from + kLanes)}; }
 inline Pair load_pair(const c10::Half* from) { return {load(from), load(from + kLanes)}; }
@@ -31,12 +33,21 @@ inline Pair load_pair(const c10::BFloat16* from) {
   return {(Vec)(both << 16), (Vec)(both & 0xffff0000u)};
 }
 
+// Nothing: sums are results.
+struct NoScales {
+  NoScales from(int64_t, int64_t) const { return {}; }
+};
+
 // An arithmetic says how many features a step takes, where a step's weights lie in its kPanel * kDepth elements, what an
-// input looks like that is broadcast to a vector of columns, and how both are added to a vector of sums.
+// input looks like that is broadcast to a vector of columns, how both are added to a vector of sums, and what the result is.
+// Value is what the layer takes and gives.
 template <class T>
 struct Fma {
+  using Value = T;
   using Weight = T;
   using Input = float;
+  using Sum = Vec;
+  using Scales = NoScales;
   static constexpr int64_t kDepth = 1, kTileRows = flyball::kTileRows;
 
   static int64_t column(int64_t i) { return std::is_same_v<T, c10::BFloat16> ? i / 2 + i % 2 * kLanes : i; }
@@ -50,8 +61,11 @@ struct Fma {
 
 #if defined(__AVX512BF16__)
 struct Dot {
+  using Value = c10::BFloat16;
   using Weight = c10::BFloat16;
   using Input = uint32_t;  // two features
+  using Sum = Vec;
+  using Scales = NoScales;
   static constexpr int64_t kDepth = 2, kTileRows = flyball::kTileRows;
 
   static int64_t column(int64_t i) { return i / 2; }
@@ -65,15 +79,18 @@ struct Dot {
 #endif
 
 // Where a tile's result goes.
-template <class T>
+template <class A>
 struct Output {
+  using T = typename A::Value;
   T* data;  // the first row, the first column
   int64_t stride;
   int64_t columns;  // from the first column to the end of the row
   const T* bias;    // from the first column on, or null
+  typename A::Scales scales;
 
-  Output panel(int64_t p) const {
-    return {data + p * kPanel, stride, columns - p * kPanel, bias ? bias + p * kPanel : nullptr};
+  // What begins so many rows and columns further on.
+  Output from(int64_t row, int64_t column) const {
+    return {data + row * stride + column, stride, columns - column, bias ? bias + column : nullptr, scales.from(row, column)};
   }
 };
 
@@ -91,10 +108,10 @@ inline void store_panel(c10::BFloat16* to, Vec low, Vec high) {
 }
 #endif
 
-template <class T>
-void write_row(const Output<T>& out, int64_t row, Vec low, Vec high) {
+template <class A>
+void write_row(const Output<A>& out, int64_t row, Vec low, Vec high) {
   const int64_t rest = out.columns - kLanes;
-  T* to = out.data + row * out.stride;
+  auto* to = out.data + row * out.stride;
   if (out.bias) low += load_up_to(out.bias, out.columns);
   if (out.bias && rest > 0) high += load_up_to(out.bias + kLanes, rest);
   if (rest >= kLanes) return store_panel(to, low, high);
@@ -108,14 +125,15 @@ struct Amx : Dot {
   static constexpr int64_t kTileRows = 2 * kAmxRows, kMultiple = 2 * kAmxStep;
 
   static void multiply(int64_t rows, int64_t num_panels, const Input* x, const Weight* panels, int64_t steps,
-                       const Output<Weight>& out) {
+                       const Output<Amx>& out) {
     const AmxTiles tiles(rows);
     _tile_loadconfig(&tiles);
-    for (int64_t p = 0; p < num_panels; ++p) multiply_panel(rows, x, panels + p * steps * kPanel * kDepth, steps, out.panel(p));
+    for (int64_t p = 0; p < num_panels; ++p)
+      multiply_panel(rows, x, panels + p * steps * kPanel * kDepth, steps, out.from(0, p * kPanel));
     _tile_release();
   }
 
-  static void multiply_panel(int64_t rows, const Input* x, const Weight* panel, int64_t steps, const Output<Weight>& out) {
+  static void multiply_panel(int64_t rows, const Input* x, const Weight* panel, int64_t steps, const Output<Amx>& out) {
     alignas(64) float sums[kTileRows * kPanel];
     (rows > kAmxRows ? amx_panel<true> : amx_panel<false>)(x, reinterpret_cast<const Input*>(panel), steps, sums);
     for (int64_t row = 0; row < rows; ++row) write_row(out, row, load(sums + row * kPanel), load(sums + row * kPanel + kLanes));
@@ -151,7 +169,7 @@ void pack_weight(const typename A::Weight* weight, int64_t n, int64_t k, typenam
 
 // Packs at most kLanes rows, kLanes steps at a time, as far as whole vectors go; returns how far that is.
 template <class A>
-int64_t pack_columns(const typename A::Weight* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
+int64_t pack_columns(const typename A::Value* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
   int64_t step = 0;
   // each store but a row's worth lies beyond what it is for; the next one puts that right
   for (; (step + kLanes) * A::kDepth <= k && (step + kLanes - 1) * rows + kLanes <= num_steps<A>(k) * rows; step += kLanes) {
@@ -165,7 +183,7 @@ int64_t pack_columns(const typename A::Weight* x, int64_t stride, int64_t rows, 
 
 // rows of x [rows, k] -> [steps, rows], or [rows, steps] for tiles
 template <class A>
-void pack_rows(const typename A::Weight* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
+void pack_rows(const typename A::Value* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
   const int64_t steps = num_steps<A>(k);
   if constexpr (kHasTiles<A>) {
     for (int64_t row = 0; row < rows; ++row) {
@@ -182,24 +200,25 @@ void pack_rows(const typename A::Weight* x, int64_t stride, int64_t rows, int64_
   }
 }
 
+#include "int8.h"
+
 // Panels panels times a tile of Rows rows. Every sum runs over the steps in order, whatever Rows and Panels are, so a row's
 // result does not depend on how many rows there are.
 template <class A, int Rows, int Panels>
-void multiply_tile(const typename A::Input* x, const typename A::Weight* panels, int64_t steps,
-                   const Output<typename A::Weight>& out) {
+void multiply_tile(const typename A::Input* x, const typename A::Weight* panels, int64_t steps, const Output<A>& out) {
   constexpr int64_t kWidth = kPanel * A::kDepth;
-  Vec low[Panels][Rows] = {}, high[Panels][Rows] = {};
+  typename A::Sum low[Panels][Rows] = {}, high[Panels][Rows] = {};
   for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; ++p) {
       const typename A::Weight* from = panels + (p * steps + step) * kWidth;
-#pragma GCC unroll 2
-      for (int line = 0; line < A::kDepth; ++line)  // without it a core reads memory at about half speed
-        __builtin_prefetch(from + (kAhead + line) * kPanel);
-      const Pair w = A::weights(from);
+#pragma GCC unroll 4
+      for (size_t line = 0; line < kWidth * sizeof(*from); line += 64)  // without it a core reads memory at about half speed
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + kAheadBytes + line);
+      const auto w = A::weights(from);
 #pragma GCC unroll 16
       for (int row = 0; row < Rows; ++row) {
-        const Vec value = A::broadcast(x[step * Rows + row]);
+        const auto value = A::broadcast(x[step * Rows + row]);
         low[p][row] = A::add(low[p][row], w.low, value);
         high[p][row] = A::add(high[p][row], w.high, value);
       }
@@ -207,8 +226,14 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
   }
 #pragma GCC unroll 4
   for (int p = 0; p < Panels; ++p) {
+    const Output<A> to = out.from(0, p * kPanel);
 #pragma GCC unroll 16
-    for (int row = 0; row < Rows; ++row) write_row(out.panel(p), row, low[p][row], high[p][row]);
+    for (int row = 0; row < Rows; ++row) {
+      if constexpr (std::is_same_v<typename A::Sum, Vec>)
+        write_row(to, row, low[p][row], high[p][row]);
+      else
+        write_row(to, row, to.scales.result(row, 0, low[p][row]), to.scales.result(row, kLanes, high[p][row]));
+    }
   }
 }
 
@@ -217,25 +242,27 @@ constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 
 
 template <class A, int Rows = A::kTileRows>
 void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, const typename A::Weight* panels, int64_t steps,
-              const Output<typename A::Weight>& out) {
+              const Output<A>& out) {
   if constexpr (kHasTiles<A>) {
     return A::multiply(rows, num_panels, x, panels, steps, out);
   } else if (rows == Rows) {
     if (num_panels == panels_at_once(Rows)) return multiply_tile<A, Rows, panels_at_once(Rows)>(x, panels, steps, out);
     for (int64_t p = 0; p < num_panels; ++p)
-      multiply_tile<A, Rows, 1>(x, panels + p * steps * kPanel * A::kDepth, steps, out.panel(p));
+      multiply_tile<A, Rows, 1>(x, panels + p * steps * kPanel * A::kDepth, steps, out.from(0, p * kPanel));
     return;
   }
   if constexpr (Rows > 1 && !kHasTiles<A>) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out);
 }
 
+// rows of x [rows, k] to rows of out
 template <class A>
-void linear_block(const typename A::Weight* x, int64_t rows, int64_t k, const typename A::Weight* packed, int64_t n,
-                  const typename A::Weight* bias, typename A::Weight* out) {
+void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typename A::Weight* packed, int64_t n,
+                  Output<A> out) {
   struct Rows;
   static_assert(sizeof(typename A::Input) == sizeof(float));
   const int64_t steps = num_steps<A>(k);
-  auto* inputs = reinterpret_cast<typename A::Input*>(scratch<Rows>(rows * steps));
+  auto* inputs = reinterpret_cast<typename A::Input*>(scratch<Rows>(rows * steps + rows));
+  if constexpr (kIsQuantized<A>) out.scales.rows = reinterpret_cast<float*>(inputs + rows * steps);
   const int64_t num_panels = round_up(n, kPanel) / kPanel, num_tiles = round_up(rows, A::kTileRows) / A::kTileRows;
   const int64_t num_threads = omp_get_max_threads();
   const int64_t group = num_panels >= 2 * num_threads * panels_at_once(rows) ? panels_at_once(rows) : 1;
@@ -246,17 +273,28 @@ void linear_block(const typename A::Weight* x, int64_t rows, int64_t k, const ty
   {
 #pragma omp for
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      const int64_t row = tile_start(tile);
-      pack_rows<A>(x + row * k, k, tile_start(tile + 1) - row, k, inputs + row * steps);
+      const int64_t row = tile_start(tile), num = tile_start(tile + 1) - row;
+      if constexpr (kIsQuantized<A>)
+        pack_rounded<A>(x + row * k, num, k, inputs + row * steps, out.scales.rows + row);
+      else
+        pack_rows<A>(x + row * k, k, num, k, inputs + row * steps);
     }
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t i = 0; i < num_groups * num_tiles; ++i) {
       const int64_t panel = i / num_tiles * group, column = panel * kPanel, row = tile_start(i % num_tiles);
-      const Output<typename A::Weight> to{out + row * n + column, n, n - column, bias ? bias + column : nullptr};
       multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * steps,
-                  packed + column * steps * A::kDepth, steps, to);
+                  packed + column * steps * A::kDepth, steps, out.from(row, column));
     }
   }
+}
+
+// x [m, k] -> out [m, n]
+template <class A>
+void linear_all(const typename A::Value* x, int64_t m, int64_t k, const typename A::Weight* packed, int64_t n,
+                const Output<A>& out) {
+  constexpr int64_t kBlockRows = kTilesOfBlock * A::kTileRows;
+  for (int64_t row = 0; row < m; row += kBlockRows)
+    linear_block<A>(x + row * k, std::min(kBlockRows, m - row), k, packed, n, out.from(row, 0));
 }
 
 bool has_amx() {
@@ -300,13 +338,39 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
   const int64_t m = x.size(0), k = x.size(1);
   Tensor out = at::empty({m, n}, x.options());
   with_arithmetic(x, dot, [&]<class A>(A) {
-    using T = typename A::Weight;
-    constexpr int64_t kBlockRows = kTilesOfBlock * A::kTileRows;
-    for (int64_t row = 0; row < m; row += kBlockRows) {
-      const int64_t rows = std::min(kBlockRows, m - row);
-      linear_block<A>(data<const T>(x) + row * k, rows, k, data<const T>(packed), n, data_or_null<T>(bias),
-                      data<T>(out) + row * n);
-    }
+    using T = typename A::Value;
+    linear_all<A>(data<const T>(x), m, k, data<const T>(packed), n, {data<T>(out), n, n, data_or_null<T>(bias), {}});
+  });
+  return out;
+}
+
+// weight [n, k] -> panels of int8, and for each column its scale and the sum of its weights
+std::tuple<Tensor, Tensor, Tensor> linear_int8_pack(const Tensor& unpacked) {
+  const Tensor weight = unpacked.contiguous();
+  const int64_t n = weight.size(0), k = weight.size(1), columns = round_up(n, kPanel);
+  using A = Int8<float>;  // the layout does not depend on the type of inputs
+  const auto bytes = weight.options().dtype(at::kChar);
+  const Tensor packed = at::empty({columns / kPanel, num_steps<A>(k), kPanel * A::kDepth}, bytes);
+  const Tensor values = at::empty({n, k}, bytes);
+  const Tensor scales = at::empty({columns}, weight.options().dtype(at::kFloat)).zero_();
+  const Tensor sums = at::empty({columns}, weight.options().dtype(at::kInt)).zero_();
+  prefer_huge_pages(packed.data_ptr(), packed.nbytes());
+  dispatch(weight, "linear_int8_pack", [&]<class T>(T*) {
+    round_weight(data<const T>(weight), n, k, data<int8_t>(values), data<float>(scales), data<int32_t>(sums));
+  });
+  pack_weight<A>(data<const int8_t>(values), n, k, data<int8_t>(packed));
+  return {packed, scales, sums};
+}
+
+Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scales, const Tensor& sums,
+                   const std::optional<Tensor>& bias, int64_t n) {
+  const Tensor x = input.contiguous();
+  const int64_t m = x.size(0), k = x.size(1);
+  Tensor out = at::empty({m, n}, x.options());
+  dispatch(x, "linear_int8", [&]<class T>(T*) {
+    const ColumnScales of_columns{nullptr, data<const float>(scales), data<const int32_t>(sums)};
+    linear_all<Int8<T>>(data<const T>(x), m, k, data<const int8_t>(packed), n,
+                        {data<T>(out), n, n, data_or_null<T>(bias), of_columns});
   });
   return out;
 }
@@ -314,9 +378,13 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def("linear_prefers_dot() -> bool", &prefers_dot);
   m.def("linear_pack(Tensor weight, bool dot) -> Tensor");
+  m.def("linear_int8_pack(Tensor weight) -> (Tensor, Tensor, Tensor)");
+  m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor sums, Tensor? bias, int out_features) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool dot) -> Tensor");
   m.impl("linear_pack", c10::DispatchKey::CPU, TORCH_FN(linear_pack));
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
+  m.impl("linear_int8_pack", c10::DispatchKey::CPU, TORCH_FN(linear_int8_pack));
+  m.impl("linear_int8", c10::DispatchKey::CPU, TORCH_FN(linear_int8));
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ from flyball_runtime.core.speculation import SpeculativeConfig
 logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("auto", "flyball", "transformers")
+QUANTIZATIONS = ("none", "int8")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 KERNEL_BACKENDS = ("auto", "cpp", "torch", "triton")
@@ -34,6 +35,7 @@ class EngineConfig:
         served_model_name: the name that requests use.
         model_impl: whose code runs the model; auto is Flyball's where it has the architecture, else transformers'.
         dtype: weights and activations; auto takes the checkpoint's.
+        quantization: int8: linear layers round weights and inputs to 8 bits.
         max_model_len: longest prompt plus output in tokens; None takes the checkpoint's maximum.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens one step computes.
@@ -61,6 +63,7 @@ class EngineConfig:
     served_model_name: str
     model_impl: str = "auto"
     dtype: str = "auto"
+    quantization: str = "none"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -89,6 +92,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice("model-impl", self.model_impl, MODEL_IMPLS)
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("quantization", self.quantization, QUANTIZATIONS)
         _check_choice("device", self.device, DEVICES)
         _check_choice("kernel-backend", self.kernel_backend, KERNEL_BACKENDS)
         _check_choice("scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)

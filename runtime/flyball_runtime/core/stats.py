@@ -122,6 +122,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         draft_model: as ``--speculative-config`` names it; "" without one.
         num_swap_slots: how many KV blocks host memory holds.
         block_copy_s: seconds that copying one of them in one direction takes, as measured; 0.0 if nobody said.
+        quantization: of linear layers: none or int8.
     """
 
     model: str
@@ -142,9 +143,11 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     draft_model: str = ""
     num_swap_slots: int = 0
     block_copy_s: float = 0.0
+    quantization: str = "none"
 
     @property
     def key(self) -> str:
         """What step times depend on; see ``Evidence.key``."""
         model = f"{self.model}+{self.draft_model}" if self.draft_model else self.model
-        return f"{model}/{self.dtype}/{self.device_name or self.device}/{__version__}"
+        dtype = self.dtype if self.quantization == "none" else f"{self.dtype}+{self.quantization}"
+        return f"{model}/{dtype}/{self.device_name or self.device}/{__version__}"

@@ -110,6 +110,7 @@ class ModelRunner:
             device=self._device,
             backend=self._backend,
             max_model_len=self._max_model_len,
+            quantization=config.quantization,
         )
         speculation = config.speculative_config
         self._draft_model: DraftModel | None = None
@@ -197,6 +198,7 @@ class ModelRunner:
         self.info = EngineInfo(
             model=config.served_model_name,
             dtype=self._dtype_name,
+            quantization=config.quantization,
             device=str(self._device),
             kernel_backend=self._backend.name,
             max_model_len=self._max_model_len,

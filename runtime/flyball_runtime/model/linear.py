@@ -1,30 +1,44 @@
 """Weights of a model: where they are, what they are called in a checkpoint, and the layers made of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flyball_kernels.backend import Backend
-from flyball_kernels.linear import PackedLinear
+from flyball_kernels.linear import Int8Linear, PackedLinear
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 
 Destinations = Iterator[tuple[str, Tensor]]
 """Tensor names of a checkpoint, and where their values go."""
 
 
+Linear = PackedLinear | Int8Linear
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where the tensors of a model are, and what computes with them."""
+    """Where the tensors of a model are, and what computes with them.
+
+    Attributes:
+        quantization: of linear layers, as ``EngineConfig`` has it.
+    """
 
     dtype: torch.dtype
     device: torch.device
     backend: Backend
+    quantization: str = "none"
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return a layer of these weights, which it takes over, rounded if that is asked for."""
+        if self.quantization == "int8":
+            return Int8Linear(weight, bias, backend=self.backend)
+        return PackedLinear(weight, bias, backend=self.backend)
 
 
 class LowRank(NamedTuple):
@@ -84,16 +98,19 @@ class FusedLinear:
 
     Args:
         parts: out_features of each projection by its name in the checkpoint, in the order of the output.
+        exact: whether the weights are never rounded further.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, place: Place) -> None:
+    def __init__(
+        self, in_features: int, parts: dict[str, int], *, bias: bool, place: Place, exact: bool = False
+    ) -> None:
         out_features = sum(parts.values())
         self._parts = parts
         self._in_features = in_features
-        self._backend = place.backend
+        self._place = replace(place, quantization="none") if exact else place
         self._weight: Tensor | None = place.empty(out_features, in_features)
         self._bias = place.empty(out_features) if bias else None
-        self._packed: PackedLinear | None = None
+        self._packed: Linear | None = None
 
     def destinations(self, prefix: str) -> Destinations:
         """Names in the checkpoint, and the rows that each tensor is to be copied into."""
@@ -112,7 +129,7 @@ class FusedLinear:
     def pack(self) -> None:
         """Give the weights the layout that is fastest on their device; the buffer that was filled is let go."""
         assert self._weight is not None, "packed twice"
-        self._packed = PackedLinear(self._weight, self._bias, backend=self._backend)
+        self._packed = self._place.linear(self._weight, self._bias)
         self._weight = self._bias = None
 
     def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:

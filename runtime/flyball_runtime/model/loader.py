@@ -187,29 +187,47 @@ def load_model(
     device: torch.device | str,
     backend: Backend,
     max_model_len: int | None = None,
+    quantization: str = "none",
 ) -> LanguageModel:
     """Build the model and fill it from the directory's safetensors, converting to ``dtype`` on the way.
 
     Args:
         config: of ``describe_model``, which says whose code runs it.
         max_model_len: longest context to prepare for; None is all that the model was made for.
+        quantization: what the weights of linear layers are rounded to.
     Raises:
-        ConfigError: a file is missing or unreadable; a tensor is missing, unexpected or of the wrong shape or kind; or
-            the device cannot hold the model.
+        ConfigError: a file is missing or unreadable; a tensor is missing, unexpected or of the wrong shape or kind; the
+            weights cannot be rounded here; or the device cannot hold the model.
     """
     start = time.monotonic()
     files = weight_files(Path(path))
-    place, max_len = Place(dtype, torch.device(device), backend), max_model_len or config.default_context_len
+    place = Place(dtype, torch.device(device), backend, quantization)
+    max_len = max_model_len or config.default_context_len
+    if quantization != "none":
+        _check_can_round(config, place)
     model: LanguageModel
     if isinstance(config, ModelConfig):
         model = _load_native(config, files, place, max_len)
     else:
         model = _load_by_transformers(Path(path), config, files, place, max_len)
     logger.info(
-        "loaded %d parameters as %s from %d file(s) in %.1f s",
-        *(model.num_parameters, dtype, len(files), time.monotonic() - start),
+        "loaded %d parameters as %s%s from %d file(s) in %.1f s",
+        *(model.num_parameters, dtype, "" if quantization == "none" else f", linear layers in {quantization},"),
+        *(len(files), time.monotonic() - start),
     )
     return model
+
+
+def _check_can_round(config: ServedModel, place: Place) -> None:
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(
+            f"--quantization {place.quantization}: {config.architecture} runs in transformers, whose layers are not rounded. "
+            "Leave the flag out."
+        )
+    if place.backend.name == "triton":
+        raise ConfigError(
+            f"--quantization {place.quantization} is for CPUs; this model runs on {place.device}. Leave the flag out."
+        )
 
 
 def _load_native(config: ModelConfig, files: list[Path], place: Place, max_len: int) -> CausalLM:

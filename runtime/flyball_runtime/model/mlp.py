@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flyball_kernels.linear import PackedLinear
 from flyball_kernels.swiglu import swiglu
 from flyball_runtime.core.model_config import ModelConfig, MoEConfig
 from flyball_runtime.model.linear import AdaptedStep, Destinations, FusedLinear, Place, Projection
@@ -88,7 +87,7 @@ class StackedExperts:
             name: (place.empty(moe.num_experts, rows, columns), place.empty(moe.num_experts, rows))
             for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner))
         }
-        self._clamp, self._backend = moe.clamp, place.backend
+        self._clamp, self._place = moe.clamp, place
 
     def destinations(self, prefix: str) -> Destinations:
         for name, (weights, biases) in self._buffers.items():
@@ -97,8 +96,7 @@ class StackedExperts:
 
     def pack(self) -> None:
         self._gate_up, self._down = (
-            [PackedLinear(*parts, backend=self._backend) for parts in zip(*buffers, strict=True)]
-            for buffers in self._buffers.values()
+            [self._place.linear(*parts) for parts in zip(*buffers, strict=True)] for buffers in self._buffers.values()
         )
         self._buffers.clear()
 
@@ -119,12 +117,14 @@ class MixtureOfExperts:
         self.moe = moe
         is_stacked = moe.clamp is not None
         router = {"router" if is_stacked else "gate": moe.num_experts}
-        self.router = FusedLinear(config.hidden_size, router, bias=is_stacked, place=place)
+        self.router = FusedLinear(config.hidden_size, router, bias=is_stacked, place=place, exact=True)
         self.experts = StackedExperts(config, moe, place) if is_stacked else Experts(config, moe, place)
         self.shared: MLP | None = None
         if moe.shared_intermediate_size is not None:
             self.shared = MLP(config, place, size=moe.shared_intermediate_size)
-            self.shared_gate = FusedLinear(config.hidden_size, {"shared_expert_gate": 1}, bias=False, place=place)
+            self.shared_gate = FusedLinear(
+                config.hidden_size, {"shared_expert_gate": 1}, bias=False, place=place, exact=True
+            )
 
     def destinations(self, prefix: str) -> Destinations:
         yield from self.router.destinations(prefix)

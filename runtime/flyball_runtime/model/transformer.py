@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flyball_kernels.backend import Backend
-from flyball_kernels.linear import PackedLinear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_runtime.core.checkpoint import ServedModel
@@ -256,7 +255,7 @@ class CausalLM:
 
     def __init__(self, config: ModelConfig, *, max_len: int, place: Place) -> None:
         self.config = config
-        self.backend = place.backend
+        self.backend, self._place = place.backend, place
         self.embedding = place.empty(config.vocab_size, config.hidden_size)
         self.layout = KVLayout.of(config.sliding_windows, max_len)
         angles = {rope: cos_sin_cache(rope, config.head_dim, max_len, place.device) for rope in set(config.ropes)}
@@ -291,7 +290,7 @@ class CausalLM:
         """
         for layer in self.layers:
             layer.pack()
-        self.lm_head = PackedLinear(self.head_weight, backend=self.backend)
+        self.lm_head = self._place.linear(self.head_weight)
         del self.head_weight
 
     @torch.inference_mode()

@@ -1,0 +1,133 @@
+// Weights rounded to 8 bits, one scale for each column; rows of inputs rounded to 8 bits as they come, one scale for each.
+// Sums are whole numbers, so they are exact. Included by kernel.cpp, inside its namespace.
+#pragma once
+
+using VecS16 = int16_t __attribute__((vector_size(4 * kLanes)));
+
+constexpr int32_t kZero = 128;  // inputs are stored as unsigned bytes, this much too large: what the instruction takes
+
+// What makes results of sums.
+struct ColumnScales {
+  float* rows;             // from the first row on
+  const float* columns;    // from the first column on
+  const int32_t* weights;  // sums of the columns' weights, likewise
+
+  ColumnScales from(int64_t row, int64_t column) const { return {rows + row, columns + column, weights + column}; }
+
+  Vec result(int64_t row, int64_t column, VecI sum) const {
+    const VecI exact = sum - kZero * load_raw<VecI>(weights + column);
+    return __builtin_convertvector(exact, Vec) * (splat(rows[row]) * load(columns + column));
+  }
+};
+
+// Sums of four products each: of unsigned bytes and signed ones.
+inline VecI add_bytes(VecI sum, VecI w, VecI x) {
+#if defined(__AVX512VNNI__)
+  return (VecI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+#elif defined(__AVX2__)
+  const VecS16 even = (VecS16)w << 8 >> 8, odd = (VecS16)w >> 8;  // products of bytes do not fit 16 bits, so none are made
+  const VecI low = x & 0x00ff00ff, high = (VecI)((VecU)x >> 8) & 0x00ff00ff;
+#if defined(__AVX512BW__)
+  return sum + (VecI)_mm512_madd_epi16((__m512i)even, (__m512i)low) + (VecI)_mm512_madd_epi16((__m512i)odd, (__m512i)high);
+#else
+  return sum + (VecI)_mm256_madd_epi16((__m256i)even, (__m256i)low) + (VecI)_mm256_madd_epi16((__m256i)odd, (__m256i)high);
+#endif
+#else
+  for (int byte = 0; byte < 4; ++byte) sum += ((VecI)((VecU)w << (24 - 8 * byte)) >> 24) * ((VecI)((VecU)x >> (8 * byte)) & 255);
+  return sum;
+#endif
+}
+
+template <class T>
+struct Int8 {
+  using Value = T;
+  using Weight = int8_t;
+  using Input = uint32_t;  // four features
+  using Sum = VecI;
+  using Scales = ColumnScales;
+#if defined(__AVX512VNNI__)
+  static constexpr int64_t kDepth = 4, kTileRows = flyball::kTileRows;
+#else
+  static constexpr int64_t kDepth = 4, kTileRows = kRegisters / 4 - 1;  // the arithmetic takes registers too
+#endif
+
+  static int64_t column(int64_t i) { return i / kDepth; }
+  static int64_t feature(int64_t i) { return i % kDepth; }
+  static Halves<VecI> weights(const Weight* from) { return {load_raw<VecI>(from), load_raw<VecI>(from + kPanel * kDepth / 2)}; }
+  static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
+  static VecI add(VecI sum, VecI w, VecI x) { return add_bytes(sum, w, x); }
+};
+
+template <class A>
+constexpr bool kIsQuantized = std::is_same_v<typename A::Scales, ColumnScales>;
+
+// The largest magnitude of k values. NaN if one is NaN or infinite: then no scale is of use, and the results shall say so.
+template <class T>
+float magnitude(const T* x, int64_t k) {
+  Vec most = {}, finite = {};
+  for (int64_t j = 0; j < k; j += kLanes) {
+    const Vec v = load_up_to(x + j, k - j);
+    most = max(most, max(v, -v));
+    finite += v * 0.0f;
+  }
+  return max(most) + sum(finite);
+}
+
+// kLanes values times a factor, as whole numbers: to nearest, ties to even. Magnitudes are far below 2**22.
+template <class T>
+VecI rounded(const T* x, int64_t left, float factor) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2**23: adding it leaves no bits for a fraction
+  return (VecI)(load_up_to(x, left) * factor + kRound) - (VecI)splat(kRound);
+}
+
+// weight [n, k] -> whole numbers from -127 to 127, n scales, and n sums of what is rounded
+template <class T>
+void round_weight(const T* weight, int64_t n, int64_t k, int8_t* values, float* scales, int32_t* sums) {
+  using Bytes = int8_t __attribute__((vector_size(kLanes)));
+#pragma omp parallel for
+  for (int64_t column = 0; column < n; ++column) {
+    const T* from = weight + column * k;
+    const float most = magnitude(from, k), inverse = most > 0 ? 127.0f / most : 0.0f;
+    int32_t sum = 0;
+    for (int64_t j = 0; j < k; j += kLanes) {
+      const VecI whole = rounded(from + j, k - j, inverse);
+      const Bytes bytes = __builtin_convertvector(whole, Bytes);
+      std::memcpy(values + column * k + j, &bytes, std::min(kLanes, k - j));
+      for (int lane = 0; lane < kLanes; ++lane) sum += whole[lane];
+    }
+    scales[column] = most / 127.0f;
+    sums[column] = sum;
+  }
+}
+
+// How rows are packed that have been rounded: as they are.
+struct Rounded {
+  using Value = uint32_t;
+  using Input = uint32_t;
+  static constexpr int64_t kDepth = 1;
+
+  static Input input(const Value* x, int64_t) { return *x; }
+  static Vec inputs(const Value* x) { return load_raw<Vec>(x); }
+};
+
+// k values -> ceil(k / 4) times four bytes, and their scale
+template <class T>
+float round_row(const T* x, int64_t k, uint32_t* steps) {
+  using Bytes = uint8_t __attribute__((vector_size(kLanes)));
+  const float most = magnitude(x, k), inverse = most > 0 ? 127.0f / most : 0.0f;
+  for (int64_t j = 0; j < k; j += kLanes) {
+    const Bytes bytes = __builtin_convertvector(rounded(x + j, k - j, inverse) + kZero, Bytes);
+    std::memcpy(steps + j / 4, &bytes, std::min(kLanes, round_up(k - j, 4)));
+  }
+  return most / 127.0f;
+}
+
+// rows of x [rows, k] -> [steps, rows], and a scale for each
+template <class A>
+void pack_rounded(const typename A::Value* x, int64_t rows, int64_t k, typename A::Input* packed, float* scales) {
+  struct Rows;
+  const int64_t steps = num_steps<A>(k);
+  auto* by_row = reinterpret_cast<uint32_t*>(scratch<Rows>(rows * steps));
+  for (int64_t row = 0; row < rows; ++row) scales[row] = round_row(x + row * k, k, by_row + row * steps);
+  pack_rows<Rounded>(by_row, steps, rows, steps, packed);
+}
