@@ -195,7 +195,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         choices=settings.KERNEL_BACKENDS,
         help="auto uses triton on CUDA and cpp on a CPU",
     )
-    engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine (default: all cores)")
+    engine.add_argument(
+        "--num-threads",
+        type=int,
+        metavar="N",
+        help="CPU threads of the engine (default: all cores, or as many as a container's CPU limit keeps busy)",
+    )
     add_lora_arguments(parser.add_argument_group("LoRA adapters"))
 
 

@@ -51,7 +51,7 @@ class EngineConfig:
         max_queued_tokens: most prompt tokens of requests that have no output yet, each choice counted, and one longest
             prompt in any case. More are refused with 429, a single HTTP request of more with 400. Clients share it like
             ``max_queued_requests``.
-        num_threads: CPU threads of the engine; None takes the cores this process may use.
+        num_threads: CPU threads of the engine; None: one for each core, and no more than a CPU limit keeps busy.
         seed: of the seeds that requests without one get; None draws it, so that each start and each replica differ.
         boot_prior: live limits to start with; None starts with the whole envelope.
         speculative_config: how tokens are drafted; None drafts none.

@@ -6,10 +6,11 @@ import gc
 import mmap
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 from flyball_protocol import MemoryState
+from flyball_runtime.core.cgroups import V1, V2, cgroups, read
 
 
 class _Controller(NamedTuple):
@@ -22,12 +23,11 @@ class _Controller(NamedTuple):
 
 
 _CONTROLLERS = {
-    "cgroup2": _Controller(("memory.max", "memory.high"), "memory.current", "", "inactive_file"),
-    "cgroup": _Controller(
+    V2: _Controller(("memory.max", "memory.high"), "memory.current", "", "inactive_file"),
+    V1: _Controller(
         ("memory.limit_in_bytes",), "memory.usage_in_bytes", "hierarchical_memory_limit", "total_inactive_file"
     ),
 }
-"""By file system type, as ``/proc/self/mountinfo`` names it."""
 
 
 _NO_LIMIT = 2**60
@@ -69,7 +69,7 @@ def memory_state(pids: Iterable[int], *, pool_bytes: int, pool_max_bytes: int, r
 
 def resident_bytes(pid: int, root: Path = Path("/")) -> int:
     """Return how much memory of a process is in use; 0 without /proc."""
-    fields = _read(root / "proc" / str(pid) / "statm").split()
+    fields = read(root / "proc" / str(pid) / "statm").split()
     return int(fields[1]) * mmap.PAGESIZE if len(fields) > 1 else 0
 
 
@@ -77,7 +77,7 @@ def _pressure(files: Iterable[Path]) -> float | None:
     """Return the first "some avg10" of pressure stall information (PSI) as a share; None where the kernel keeps none."""
     for file in files:
         try:
-            found = re.search(r"some avg10=(\d+(?:\.\d+)?)", _read(file))
+            found = re.search(r"some avg10=(\d+(?:\.\d+)?)", read(file))
         except OSError:  # PSI can be built in and switched off: the file is there, and cannot be read
             continue
         if found is not None:
@@ -93,44 +93,13 @@ def _bytes_left_by_cgroups(root: Path) -> Iterator[int]:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, _Controller]]:
-    """Yield the folders of this process's cgroups, from its own to the topmost visible one."""
-    paths = _cgroup_paths(root)
-    for mount_root, mount_point, kind in _cgroup_mounts(root):
-        if kind not in paths:
-            continue
-        top = root / mount_point.lstrip("/")
-        path = PurePosixPath(paths[kind])
-        # In a container the mount may show a part of the tree only, of which this process's cgroup is the root.
-        below = path.relative_to(mount_root) if path.is_relative_to(mount_root) else PurePosixPath()
-        for folder in (below, *below.parents):
-            yield top / folder, _CONTROLLERS[kind]
-
-
-def _cgroup_paths(root: Path) -> dict[str, str]:
-    """Return the path of this process's memory cgroup in each hierarchy that may have one."""
-    paths = {}
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            paths["cgroup2"] = path
-        elif "memory" in controllers.split(","):
-            paths["cgroup"] = path
-    return paths
-
-
-def _cgroup_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield root, mount point and file system type of each mounted hierarchy that may have a memory controller."""
-    for line in _read(root / "proc/self/mountinfo").splitlines():
-        mount, _, file_system = line.partition(" - ")
-        _, _, _, mount_root, mount_point, *_ = mount.split()
-        kind, _, options = file_system.split()
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            yield mount_root, mount_point, kind
+    for folder, version in cgroups("memory", root):
+        yield folder, _CONTROLLERS[version]
 
 
 def _bytes_left(folder: Path, controller: _Controller) -> int | None:
     """Return limit less use of one cgroup; None if it has no limit or does not tell its use."""
-    limit, used = _limit(folder, controller), _read(folder / controller.usage)
+    limit, used = _limit(folder, controller), read(folder / controller.usage)
     if limit is None or not used:
         return None
     return limit - int(used) + int(_stat(folder).get(controller.page_cache, 0))
@@ -138,19 +107,14 @@ def _bytes_left(folder: Path, controller: _Controller) -> int | None:
 
 def _limit(folder: Path, controller: _Controller) -> int | None:
     """Return the lowest limit of one cgroup; None without one."""
-    limits = [_read(folder / name) for name in controller.limits]
+    limits = [read(folder / name) for name in controller.limits]
     limits.append(_stat(folder).get(controller.limit_of_ancestors, ""))
     bounds = [int(limit) for limit in limits if limit not in ("", "max")]
     return min((one for one in bounds if one < _NO_LIMIT), default=None)
 
 
 def _stat(folder: Path) -> dict[str, str]:
-    return dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-
-
-def _read(file: Path) -> str:
-    """Return the content, stripped; empty if there is no such file (the root cgroup has no limit, for one)."""
-    return file.read_text().strip() if file.is_file() else ""
+    return dict(line.split() for line in read(folder / "memory.stat").splitlines())
 
 
 def return_large_buffers() -> None:

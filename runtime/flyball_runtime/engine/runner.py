@@ -26,6 +26,7 @@ from flyball_runtime.engine.start_up import (
     resolve_device,
     resolve_kv_cache,
     resolve_max_model_len,
+    set_num_threads,
 )
 from flyball_runtime.engine.swap_space import SwapSpace, resolve_num_slots
 from flyball_runtime.grammar.cache import GrammarCache
@@ -90,8 +91,7 @@ class ModelRunner:
         self._config = config
         self._on_progress = on_progress
         self._stages = _Stages()
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        set_num_threads(config.num_threads)
         self._model_config = describe_model(Path(config.model), config.model_impl)
         self._device = resolve_device(config.device)
         self._dtype_name = resolve_dtype(config.dtype, self._model_config)

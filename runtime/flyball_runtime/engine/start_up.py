@@ -6,6 +6,8 @@ device how long the largest step may go without a sign of progress.
 """
 
 import logging
+import math
+import os
 import platform
 import re
 from collections.abc import Callable
@@ -18,6 +20,7 @@ import torch
 from flyball_runtime.core.checkpoint import DType, ServedModel
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.cpus import cpu_limit
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.kv_layout import KVLayout, most_blocks
 from flyball_runtime.core.memory import available_memory_bytes
@@ -38,6 +41,23 @@ def resolve_device(requested: str) -> torch.device:
     if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(requested)
+
+
+def set_num_threads(requested: int | None, root: Path = Path("/")) -> None:
+    """Have torch and our ops use so many threads; None: one for each core, and no more than a CPU limit keeps busy.
+
+    More would all be stopped for a part of each tenth of a second, in the middle of a step. OMP_NUM_THREADS holds as it is.
+    """
+    if requested is not None:
+        torch.set_num_threads(requested)
+        return
+    limit = cpu_limit(root)
+    if limit is None or os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads() <= limit:
+        return
+    torch.set_num_threads(max(1, math.floor(limit)))
+    logger.info(
+        "%d CPU threads: cgroups allow %.3g CPUs (--num-threads sets another number)", torch.get_num_threads(), limit
+    )
 
 
 def resolve_max_model_len(config: EngineConfig, model: ServedModel) -> int:
