@@ -17,6 +17,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("runtime", "serve a model with an OpenAI-compatible API"),
+    "doctor": Command("runtime", "say what this machine has for serving, and should reach"),
     "chat": Command("clients", "talk to a served model in the terminal"),
     "bench": Command("clients", "measure a served model: latency, throughput, goodput"),
     "batch": Command("clients", "answer the requests of a file in OpenAI's batch format"),

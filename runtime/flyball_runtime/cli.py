@@ -1,4 +1,4 @@
-"""The command line: ``flyball serve | listener``."""
+"""The command line: ``flyball serve | doctor | listener``."""
 
 import argparse
 import logging
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from flyball_runtime import listener  # here, so that `import flyball_runtime.cli` stays light
+    from flyball_runtime import doctor, listener  # here, so that `import flyball_runtime.cli` stays light
 
     parser = argparse.ArgumentParser(prog="flyball", description="Serve a language model.")
     parser.add_argument("--version", action="version", version=f"flyball {__version__}")
@@ -38,6 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve a model with an OpenAI-compatible API")
     add_serve_arguments(serve)
     serve.set_defaults(run=run_serve)
+    doctor_command = commands.add_parser("doctor", help="say what this machine has for serving, and should reach")
+    doctor.add_arguments(doctor_command)
+    doctor_command.set_defaults(run=doctor.run)
     listener_command = commands.add_parser("listener")  # no help: the operator runs it, users do not
     listener.add_arguments(listener_command)
     listener_command.set_defaults(run=listener.run)
