@@ -73,6 +73,9 @@ float magnitude(const T* x, int64_t k) {
   return max(most) + sum(finite);
 }
 
+// Units in a value of 1, if the largest magnitude is that of 127 units; 0 where it is so small that there would be too many.
+inline float units(float most) { return most > 1e-30f ? 127.0f / most : 0.0f; }
+
 // kLanes values times a factor, as whole numbers: to nearest, ties to even. Magnitudes are far below 2**22.
 template <class T>
 VecI rounded(const T* x, int64_t left, float factor) {
@@ -87,13 +90,12 @@ void round_weight(const T* weight, int64_t n, int64_t k, int8_t* values, float* 
 #pragma omp parallel for
   for (int64_t column = 0; column < n; ++column) {
     const T* from = weight + column * k;
-    const float most = magnitude(from, k), inverse = most > 0 ? 127.0f / most : 0.0f;
+    const float most = magnitude(from, k), factor = units(most);
     int32_t sum = 0;
     for (int64_t j = 0; j < k; j += kLanes) {
-      const VecI whole = rounded(from + j, k - j, inverse);
-      const Bytes bytes = __builtin_convertvector(whole, Bytes);
+      const Bytes bytes = __builtin_convertvector(rounded(from + j, k - j, factor), Bytes);
       std::memcpy(values + column * k + j, &bytes, std::min(kLanes, k - j));
-      for (int lane = 0; lane < kLanes; ++lane) sum += whole[lane];
+      for (int lane = 0; lane < kLanes; ++lane) sum += bytes[lane];
     }
     scales[column] = most / 127.0f;
     sums[column] = sum;
@@ -114,9 +116,9 @@ struct Rounded {
 template <class T>
 float round_row(const T* x, int64_t k, uint32_t* steps) {
   using Bytes = uint8_t __attribute__((vector_size(kLanes)));
-  const float most = magnitude(x, k), inverse = most > 0 ? 127.0f / most : 0.0f;
+  const float most = magnitude(x, k), factor = units(most);
   for (int64_t j = 0; j < k; j += kLanes) {
-    const Bytes bytes = __builtin_convertvector(rounded(x + j, k - j, inverse) + kZero, Bytes);
+    const Bytes bytes = __builtin_convertvector(rounded(x + j, k - j, factor) + kZero, Bytes);
     std::memcpy(steps + j / 4, &bytes, std::min(kLanes, round_up(k - j, 4)));
   }
   return most / 127.0f;

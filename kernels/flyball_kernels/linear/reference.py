@@ -23,10 +23,9 @@ def round_rows(matrix: Tensor) -> Rounded:
     """Round each row to 8 bits. A row with a value that is not finite has the scale NaN."""
     most = matrix.float().abs().amax(dim=1)
     most = torch.where(most.isfinite(), most, torch.nan)
-    inverse = torch.where(
-        most > 0, torch.full_like(most, 127.0) / most, 0.0
-    )  # 127 / most would be its reciprocal, times 127
-    values = (matrix.double() * inverse[:, None]).round().nan_to_num()
+    # a number divided by a tensor is the tensor's reciprocal, rounded, times the number
+    units = torch.where(most > 1e-30, torch.full_like(most, 127.0) / most, 0.0)
+    values = (matrix.double() * units[:, None]).round().nan_to_num()
     return Rounded(values.to(torch.int8), most / 127.0)
 
 
