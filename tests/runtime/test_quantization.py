@@ -1,17 +1,23 @@
 """Linear layers in 8 bits: how little they change what a model says, and that nothing else changes it."""
 
+import json
 import math
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from checkpoints import make_checkpoint
-from engines import GREEDY, generate, make_engine, random_prompts
+from engines import GREEDY, Reference, generate, make_engine, random_prompts
 from flyball_kernels import Backend
+from flyball_kernels.linear.reference import round_rows
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
@@ -34,6 +40,71 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         sys.modules.pop(name, None)
 
 
+W8A8: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "output_activations": None,
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+"""What llm-compressor writes into config.json for its scheme W8A8."""
+
+
+def quantize(path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object] = lambda *_: None) -> Path:
+    """Round the linear layers of a checkpoint of one file as llm-compressor does, whose scales divide by 127.5."""
+    tensors = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if re.search(r"(_proj|experts\.\d+\.w\d)\.weight$", name):
+            scales = tensor.float().abs().amax(1, keepdim=True) / 127.5
+            tensors[name] = (tensor / scales).round().clamp(-128, 127).to(torch.int8)
+            tensors[name.replace(".weight", ".weight_scale")] = scales.to(tensor.dtype)
+        else:
+            tensors[name] = tensor
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": json.loads(json.dumps(W8A8))}
+    change(tensors, config)
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def rounding_reference(path: Path, *, head: bool) -> Reference:
+    """Return transformers' model of a checkpoint that is not quantized, with layers that round their inputs and have
+    the weights of ``quantize``; with ``head``, those that ``--quantization int8`` makes."""
+
+    def round_inputs(module: torch.nn.Linear, inputs: tuple[Tensor, ...]) -> Tensor:
+        x = inputs[0].flatten(0, -2)
+        rounded = round_rows(x)
+        return (rounded.values * rounded.scales[:, None]).view(inputs[0].shape)
+
+    reference = Reference(path)
+    for name, module in reference._model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or (name == "lm_head" and not head):
+            continue
+        if head:
+            values, scales = round_rows(module.weight)
+            scales = scales[:, None]
+        else:
+            scales = module.weight.abs().amax(1, keepdim=True) / 127.5
+            values = (module.weight / scales).round().clamp(-128, 127)
+        module.weight = torch.nn.Parameter(values * scales)  # no longer the embedding's
+        module.register_forward_pre_hook(round_inputs)
+    return reference
+
+
 def nats_per_token(texts: list[str], **settings: object) -> float:
     llm = LLM(DEMO_MODEL / "checkpoint", **settings)
     outputs = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
@@ -47,6 +118,21 @@ def test_the_perplexity_of_a_trained_model_hardly_grows(texts: list[str]) -> Non
     print(exact, nats_per_token(texts, dtype="bfloat16"), rounded)
     assert rounded != exact
     assert math.exp(rounded - exact) < 1.01
+
+
+@pytest.mark.parametrize("architecture", ["llama3", "qwen2", "phi3", "gemma2", "smollm3"])
+@pytest.mark.parametrize("stored", [False, True], ids=["rounded at load", "quantized checkpoint"])
+def test_tokens_are_those_of_transformers_with_layers_that_round(
+    tmp_path: Path, architecture: str, stored: bool
+) -> None:
+    path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70, 1, 25])
+    expected = rounding_reference(path, head=not stored).generate(prompts)
+    engine = make_engine(quantize(path)) if stored else make_engine(path, quantization="int8")
+    found = generate(engine, prompts)
+    assert [one[0] for one in found] == [one[0] for one in expected]
+    # sums in another order: once in a while an input that differs in its last bit is rounded to the next number
+    assert sum(one == other for one, other in zip(found, expected, strict=True)) >= len(prompts) - 1
+    assert engine.info.quantization == "int8"
 
 
 @pytest.mark.parametrize("architecture", ["llama3", "gemma3", "mixtral", "gpt-oss"])
@@ -77,3 +163,60 @@ def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
         load_model(path, probe(path), backend=Backend("torch"), **settings)
     with pytest.raises(ConfigError, match="--quantization int8 is for CPUs; this model runs on cpu"):
         load_model(path, ModelConfig.from_dir(path), backend=Backend("triton"), **settings)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3 moe"])
+def test_a_quantized_mixture_of_experts(tmp_path: Path, architecture: str) -> None:
+    path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70])
+    exact = generate(make_engine(path), prompts)
+    quantized = generate(make_engine(quantize(path)), prompts)
+    assert quantized == generate(make_engine(path, kernel_backend="torch"), prompts)
+    assert quantized != exact
+
+
+def set_field(*keys: str, to: object) -> Callable[[dict[str, Tensor], dict[str, Any]], object]:
+    def change(_: dict[str, Tensor], config: dict[str, Any]) -> None:
+        part = config["quantization_config"]
+        for key in keys[:-1]:
+            part = part[key]
+        part[keys[-1]] = to
+
+    return change
+
+
+GROUP = ("config_groups", "group_0")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_field("quant_method", to="awq"), r"quantization_config \('awq'\): of quantized checkpoints only"),
+        (set_field("format", to="pack-quantized"), "quantization_config.format is 'pack-quantized'; it must be one of"),
+        (set_field("kv_cache_scheme", to={"num_bits": 8}), "quantization_config.kv_cache_scheme is .* must be absent"),
+        (set_field("sparsity_config", to={"format": "sparse-24-bitmask"}), "sparsity_config is .* must be absent"),
+        (set_field("config_groups", to={}), "config_groups is {}; it must be an object with one group"),
+        (set_field(*GROUP, "targets", to=["re:.*q_proj"]), r"group_0.targets is \['re:.*; it must be \['Linear'\]"),
+        (set_field(*GROUP, "weights", "num_bits", to=4), "group_0.weights.num_bits is 4; it must be 8"),
+        (set_field(*GROUP, "weights", "strategy", to="group"), "weights.strategy is 'group'; it must be 'channel'"),
+        (set_field(*GROUP, "input_activations", to=None), "input_activations.num_bits is None; it must be 8"),
+        (set_field(*GROUP, "input_activations", "dynamic", to=False), "input_activations.dynamic is False"),
+        (
+            lambda tensors, _: tensors.update({"model.layers.0.self_attn.o_proj.weight": torch.zeros(64, 64)}),
+            "o_proj.weight is F32; config.json says that linear layers are in int8",
+        ),
+        (
+            lambda tensors, _: tensors.pop("model.layers.0.self_attn.o_proj.weight_scale"),
+            "lacks 1 tensor.s. that LlamaForCausalLM needs: model.layers.0.self_attn.o_proj.weight_scale",
+        ),
+        (
+            lambda tensors, _: tensors.update({"lm_head.weight": torch.zeros(384, 64, dtype=torch.int8)}),
+            "tensor lm_head.weight is I8; it must be one of BF16",
+        ),
+    ],
+)
+def test_quantized_checkpoints_that_cannot_be_read_say_why(
+    tmp_path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object], message: str
+) -> None:
+    path = quantize(make_checkpoint(tmp_path, "llama3", tie_word_embeddings=False), change)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(path)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from flyball_kernels.backend import Backend
 from flyball_kernels.checks import check_dtype, check_shape
 from flyball_kernels.linear import reference
+from flyball_kernels.linear.reference import Rounded
 
 MAX_INT8_FEATURES = 65536
 """With more in_features, sums of products of bytes do not fit 32 bits."""
@@ -76,23 +77,41 @@ class Int8Linear:
     kernel is correct, and not faster. The ``torch`` backend is a reference.
 
     Args:
-        weight: ``[out_features, in_features]`` bf16, fp16 or fp32; at most MAX_INT8_FEATURES in_features.
-        bias: ``[out_features]`` or None, dtype of ``weight``.
+        weight: ``[out_features, in_features]`` bf16, fp16 or fp32; at most MAX_INT8_FEATURES in_features. Or what it was
+            rounded to, ``Rounded``.
+        bias: ``[out_features]`` or None, of ``dtype``.
+        dtype: of ``x`` and the result: that of ``weight``, which need not be told.
     Raises:
         ValueError: the shapes or dtypes do not fit, or the backend is neither ``cpp`` nor ``torch``.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, backend: Backend) -> None:
-        _check(weight, bias)
+    def __init__(
+        self,
+        weight: Tensor | Rounded,
+        bias: Tensor | None = None,
+        *,
+        backend: Backend,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if backend.name not in ("cpp", "torch"):
             raise ValueError(f"8-bit linear layers are for the cpp and torch backends; this is {backend.name}.")
-        self.out_features, self.in_features = weight.shape
+        self._is_cpp = backend.name == "cpp"
+        self._dtype = _dtype_of(weight, dtype)
+        if isinstance(weight, Rounded):
+            rounded = weight
+            check_shape("values", rounded.values, None, None)
+            check_dtype("values", rounded.values, torch.int8)
+            check_shape("scales", rounded.scales, rounded.values.shape[0])
+            check_dtype("scales", rounded.scales, torch.float32)
+            _check_bias(bias, rounded.values.shape[0], self._dtype)
+        else:
+            _check(weight, bias)
+            round_rows = torch.ops.flyball.linear_int8_round if self._is_cpp else reference.round_rows
+            rounded = Rounded(*round_rows(weight.detach()))
+        self.out_features, self.in_features = rounded.values.shape
         if self.in_features > MAX_INT8_FEATURES:
             raise ValueError(f"weight has {self.in_features} in_features; in 8 bits it may have {MAX_INT8_FEATURES}.")
-        self._dtype = weight.dtype
-        self._is_cpp = backend.name == "cpp"
-        pack = torch.ops.flyball.linear_int8_pack if self._is_cpp else reference.round_rows
-        self._weight = pack(weight.detach())
+        self._weight = torch.ops.flyball.linear_int8_pack(*rounded) if self._is_cpp else rounded
         self._bias = None if bias is None else bias.detach().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -116,9 +135,23 @@ class Int8Linear:
 def _check(weight: Tensor, bias: Tensor | None) -> None:
     check_shape("weight", weight, None, None)
     check_dtype("weight", weight, torch.bfloat16, torch.float16, torch.float32)
+    _check_bias(bias, weight.shape[0], weight.dtype)
+
+
+def _check_bias(bias: Tensor | None, out_features: int, dtype: torch.dtype) -> None:
     if bias is not None:
-        check_shape("bias", bias, weight.shape[0])
-        check_dtype("bias", bias, weight.dtype)
+        check_shape("bias", bias, out_features)
+        check_dtype("bias", bias, dtype)
+
+
+def _dtype_of(weight: Tensor | Rounded, dtype: torch.dtype | None) -> torch.dtype:
+    if isinstance(weight, Rounded):
+        if dtype is None:
+            raise ValueError("weights that have been rounded do not tell the dtype of inputs. Pass dtype.")
+        return dtype
+    if dtype not in (None, weight.dtype):
+        raise ValueError(f"dtype is {dtype}, and the weight is {weight.dtype}. Leave dtype out.")
+    return weight.dtype
 
 
 def _check_input(x: Tensor, in_features: int, dtype: torch.dtype) -> None:

@@ -83,22 +83,29 @@ VecI rounded(const T* x, int64_t left, float factor) {
   return (VecI)(load_up_to(x, left) * factor + kRound) - (VecI)splat(kRound);
 }
 
-// weight [n, k] -> whole numbers from -127 to 127, n scales, and n sums of what is rounded
+// weight [n, k] -> whole numbers from -127 to 127, and n scales
 template <class T>
-void round_weight(const T* weight, int64_t n, int64_t k, int8_t* values, float* scales, int32_t* sums) {
+void round_weight(const T* weight, int64_t n, int64_t k, int8_t* values, float* scales) {
   using Bytes = int8_t __attribute__((vector_size(kLanes)));
 #pragma omp parallel for
   for (int64_t column = 0; column < n; ++column) {
     const T* from = weight + column * k;
     const float most = magnitude(from, k), factor = units(most);
-    int32_t sum = 0;
     for (int64_t j = 0; j < k; j += kLanes) {
       const Bytes bytes = __builtin_convertvector(rounded(from + j, k - j, factor), Bytes);
       std::memcpy(values + column * k + j, &bytes, std::min(kLanes, k - j));
-      for (int lane = 0; lane < kLanes; ++lane) sum += bytes[lane];
     }
     scales[column] = most / 127.0f;
-    sums[column] = sum;
+  }
+}
+
+// values [n, k] -> n sums
+inline void sum_rows(const int8_t* values, int64_t n, int64_t k, int32_t* sums) {
+#pragma omp parallel for
+  for (int64_t row = 0; row < n; ++row) {
+    int32_t sum = 0;
+    for (int64_t j = 0; j < k; ++j) sum += values[row * k + j];
+    sums[row] = sum;
   }
 }
 

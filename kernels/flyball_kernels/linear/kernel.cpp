@@ -344,21 +344,29 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
   return out;
 }
 
-// weight [n, k] -> panels of int8, and for each column its scale and the sum of its weights
-std::tuple<Tensor, Tensor, Tensor> linear_int8_pack(const Tensor& unpacked) {
+// weight [n, k] -> int8 and a scale for each row
+std::tuple<Tensor, Tensor> linear_int8_round(const Tensor& unpacked) {
   const Tensor weight = unpacked.contiguous();
-  const int64_t n = weight.size(0), k = weight.size(1), columns = round_up(n, kPanel);
+  const int64_t n = weight.size(0), k = weight.size(1);
+  const Tensor values = at::empty({n, k}, weight.options().dtype(at::kChar));
+  const Tensor scales = at::empty({n}, weight.options().dtype(at::kFloat));
+  dispatch(weight, "linear_int8_round",
+           [&]<class T>(T*) { round_weight(data<const T>(weight), n, k, data<int8_t>(values), data<float>(scales)); });
+  return {values, scales};
+}
+
+// values [n, k], scales [n] -> panels, and for each of their columns its scale and the sum of its weights
+std::tuple<Tensor, Tensor, Tensor> linear_int8_pack(const Tensor& unpacked, const Tensor& unpadded) {
+  const Tensor values = unpacked.contiguous(), given = unpadded.contiguous();
+  const int64_t n = values.size(0), k = values.size(1), columns = round_up(n, kPanel);
   using A = Int8<float>;  // the layout does not depend on the type of inputs
-  const auto bytes = weight.options().dtype(at::kChar);
-  const Tensor packed = at::empty({columns / kPanel, num_steps<A>(k), kPanel * A::kDepth}, bytes);
-  const Tensor values = at::empty({n, k}, bytes);
-  const Tensor scales = at::empty({columns}, weight.options().dtype(at::kFloat)).zero_();
-  const Tensor sums = at::empty({columns}, weight.options().dtype(at::kInt)).zero_();
+  const Tensor packed = at::empty({columns / kPanel, num_steps<A>(k), kPanel * A::kDepth}, values.options());
+  const Tensor scales = at::empty({columns}, given.options()).zero_();
+  const Tensor sums = at::empty({columns}, values.options().dtype(at::kInt)).zero_();
   prefer_huge_pages(packed.data_ptr(), packed.nbytes());
-  dispatch(weight, "linear_int8_pack", [&]<class T>(T*) {
-    round_weight(data<const T>(weight), n, k, data<int8_t>(values), data<float>(scales), data<int32_t>(sums));
-  });
   pack_weight<A>(data<const int8_t>(values), n, k, data<int8_t>(packed));
+  std::copy_n(data<const float>(given), n, data<float>(scales));
+  sum_rows(data<const int8_t>(values), n, k, data<int32_t>(sums));
   return {packed, scales, sums};
 }
 
@@ -378,11 +386,13 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scal
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def("linear_prefers_dot() -> bool", &prefers_dot);
   m.def("linear_pack(Tensor weight, bool dot) -> Tensor");
-  m.def("linear_int8_pack(Tensor weight) -> (Tensor, Tensor, Tensor)");
+  m.def("linear_int8_round(Tensor weight) -> (Tensor, Tensor)");
+  m.def("linear_int8_pack(Tensor values, Tensor scales) -> (Tensor, Tensor, Tensor)");
   m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor sums, Tensor? bias, int out_features) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool dot) -> Tensor");
   m.impl("linear_pack", c10::DispatchKey::CPU, TORCH_FN(linear_pack));
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
+  m.impl("linear_int8_round", c10::DispatchKey::CPU, TORCH_FN(linear_int8_round));
   m.impl("linear_int8_pack", c10::DispatchKey::CPU, TORCH_FN(linear_int8_pack));
   m.impl("linear_int8", c10::DispatchKey::CPU, TORCH_FN(linear_int8));
 }

@@ -13,14 +13,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Rounded(NamedTuple):
-    """A matrix of whole numbers from -127 to 127, ``[rows, columns]`` int8, and their unit in each row, ``[rows]`` fp32."""
+    """A matrix of whole numbers, ``[rows, columns]`` int8, and their unit in each row, ``[rows]`` fp32."""
 
     values: Tensor
     scales: Tensor
 
 
 def round_rows(matrix: Tensor) -> Rounded:
-    """Round each row to 8 bits. A row with a value that is not finite has the scale NaN."""
+    """Round each row to numbers from -127 to 127. A row with a value that is not finite has the scale NaN."""
     most = matrix.float().abs().amax(dim=1)
     most = torch.where(most.isfinite(), most, torch.nan)
     # a number divided by a tensor is the tensor's reciprocal, rounded, times the number

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields, read_json_object
+from flyball_runtime.core.quantization import Quantization, read_quantization
 
 DType = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -25,6 +25,7 @@ class ServedModel(ABC):
             None is all of them.
         dtype: what the weights were saved in; float32 when config.json is silent.
         eos_token_ids: ids that end a sequence, from config.json and generation_config.json together.
+        quantization: how the checkpoint holds the weights of linear layers.
     """
 
     architecture: str
@@ -34,6 +35,7 @@ class ServedModel(ABC):
     sliding_windows: tuple[int | None, ...]
     dtype: DType
     eos_token_ids: frozenset[int]
+    quantization: Quantization
 
     @property
     @abstractmethod
@@ -58,17 +60,24 @@ class Checkpoint:
     vocab_size: int
     dtype: DType
     eos_token_ids: frozenset[int]
+    quantization: Quantization
 
     @classmethod
     def from_dir(cls, path: Path) -> "Checkpoint":
         """Read the files.
 
         Raises:
-            ConfigError: no such directory or file, invalid JSON, a malformed field, or quantized weights.
+            ConfigError: no such directory or file, invalid JSON, a malformed field, or weights that are quantized in a way
+                that cannot be read.
         """
         fields = config_fields(path)
-        refuse_quantized(fields)
-        return cls(_architectures(fields), _vocab_size(fields), read_dtype(fields), eos_token_ids(fields, path))
+        return cls(
+            _architectures(fields),
+            _vocab_size(fields),
+            read_dtype(fields),
+            eos_token_ids(fields, path),
+            read_quantization(fields),
+        )
 
 
 def config_fields(path: Path) -> JsonFields:
@@ -88,25 +97,6 @@ def check_tokenizer_files(path: str | Path) -> None:
             f"{path} holds no tokenizer: looked for {', '.join(TOKENIZER_FILES)}. "
             "Copy the tokenizer files that belong to the model into it."
         )
-
-
-def refuse_quantized(fields: JsonFields) -> None:
-    """Raise ConfigError if the weights are quantized."""
-    for key in ("quantization_config", "compression_config"):
-        if fields.raw(key) is not None:
-            raise ConfigError(
-                f"{fields.source} has {key}{_method(fields, key)}: quantized checkpoints are not supported. "
-                "Use the unquantized model in bfloat16, float16 or float32."
-            )
-
-
-def _method(fields: JsonFields, key: str) -> str:
-    """Return the name of the quantization, and how to undo it where transformers can (gpt-oss)."""
-    value = fields.raw(key)
-    method = value.get("quant_method") if isinstance(value, dict) else None
-    if method == "mxfp4":
-        return " (mxfp4, which transformers unpacks: Mxfp4Config(dequantize=True), then save_pretrained)"
-    return "" if method is None else f" ({quoted(method)})"
 
 
 def read_dtype(fields: JsonFields) -> DType:

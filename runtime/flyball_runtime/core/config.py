@@ -4,18 +4,20 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from flyball_protocol import BootPrior
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.lora import LoraConfig
+from flyball_runtime.core.quantization import Quantization
 from flyball_runtime.core.speculation import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
 MODEL_IMPLS = ("auto", "flyball", "transformers")
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = get_args(Quantization)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 KERNEL_BACKENDS = ("auto", "cpp", "torch", "triton")
@@ -35,7 +37,8 @@ class EngineConfig:
         served_model_name: the name that requests use.
         model_impl: whose code runs the model; auto is Flyball's where it has the architecture, else transformers'.
         dtype: weights and activations; auto takes the checkpoint's.
-        quantization: int8: linear layers round weights and inputs to 8 bits.
+        quantization: int8: linear layers round weights and inputs to 8 bits. Of a checkpoint that is quantized, none means as
+            it is.
         max_model_len: longest prompt plus output in tokens; None takes the checkpoint's maximum.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens one step computes.
@@ -63,7 +66,7 @@ class EngineConfig:
     served_model_name: str
     model_impl: str = "auto"
     dtype: str = "auto"
-    quantization: str = "none"
+    quantization: Quantization = "none"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256

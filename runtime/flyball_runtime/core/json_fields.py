@@ -43,6 +43,10 @@ class JsonFields:
         """Whether the object has the key at all, be it null."""
         return key in self._values
 
+    def names(self) -> list[str]:
+        """The keys of the object."""
+        return list(self._values)
+
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = LARGEST_SIZE) -> int:
         value = self._present(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

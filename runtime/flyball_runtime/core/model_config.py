@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from flyball_protocol.quoting import quoted_list
-from flyball_runtime.core.checkpoint import ServedModel, config_fields, eos_token_ids, read_dtype, refuse_quantized
+from flyball_runtime.core.checkpoint import ServedModel, config_fields, eos_token_ids, read_dtype
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.families import FAMILIES, Activation, Family, MoEFields, NormNames
 from flyball_runtime.core.json_fields import JsonFields
+from flyball_runtime.core.quantization import Quantization, read_quantization
 from flyball_runtime.core.rope import MAX_POSITIONS, RopeConfig, read_ropes
 
 MAX_LAYERS = 2**12
@@ -140,6 +141,7 @@ class ModelConfig(ServedModel):
             moe=_moe(fields, family.moe, num_layers),
             dtype=read_dtype(fields),
             eos_token_ids=eos_token_ids(fields, path),
+            quantization=_quantization(fields, family),
             **_scales(fields, family, head_dim),
         )
         config._check_heads(fields)
@@ -215,12 +217,21 @@ _ACTIVATION_NAMES: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_p
 
 
 def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
-    refuse_quantized(fields)
     activation = _ACTIVATION_NAMES[family.activation]
     if fields.raw(family.activation_field) not in (None, activation):
         raise fields.error(family.activation_field, repr(activation))
     if fields.raw("use_bidirectional_attention"):
         raise fields.error("use_bidirectional_attention", "false: tokens attend to those before them only")
+
+
+def _quantization(fields: JsonFields, family: Family) -> Quantization:
+    quantization = read_quantization(fields)
+    if quantization != "none" and family.has_sinks:  # the experts are stacked in one tensor
+        raise ConfigError(
+            f"{fields.source}: quantized weights of this architecture are not supported. Use the unquantized model, with "
+            "--quantization int8."
+        )
+    return quantization
 
 
 def _qkv_bias(fields: JsonFields, family: Family) -> bool:

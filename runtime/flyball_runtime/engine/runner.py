@@ -195,10 +195,11 @@ class ModelRunner:
         self._sampling = SamplingTensors(config.max_num_seqs, self._device, self._backend, self._grammars)
         self._sums: Sums = {}
         self._stages.done("kv_cache")
+        stored = self._model_config.quantization
         self.info = EngineInfo(
             model=config.served_model_name,
             dtype=self._dtype_name,
-            quantization=config.quantization,
+            quantization=config.quantization if stored == "none" else stored,
             device=str(self._device),
             kernel_backend=self._backend.name,
             max_model_len=self._max_model_len,

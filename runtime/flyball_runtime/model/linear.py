@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flyball_kernels.backend import Backend
-from flyball_kernels.linear import Int8Linear, PackedLinear
+from flyball_kernels.linear import Int8Linear, PackedLinear, Rounded
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
+from flyball_runtime.core.quantization import Quantization
 
 Destinations = Iterator[tuple[str, Tensor]]
 """Tensor names of a checkpoint, and where their values go."""
@@ -17,19 +18,24 @@ Destinations = Iterator[tuple[str, Tensor]]
 
 Linear = PackedLinear | Int8Linear
 
+SCALE = "weight_scale"
+"""What compressed-tensors calls the scales of a weight, ``[out_features, 1]``."""
+
 
 @dataclass(frozen=True)
 class Place:
     """Where the tensors of a model are, and what computes with them.
 
     Attributes:
-        quantization: of linear layers, as ``EngineConfig`` has it.
+        quantization: how linear layers compute.
+        stored: how the checkpoint has their weights. What is int8 there is computed so.
     """
 
     dtype: torch.dtype
     device: torch.device
     backend: Backend
-    quantization: str = "none"
+    quantization: Quantization = "none"
+    stored: Quantization = "none"
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -107,14 +113,19 @@ class FusedLinear:
         out_features = sum(parts.values())
         self._parts = parts
         self._in_features = in_features
-        self._place = replace(place, quantization="none") if exact else place
-        self._weight: Tensor | None = place.empty(out_features, in_features)
+        self._place = replace(place, quantization="none", stored="none") if exact else place
+        self._scales: Tensor | None = None
+        if self._place.stored == "int8":
+            self._scales = torch.empty(out_features, 1, device=place.device)
+            self._weight: Tensor | None = torch.empty(out_features, in_features, dtype=torch.int8, device=place.device)
+        else:
+            self._weight = place.empty(out_features, in_features)
         self._bias = place.empty(out_features) if bias else None
         self._packed: Linear | None = None
 
     def destinations(self, prefix: str) -> Destinations:
         """Names in the checkpoint, and the rows that each tensor is to be copied into."""
-        for kind, buffer in (("weight", self._weight), ("bias", self._bias)):
+        for kind, buffer in (("weight", self._weight), (SCALE, self._scales), ("bias", self._bias)):
             if buffer is not None:
                 for name, rows in zip(self._parts, buffer.split(list(self._parts.values())), strict=True):
                     yield f"{prefix}{name}.{kind}", rows
@@ -129,8 +140,12 @@ class FusedLinear:
     def pack(self) -> None:
         """Give the weights the layout that is fastest on their device; the buffer that was filled is let go."""
         assert self._weight is not None, "packed twice"
-        self._packed = self._place.linear(self._weight, self._bias)
-        self._weight = self._bias = None
+        if self._scales is None:
+            self._packed = self._place.linear(self._weight, self._bias)
+        else:
+            rounded = Rounded(self._weight, self._scales[:, 0])
+            self._packed = Int8Linear(rounded, self._bias, backend=self._place.backend, dtype=self._place.dtype)
+        self._weight = self._scales = self._bias = None
 
     def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:
         assert self._packed is not None, "called before pack"

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +19,7 @@ from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import read_json_object
 from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import ModelConfig, is_native
+from flyball_runtime.core.quantization import Quantization
 from flyball_runtime.model.linear import Place
 from flyball_runtime.model.transformer import CausalLM, LanguageModel
 
@@ -187,7 +188,7 @@ def load_model(
     device: torch.device | str,
     backend: Backend,
     max_model_len: int | None = None,
-    quantization: str = "none",
+    quantization: Quantization = "none",
 ) -> LanguageModel:
     """Build the model and fill it from the directory's safetensors, converting to ``dtype`` on the way.
 
@@ -201,7 +202,9 @@ def load_model(
     """
     start = time.monotonic()
     files = weight_files(Path(path))
-    place = Place(dtype, torch.device(device), backend, quantization)
+    if config.quantization != "none":
+        quantization = config.quantization
+    place = Place(dtype, torch.device(device), backend, quantization, config.quantization)
     max_len = max_model_len or config.default_context_len
     if quantization != "none":
         _check_can_round(config, place)
@@ -219,15 +222,15 @@ def load_model(
 
 
 def _check_can_round(config: ServedModel, place: Place) -> None:
+    who, way_out = f"--quantization {place.quantization}", "Leave the flag out"
+    if place.stored != "none":
+        who, way_out = f"a checkpoint in {place.stored}", "Use an unquantized one"
     if not isinstance(config, ModelConfig):
         raise ConfigError(
-            f"--quantization {place.quantization}: {config.architecture} runs in transformers, whose layers are not rounded. "
-            "Leave the flag out."
+            f"{who} cannot be served: {config.architecture} runs in transformers, whose layers are not rounded. {way_out}."
         )
     if place.backend.name == "triton":
-        raise ConfigError(
-            f"--quantization {place.quantization} is for CPUs; this model runs on {place.device}. Leave the flag out."
-        )
+        raise ConfigError(f"{who} is for CPUs; this model runs on {place.device}. {way_out}.")
 
 
 def _load_native(config: ModelConfig, files: list[Path], place: Place, max_len: int) -> CausalLM:
@@ -236,10 +239,10 @@ def _load_native(config: ModelConfig, files: list[Path], place: Place, max_len: 
     Weights are then copied one tensor at a time from the mapped file to where they stay, and packed one layer at a time, so
     memory peaks at the model and one layer.
     """
-    nowhere = Place(torch.bfloat16, torch.device("meta"), Backend("torch"))
+    nowhere = replace(place, device=torch.device("meta"), backend=Backend("torch"))
     empty = CausalLM(config, max_len=1, place=nowhere)  # shapes without memory
     _check_headers(files, empty)
-    model = _allocate(config, max_len, place, empty.num_parameters)
+    model = _allocate(config, max_len, place, sum(tensor.nbytes for _, tensor in empty.destinations()))
     _fill(dict(model.destinations()), files)
     model.pack()
     return model
@@ -254,14 +257,14 @@ def _load_by_transformers(
     assert isinstance(config, TransformersModel)
     for header in iter_headers(files):
         check_kind(header)
-    _check_room(config, config.num_parameters, place)
+    _check_room(config, config.num_parameters * place.dtype.itemsize, place)
     return load_transformers_model(path, config, place, max_len)
 
 
 def _check_headers(files: list[Path], empty: CausalLM) -> None:
     """Every tensor that the model needs is there, once, in its shape; what is over on either side is an error."""
     config = empty.config
-    waiting = {name: tuple(tensor.shape) for name, tensor in empty.destinations()}
+    waiting = dict(empty.destinations())
     expected = set(waiting)
     for header in iter_headers(files):
         if _is_ignorable(header.name, config):
@@ -280,28 +283,27 @@ def _check_headers(files: list[Path], empty: CausalLM) -> None:
         )
 
 
-def _allocate(config: ModelConfig, max_len: int, place: Place, num_parameters: int) -> CausalLM:
-    _check_room(config, num_parameters, place)
+def _allocate(config: ModelConfig, max_len: int, place: Place, num_bytes: int) -> CausalLM:
+    _check_room(config, num_bytes, place)
     try:
         return CausalLM(config, max_len=max_len, place=place)
     except RuntimeError as error:  # how torch says "out of memory", on every device
-        raise _too_large(config, num_parameters, place, str(error)) from error
+        raise _too_large(config, num_bytes, place, str(error)) from error
 
 
-def _check_room(config: ServedModel, num_parameters: int, place: Place) -> None:
+def _check_room(config: ServedModel, num_bytes: int, place: Place) -> None:
     free_bytes = _free_bytes(place.device)
-    if num_parameters * place.dtype.itemsize > free_bytes:
-        raise _too_large(config, num_parameters, place, f"{free_bytes / 2**30:.1f} GiB are free")
+    if num_bytes > free_bytes:
+        raise _too_large(config, num_bytes, place, f"{free_bytes / 2**30:.1f} GiB are free")
 
 
 def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
 
 
-def _too_large(config: ServedModel, num_parameters: int, place: Place, why: str) -> ConfigError:
-    gib = num_parameters * place.dtype.itemsize / 2**30
+def _too_large(config: ServedModel, num_bytes: int, place: Place, why: str) -> ConfigError:
     return ConfigError(
-        f"{config.architecture} with {num_parameters} parameters needs {gib:.1f} GiB as {place.dtype}, which "
+        f"{config.architecture} needs {num_bytes / 2**30:.1f} GiB for its weights as {place.dtype}, which "
         f"{place.device} cannot give ({why}). Use a smaller model or dtype, or a larger machine."
     )
 
@@ -332,12 +334,19 @@ def _why_not_wanted(name: str, expected: set[str], config: ModelConfig) -> str:
     )
 
 
-def _check(header: Header, shape: tuple[int, ...]) -> None:
-    if header.shape != shape:
+def _check(header: Header, destination: Tensor) -> None:
+    if header.shape != tuple(destination.shape):
         raise ConfigError(
-            f"{header.file}: tensor {header.name} has shape {list(header.shape)}; config.json asks for {list(shape)}. "
-            "Check that config.json and the weights belong together."
+            f"{header.file}: tensor {header.name} has shape {list(header.shape)}; config.json asks for "
+            f"{list(destination.shape)}. Check that config.json and the weights belong together."
         )
+    if destination.dtype == torch.int8:
+        if header.dtype != "I8":
+            raise ConfigError(
+                f"{header.file}: tensor {header.name} is {header.dtype}; config.json says that linear layers are in int8. "
+                "Checkpoints with some of them in another dtype are not supported, but for lm_head and routers."
+            )
+        return
     check_kind(header)
 
 
@@ -345,5 +354,5 @@ def check_kind(header: Header) -> None:
     if header.dtype not in SAFETENSORS_DTYPES:
         raise ConfigError(
             f"{header.file}: tensor {header.name} is {header.dtype}; it must be one of {', '.join(SAFETENSORS_DTYPES)}. "
-            "Quantized checkpoints are not supported."
+            "Quantized weights are read where config.json has a quantization_config that says how."
         )

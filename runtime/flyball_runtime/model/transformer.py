@@ -4,7 +4,7 @@ Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_runtime.core.checkpoint import ServedModel
 from flyball_runtime.core.kv_layout import KVLayout, longest_reach
 from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.model.linear import AdaptedStep, Destinations, FusedLinear, Norm, Place, Projection
+from flyball_runtime.model.linear import SCALE, AdaptedStep, Destinations, FusedLinear, Norm, Place, Projection
 from flyball_runtime.model.mlp import MLP, MixtureOfExperts
 from flyball_runtime.model.rope import cos_sin_cache
 
@@ -266,7 +266,7 @@ class CausalLM:
         self.head_weight = self.embedding if config.tie_word_embeddings else place.empty(*self.embedding.shape)
         # Gemma rounds the factor to the dtype of the weights
         self.embedding_scale = float(torch.tensor(config.embedding_scale).to(place.dtype))
-        self.num_parameters = sum(tensor.numel() for _, tensor in self.destinations())
+        self.num_parameters = sum(one.numel() for name, one in self.destinations() if not name.endswith(SCALE))
 
     def destinations(self) -> Destinations:
         """Every tensor that a checkpoint must hold; tied embeddings appear once."""
@@ -290,7 +290,9 @@ class CausalLM:
         """
         for layer in self.layers:
             layer.pack()
-        self.lm_head = self._place.linear(self.head_weight)
+        # quantized checkpoints leave the head out
+        exact = self._place.stored != "none"
+        self.lm_head = (replace(self._place, quantization="none") if exact else self._place).linear(self.head_weight)
         del self.head_weight
 
     @torch.inference_mode()

@@ -303,7 +303,9 @@ def test_larger_than_the_machine(checkpoint: Callable, monkeypatch: pytest.Monke
     config = ModelConfig.from_dir(path)
     num_parameters = _load(path).num_parameters
     monkeypatch.setattr(loader, "available_memory_bytes", lambda: 4 * num_parameters - 1)
-    message = r"Qwen3ForCausalLM with \d+ parameters needs .* GiB as torch\.float32, which cpu cannot give \(.* GiB are free\)"
+    message = (
+        r"Qwen3ForCausalLM needs .* GiB for its weights as torch\.float32, which cpu cannot give \(.* GiB are free\)"
+    )
     with pytest.raises(ConfigError, match=message):
         load_model(path, config, dtype=torch.float32, device="cpu", backend=CPU)
     load_model(path, config, dtype=torch.bfloat16, device="cpu", backend=CPU)
@@ -313,7 +315,7 @@ def test_what_the_allocator_refuses(checkpoint: Callable, monkeypatch: pytest.Mo
     monkeypatch.setattr(loader, "available_memory_bytes", lambda: 2**60)
     config = dataclasses.replace(ModelConfig.from_dir(checkpoint("qwen3")), intermediate_size=2**45)
     with pytest.raises(ConfigError, match=r"which cpu cannot give \(.*you tried to allocate"):
-        loader._allocate(config, 64, Place(torch.float32, torch.device("cpu"), CPU), num_parameters=2**50)
+        loader._allocate(config, 64, Place(torch.float32, torch.device("cpu"), CPU), num_bytes=2**50)
 
 
 def test_dtype_names(checkpoint: Callable) -> None:
