@@ -23,7 +23,7 @@ PROMPTS = (
 """Of those whose answers go on and on, and do not end in end-of-sequence tokens, which have no text."""
 NUM_RUNNING = 12
 """How many streams a replica of ``BUSY`` runs at a time; the others wait."""
-STREAM_S = 13.0
+STREAM_S = 10.0
 """How long a stream takes unless a test says otherwise. The shortest takes SHORTEST of it, the longest as much more."""
 SHORTEST = 0.85
 MIN_STREAM_S = 8.0
