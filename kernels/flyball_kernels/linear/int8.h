@@ -76,11 +76,21 @@ float magnitude(const T* x, int64_t k) {
 // Units in a value of 1, if the largest magnitude is that of 127 units; 0 where it is so small that there would be too many.
 inline float units(float most) { return most > 1e-30f ? 127.0f / most : 0.0f; }
 
-// kLanes values times a factor, as whole numbers: to nearest, ties to even. Magnitudes are far below 2**22.
+// kLanes values times a factor, as whole numbers: to nearest, ties to even. The instruction, and not a sum that rounds: a
+// compiler may fuse that with the product, and ties would then depend on its options.
 template <class T>
 VecI rounded(const T* x, int64_t left, float factor) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2**23: adding it leaves no bits for a fraction
-  return (VecI)(load_up_to(x, left) * factor + kRound) - (VecI)splat(kRound);
+  const Vec product = load_up_to(x, left) * factor;
+#if defined(__AVX512F__)
+  return (VecI)_mm512_cvtps_epi32((__m512)product);
+#elif defined(__AVX2__)
+  return (VecI)_mm256_cvtps_epi32((__m256)product);
+#else
+  VecI whole;
+  for (int lane = 0; lane < kLanes; ++lane)  // what is no number has no whole one
+    whole[lane] = std::isfinite(product[lane]) ? static_cast<int32_t>(std::nearbyint(product[lane])) : 0;
+  return whole;
+#endif
 }
 
 // weight [n, k] -> whole numbers from -127 to 127, and n scales

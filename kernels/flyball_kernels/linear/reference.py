@@ -25,7 +25,7 @@ def round_rows(matrix: Tensor) -> Rounded:
     most = torch.where(most.isfinite(), most, torch.nan)
     # a number divided by a tensor is the tensor's reciprocal, rounded, times the number
     units = torch.where(most > 1e-30, torch.full_like(most, 127.0) / most, 0.0)
-    values = (matrix.double() * units[:, None]).round().nan_to_num()
+    values = (matrix.float() * units[:, None]).round().nan_to_num()
     return Rounded(values.to(torch.int8), most / 127.0)
 
 
