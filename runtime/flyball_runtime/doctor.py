@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -113,19 +115,13 @@ def count_parameters(path: Path) -> int:
 
     if not path.is_dir():
         raise ConfigError(f"--model {path} is not a folder. Name one with config.json and safetensors.")
-    total = 0
-    for header in iter_headers(weight_files(path)):
-        size = 1
-        for length in header.shape:
-            size *= length
-        total += size
-    return total
+    return sum(math.prod(header.shape) for header in iter_headers(weight_files(path)))
 
 
 def report(*, measured: bool) -> Report:
     import torch
 
-    from flyball_kernels.backend import choose_backend, reason_for_torch
+    from flyball_kernels.backend import Backend, choose_backend, reason_for_torch
     from flyball_kernels.cpu import variants
     from flyball_runtime.engine.start_up import device_name, set_num_threads
 
@@ -135,7 +131,7 @@ def report(*, measured: bool) -> Report:
         backend = choose_backend("cpu", "cpp")
     except (RuntimeError, ValueError) as error:
         reasons.append(str(error))
-        backend = choose_backend("cpu", "torch")
+        backend = Backend("torch")
     else:
         backend = choose_backend("cpu")
         instruction_set = torch.ops.flyball.instruction_set()
@@ -153,15 +149,13 @@ def report(*, measured: bool) -> Report:
         gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         ops=backend.name,
         instruction_set=instruction_set,
-        linear=backend.linear if backend.name == "cpp" else "torch",
+        linear=backend.linear,
         reasons=reasons,
         speeds=list(speeds(backend)) if measured else [],
     )
 
 
 def _num_cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -21,6 +21,11 @@ _SCHEME: dict[str, dict[str, Any]] = {
 }
 
 
+def resolve_quantization(asked: Quantization, stored: Quantization) -> Quantization:
+    """Return how layers compute: a checkpoint that is quantized stays as it is."""
+    return asked if stored == "none" else stored
+
+
 def read_quantization(fields: JsonFields) -> Quantization:
     """Return how the checkpoint holds the weights of linear layers.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.grammar import Grammar
+from flyball_runtime.core.quantization import resolve_quantization
 from flyball_runtime.core.stats import EngineInfo, Sampled
 from flyball_runtime.engine.adapted_rows import AdaptedRows, check_can_adapt
 from flyball_runtime.engine.draft_model import DraftModel
@@ -195,11 +196,10 @@ class ModelRunner:
         self._sampling = SamplingTensors(config.max_num_seqs, self._device, self._backend, self._grammars)
         self._sums: Sums = {}
         self._stages.done("kv_cache")
-        stored = self._model_config.quantization
         self.info = EngineInfo(
             model=config.served_model_name,
             dtype=self._dtype_name,
-            quantization=config.quantization if stored == "none" else stored,
+            quantization=resolve_quantization(config.quantization, self._model_config.quantization),
             device=str(self._device),
             kernel_backend=self._backend.name,
             max_model_len=self._max_model_len,

@@ -177,15 +177,16 @@ class _LarkReader:
         """Raises _Unreadable."""
         self._skip_space()
         while self._at < len(self._text):
-            if self._take(self._DIRECTIVE) is None and self._take_json() is None and self._read_rule() is None:
+            if self._take(self._DIRECTIVE) is None and self._take_json() is None and not self._read_rule():
                 raise _Unreadable
             self._skip_space()
         return self._rules
 
-    def _read_rule(self) -> bool | None:
+    def _read_rule(self) -> bool:
+        """Return False if there is none here."""
         found = self._take(self._DEFINITION)
         if found is None:
-            return None
+            return False
         alternatives = self._read_alternatives()
         if found["attributes"] is None and not found["name"].isupper():
             self._rules[found["name"]] = alternatives

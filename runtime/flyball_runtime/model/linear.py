@@ -40,6 +40,10 @@ class Place:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
+    def unrounded(self) -> "Place":
+        """Return the place for what is never rounded, nor stored so."""
+        return replace(self, quantization="none", stored="none")
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return a layer of these weights, which it takes over, rounded if that is asked for."""
         if self.quantization == "int8":
@@ -113,7 +117,7 @@ class FusedLinear:
         out_features = sum(parts.values())
         self._parts = parts
         self._in_features = in_features
-        self._place = replace(place, quantization="none", stored="none") if exact else place
+        self._place = place.unrounded() if exact else place
         self._scales: Tensor | None = None
         if self._place.stored == "int8":
             self._scales = torch.empty(out_features, 1, device=place.device)

@@ -19,7 +19,7 @@ from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import read_json_object
 from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import ModelConfig, is_native
-from flyball_runtime.core.quantization import Quantization
+from flyball_runtime.core.quantization import Quantization, resolve_quantization
 from flyball_runtime.model.linear import Place
 from flyball_runtime.model.transformer import CausalLM, LanguageModel
 
@@ -202,8 +202,7 @@ def load_model(
     """
     start = time.monotonic()
     files = weight_files(Path(path))
-    if config.quantization != "none":
-        quantization = config.quantization
+    quantization = resolve_quantization(quantization, config.quantization)
     place = Place(dtype, torch.device(device), backend, quantization, config.quantization)
     max_len = max_model_len or config.default_context_len
     if quantization != "none":

@@ -4,7 +4,7 @@ Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -291,8 +291,8 @@ class CausalLM:
         for layer in self.layers:
             layer.pack()
         # quantized checkpoints leave the head out
-        exact = self._place.stored != "none"
-        self.lm_head = (replace(self._place, quantization="none") if exact else self._place).linear(self.head_weight)
+        place = self._place if self._place.stored == "none" else self._place.unrounded()
+        self.lm_head = place.linear(self.head_weight)
         del self.head_weight
 
     @torch.inference_mode()
