@@ -456,6 +456,12 @@ def move(before: float, after: float, at_s: float = NOW_S - 30, knob: Knob = Kno
     return Move(knob=knob, direction=direction, before=before, after=after, at_s=at_s)
 
 
+def ban_left_s(state: TunerState, direction: Direction, value: float) -> float:
+    ban = state.ban(Knob.STEP_TIME, direction, value, NOW_S)
+    assert ban is not None
+    return ban.until_s - NOW_S
+
+
 def test_counts_from_before_a_change_are_waited_out() -> None:
     state = structs.replace(SETTLED, moves=(move(30.0, 38.0),), settled=False)
     assert decided(seen(itl_over=9000, since_s=600.0), state=state).reason is Reason.SETTLING
@@ -468,7 +474,7 @@ def test_a_raise_that_does_harm_later_is_taken_back() -> None:
     decision = decided(seen(itl_over=9000, since_s=20.0), state=state)
     assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.WORSE_THAN_BEFORE)
     assert (decision.limits, decision.revision) == (before, 4)
-    assert decision.state.ban_left_s(Knob.STEP_TIME, Direction.RAISE, 38.0, NOW_S) == 600
+    assert ban_left_s(decision.state, Direction.RAISE, 38.0) == 600
 
 
 def test_limits_that_served_well_are_committed() -> None:
@@ -487,7 +493,18 @@ def test_a_move_that_gained_nothing_is_banned_and_a_larger_one_is_not() -> None:
     both = state.banned(move(38.0, 26.6), NOW_S - 100)
     held = decided(seen(itl_over=4000), state=both)
     assert (held.reason, "is not tried for 500 s" in held.why) == (Reason.BANNED, True)
-    assert both.banned(move(38.0, 26.6), NOW_S).ban_left_s(Knob.STEP_TIME, Direction.CUT, 26.6, NOW_S) == 1200
+    assert ban_left_s(both.banned(move(38.0, 26.6), NOW_S), Direction.CUT, 26.6) == 1200
+
+
+def test_a_move_that_could_not_be_judged_is_banned_for_less_and_longer_each_time() -> None:
+    state, waits = SETTLED, []
+    for _ in range(8):
+        state = state.banned(move(38.0, 30.4), NOW_S, unjudged_at="replica 1")
+        waits.append(ban_left_s(state, Direction.CUT, 30.4))
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
+    assert decided(seen(itl_over=4000), state=state).state.trial is not None, "a larger one is another"
+    held = decided(seen(itl_over=4000), state=state.banned(move(38.0, 26.6), NOW_S, unjudged_at="replica 1"))
+    assert "could not be judged lately and is not tried for 3600 s" in held.why
 
 
 def test_cool_downs_hold_a_second_raise_back() -> None:

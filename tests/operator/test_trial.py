@@ -14,8 +14,9 @@ from flyball_operator.tuning.decision import Decision as AnyDecision
 from flyball_operator.tuning.knobs import Knob
 from flyball_operator.tuning.recovery import Memory
 from flyball_operator.tuning.signals import Signal
-from flyball_operator.tuning.state import Forecast, Trial, TunerState
-from flyball_operator.tuning.trial import ENOUGH, PATIENCE_WINDOWS, forecast_of, likelihood_ratio
+from flyball_operator.tuning.evidence import Seen, StepCounts
+from flyball_operator.tuning.state import UNJUDGED_BAN_S, Forecast, Trial, TunerState
+from flyball_operator.tuning.trial import ENOUGH, JUDGED, PATIENCE_WINDOWS, forecast_of, likelihood_ratio
 from flyball_protocol import Evidence, KVBlocks, Share
 from operator_kit.deployment import Deployment, Runtime
 from operator_kit.evidence import LENGTHS, LIMITS, MODEL, POSTED, TUNING, make_evidence, pods
@@ -105,7 +106,8 @@ def test_verdicts(name: str) -> None:
     if action is Action.ROLL_BACK:
         assert decision.limits == PACED
         assert decision.revision > max(4, fields.get("revision", 4))
-        assert decision.state.ban_left_s(Knob.STEP_TIME, TRIAL.move.direction, TRIAL.move.after or 0, NOW_S) > 0
+        ban = decision.state.ban(Knob.STEP_TIME, TRIAL.move.direction, TRIAL.move.after or 0, NOW_S + after_s)
+        assert ban is not None and bool(ban.unjudged_at) is (reason not in JUDGED)
         assert decision.state.settled, "what was in force before had been committed"
     assert decision.state.trial is None or action is Action.HOLD
 
@@ -134,6 +136,41 @@ def test_trouble_that_ended_by_itself_is_no_gain() -> None:
     assert judged(canary(), well, well).reason is Reason.FEW_SAMPLES
     late = judged(canary(), well, well, after_s=60.0 * PATIENCE_WINDOWS)
     assert late.reason is Reason.CANARY_UNJUDGED
+
+
+def slow_canary(**fields: Any) -> tuple[TunerState, Evidence]:
+    """The canary's steps take 2.5 times as long as they did."""
+    step = StepCounts(prefill_tokens=256, decodes=4, context_tokens=4000, attention_pairs=0)
+    seen = Seen(TRIAL.canary, "b1", 590.0, step, MODEL.predict(*step) / 2.5)
+    one = canary(step_model=MODEL, lengths=LENGTHS, num_steps=1000, **fields)
+    return structs.replace(STATE, seen=(seen,)), one
+
+
+def test_a_slow_canary_that_gained_what_was_predicted_is_believed() -> None:
+    state, one = slow_canary(itl_over=0)
+    assert judged(one, state=state).reason is Reason.CANARY_GAINED
+
+
+@pytest.mark.parametrize("fields", [{"itl_over": 4000}, {"itl_over": 0, "ttft_over": 600}], ids=str)
+def test_what_a_slow_canary_loses_says_nothing_about_the_change(fields: dict[str, Any]) -> None:
+    state, one = slow_canary(**fields)
+    decision = judged(one, state=state)
+    assert (decision.action, decision.reason) == (Action.ROLL_BACK, Reason.CANARY_UNJUDGED)
+    assert "slow for another reason: its steps take 2.5 times as long as they did" in decision.why
+
+
+def test_a_change_that_could_not_be_judged_is_tried_again_soon_and_elsewhere() -> None:
+    state, one = slow_canary(itl_over=4000)
+    state = judged(one, state=state).state
+    back = make_evidence(limits=PACED, itl_over=4000, revision=5)
+
+    def later(after_s: float) -> Decision:
+        return decide(TUNING, state, pods(back, back, back), now_s=NOW_S + 30 + after_s)
+
+    assert trial_of(later(UNJUDGED_BAN_S - 1).state).move.after != TRIAL.move.after
+    again = later(UNJUDGED_BAN_S)
+    assert trial_of(again.state).move.after == TRIAL.move.after
+    assert trial_of(again.state).canary != TRIAL.canary
 
 
 def test_new_bounds_end_a_trial() -> None:

@@ -443,10 +443,11 @@ def _first_possible(
         if value is None:
             continue
         direction = Direction.RAISE if value > idea.knob.of(now.limits) else Direction.CUT
-        if (left_s := now.state.ban_left_s(idea.knob, direction, value, now.now_s)) > 0:
+        if (ban := now.state.ban(idea.knob, direction, value, now.now_s)) is not None:
+            how = "could not be judged" if ban.unjudged_at else "gained nothing"
+            left_s = ban.until_s - now.now_s
             banned = (
-                banned
-                or f"{symptom}; a {direction} of {idea.knob} gained nothing lately and is not tried for {left_s:.0f} s"
+                banned or f"{symptom}; a {direction} of {idea.knob} {how} lately and is not tried for {left_s:.0f} s"
             )
             continue
         wait_s = now.state.cooldown_left_s(

@@ -24,6 +24,9 @@ WIDEST_WINDOW_S = 300.0
 BAN_S = 600.0
 """A move that gained nothing is not made again for so long; twice as long each time."""
 
+UNJUDGED_BAN_S = 60.0
+"""One that could not be judged, which says nothing of it: twice as long each time too."""
+
 MAX_BAN_S = 3600.0
 
 
@@ -110,13 +113,18 @@ class Trial(Struct, frozen=True, kw_only=True):
 
 
 class Ban(Struct, frozen=True, kw_only=True):
-    """A kind of move that gained nothing, ``times`` times in a row. One that goes clearly further than ``value`` is another."""
+    """A kind of move that gained nothing, ``times`` times in a row. One that goes clearly further than ``value`` is another.
+
+    Attributes:
+        unjudged_at: the replica where it could not be judged; "" if it was.
+    """
 
     knob: Knob
     direction: Direction
     value: float
     until_s: float
     times: int = 1
+    unjudged_at: str = ""
 
     def covers(self, knob: Knob, direction: Direction, value: float) -> bool:
         if (self.knob, self.direction) != (knob, direction):
@@ -180,19 +188,27 @@ class TunerState(Struct, frozen=True, kw_only=True):
         own = self.seqs.get(pod, limits.max_num_seqs)
         return limits if own >= limits.max_num_seqs else structs.replace(limits, max_num_seqs=own)
 
-    def banned(self, move: Move, now_s: float) -> "TunerState":
+    def banned(self, move: Move, now_s: float, *, unjudged_at: str = "") -> "TunerState":
         """Return the state with such moves banned, longer each time."""
         if move.after is None:
             return self
         same = [one for one in self.bans if one.covers(move.knob, move.direction, move.after)]
         times = 1 + max((one.times for one in same), default=0)
-        until_s = now_s + min(MAX_BAN_S, BAN_S * 2.0 ** (times - 1))
-        ban = Ban(knob=move.knob, direction=move.direction, value=move.after, until_s=until_s, times=times)
+        first_s = UNJUDGED_BAN_S if unjudged_at else BAN_S
+        ban = Ban(
+            knob=move.knob,
+            direction=move.direction,
+            value=move.after,
+            until_s=now_s + min(MAX_BAN_S, first_s * 2.0 ** (times - 1)),
+            times=times,
+            unjudged_at=unjudged_at,
+        )
         return structs.replace(self, bans=(*(one for one in self.bans if one not in same), ban)[-MAX_MOVES:])
 
-    def ban_left_s(self, knob: Knob, direction: Direction, value: float, now_s: float) -> float:
-        """Return for how long such a move is still banned; 0 or less when it is not."""
-        return max((one.until_s for one in self.bans if one.covers(knob, direction, value)), default=now_s) - now_s
+    def ban(self, knob: Knob, direction: Direction, value: float, now_s: float) -> Ban | None:
+        """Return what bans such a move for longest; None when nothing does."""
+        found = [one for one in self.bans if one.until_s > now_s and one.covers(knob, direction, value)]
+        return max(found, key=lambda one: one.until_s, default=None)
 
     @property
     def last_move(self) -> Move | None:

@@ -3,8 +3,9 @@
 The others go on serving the same traffic under the limits in force, so the comparison with them leaves out what the traffic
 does. A replica that has no others is compared with its own counts from before. The verdict is Wald's sequential test of two
 hypotheses, "as without the change" and "as predicted", so clear cases end early. A change that gains nothing is taken back
-and banned for a while, and so is one that cannot be judged. First tokens are late at first because of the queue from before,
-so while that is worked off, they do not speak against the change.
+and banned for a while. One that cannot be judged is taken back too, and tried soon again, on another replica: a canary that
+is slow for reasons of its own shows a gain, but no loss. First tokens are late at first because of the queue from before, so
+while that is worked off, they do not speak against the change.
 """
 
 import math
@@ -28,6 +29,9 @@ PATIENCE_WINDOWS = 5
 ENOUGH = math.log(0.98 / 0.02)
 """Of the log-likelihood ratio: either mistake is made in 2 % of looks."""
 
+JUDGED = frozenset({Reason.CANARY_GAINED_NOTHING, Reason.CANARY_WORSE})
+"""What a change is taken back for because of what it did."""
+
 PREEMPTED_SHARE = 0.05
 """A change is taken back when more computed tokens than this share are thrown away by preemption."""
 
@@ -39,12 +43,13 @@ def forecast_of(signal: Signal, what: str) -> Forecast:
 
 
 def try_first(now: Situation, decision: Decision) -> Decision:
-    """Return the change of ``decision`` as a trial on the replica with the median traffic, which is most like the others."""
+    """Return the change of ``decision`` as a trial on one replica."""
     assert decision.limits is not None  # of every CHANGE
-    canary = sorted(now.usable, key=lambda pod: (now.usable[pod].num_arrived, pod))[len(now.usable) // 2]
+    move = decision.state.moves[-1]
+    canary = _choose(now, move)
     trial = Trial(
         canary=canary,
-        move=decision.state.moves[-1],
+        move=move,
         limits=decision.limits,
         revision=decision.revision,
         before=now.limits,
@@ -58,6 +63,13 @@ def try_first(now: Situation, decision: Decision) -> Decision:
     state = structs.replace(now.remembered, trial=trial, tuned=True, seqs=decision.state.seqs, trim=decision.state.trim)
     where = f"tried on {canary} first" if now.num_replicas > 1 else "on trial"
     return structs.replace(decision, action=Action.TRY, why=f"{decision.why}; {where}", state=state)
+
+
+def _choose(now: Situation, move: Move) -> str:
+    """Return the replica with the median traffic, which is most like the others, of those that can likely be judged."""
+    unjudged = {ban.unjudged_at for ban in now.state.bans if ban.knob is move.knob and ban.direction is move.direction}
+    pods = [pod for pod in now.usable if pod not in now.slow and pod not in unjudged] or list(now.usable)
+    return sorted(pods, key=lambda pod: (now.usable[pod].num_arrived, pod))[len(pods) // 2]
 
 
 def judge(now: Situation, trial: Trial) -> Decision:
@@ -185,12 +197,16 @@ class _Trying:
 
     def take_back(self, reason: Reason, why: str, *, observed: float | None = None) -> Decision:
         trial, now = self.trial, self.now
+        if reason in JUDGED and trial.canary in now.slow:
+            reason = Reason.CANARY_UNJUDGED
+            why = f"{why}, but the canary is slow for another reason: {now.slow[trial.canary]}"
         revision = max([trial.revision, *(one.revision for one in now.answered.values())]) + 1
-        # Both moves are kept: a limit that turned round has a longer cool-down, so a bad change is tried ever less often.
-        moves = [trial.move, trial.move.undone(now.now_s)]
+        undone = trial.move.undone(now.now_s)
+        # A limit that turned round has a longer cool-down, so a bad change is tried ever less often.
+        moves = [trial.move, undone] if reason in JUDGED else [structs.replace(undone, direction=Direction.CLAMP)]
         state = now.remembered.after(moves, trial.before, revision)
         state = structs.replace(state, settled=trial.before_settled)
-        state = state.banned(trial.move, now.now_s)
+        state = state.banned(trial.move, now.now_s, unjudged_at="" if reason in JUDGED else trial.canary)
         return Decision(
             action=Action.ROLL_BACK,
             reason=reason,
@@ -284,15 +300,6 @@ def _others_missing(trying: _Trying) -> Decision | None:
     return trying.wait(Reason.PARTIAL_EVIDENCE, f"{why} ({listed})" if listed else why)
 
 
-def _slow_canary(trying: _Trying) -> Decision | None:
-    slow = trying.now.slow.get(trying.trial.canary)
-    return (
-        None
-        if slow is None
-        else trying.take_back(Reason.CANARY_UNJUDGED, f"the canary is slow for another reason: {slow}")
-    )
-
-
 def _harm(trying: _Trying) -> Decision | None:
     """Take a change back that does harm, whatever it gains."""
     assert trying.canary is not None  # _silent has seen to it
@@ -332,7 +339,6 @@ _RULES: tuple[Callable[[_Trying], Decision | None], ...] = (
     _taken_just_now,
     _let_it_settle,
     _others_missing,
-    _slow_canary,
     _harm,
 )
 
