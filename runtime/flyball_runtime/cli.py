@@ -116,9 +116,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--max-num-batched-tokens",
         type=int,
-        default=2048,
         metavar="TOKENS",
-        help="maximum number of tokens that one step computes",
+        help="maximum number of tokens that one step computes "
+        f"(default: {settings.CPU_BATCHED_TOKENS} on a CPU, {settings.GPU_BATCHED_TOKENS} on a GPU, "
+        "or --max-num-seqs if that is more)",
     )
     engine.add_argument(
         "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="share of the GPU's memory to use"
@@ -576,8 +577,13 @@ def open_offline_api(
     return open_api(engine_config_from(args, path), settings, load_tokenizer(path))
 
 
-_OFFLINE_DEFAULTS = ("--scheduling-policy=dpr", f"--max-queued-requests={2**20}", f"--max-queued-tokens={2**40}")
-"""A batch knows its requests, and has as many in flight as it wants to."""
+_OFFLINE_DEFAULTS = (
+    "--scheduling-policy=dpr",
+    f"--max-num-batched-tokens={settings.OFFLINE_BATCHED_TOKENS}",
+    f"--max-queued-requests={2**20}",
+    f"--max-queued-tokens={2**40}",
+)
+"""A batch knows its requests, has as many in flight as it wants to, and nobody waits for a first token."""
 
 
 def _offline_parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flyball_runtime.core.beam_search import BeamSearch, EarlyStopping
-from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.config import OFFLINE_BATCHED_TOKENS, EngineConfig
 from flyball_runtime.core.errors import ConfigError, InvalidAdapter, InvalidRequest, RequestError
 from flyball_runtime.core.generation_config import AUTO, default_sampling
 from flyball_runtime.core.lora import LoraConfig
@@ -157,6 +157,7 @@ class LLM:
         self.tokenizer = load_tokenizer(path)
         self._max_adapters = max_cpu_loras if enable_lora else 0
         self._adapters: dict[LoRARequest, int] = {}
+        settings.setdefault("max_num_batched_tokens", max(OFFLINE_BATCHED_TOKENS, settings.get("max_num_seqs", 0)))
         self.engine = start_engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))
         self._num_requests = 0
 

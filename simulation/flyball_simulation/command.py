@@ -11,6 +11,7 @@ from msgspec import structs
 from flyball_operator.spec import LLMDeployment
 from flyball_operator.spec.manifest import read_file
 from flyball_protocol.quoting import quoted
+from flyball_runtime.core.config import default_step_tokens
 from flyball_runtime.core.errors import ConfigError
 from flyball_simulation import oracle
 from flyball_simulation.controllers import Aimd, Auto, Controller, Rules, Static
@@ -244,7 +245,8 @@ def _setup(args: argparse.Namespace, deployment: LLMDeployment, profile: Profile
         kv_tokens=kv_tokens,
         max_model_len=runtime.max_model_len or min(profile.max_model_len, kv_tokens // 16 * 16),
         max_num_seqs=runtime.max_num_seqs,
-        max_num_batched_tokens=runtime.max_num_batched_tokens,
+        max_num_batched_tokens=runtime.max_num_batched_tokens
+        or max(default_step_tokens(args.plant), runtime.max_num_seqs),
         objectives=objectives_of(deployment),
         model=deployment.served_name,
     )

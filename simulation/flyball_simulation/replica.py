@@ -107,6 +107,7 @@ class Replica:
             model=config.served_model_name,
             device=device_name,
             max_model_len=max_model_len,
+            max_num_batched_tokens=config.step_tokens(device_name, max_model_len),
             num_kv_blocks=max(1, kv_tokens // BLOCK_SIZE),
             num_start_kv_blocks=max(1, (kv_start_tokens or kv_tokens) // BLOCK_SIZE),
             block_size=BLOCK_SIZE,

@@ -57,7 +57,12 @@ class Setup(Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """Under which step times are learned; see ``Evidence.key``."""
         return engine_info(
-            model=self.model, device=self.name, max_model_len=1, num_kv_blocks=1, block_size=BLOCK_SIZE
+            model=self.model,
+            device=self.name,
+            max_model_len=1,
+            max_num_batched_tokens=1,
+            num_kv_blocks=1,
+            block_size=BLOCK_SIZE,
         ).key
 
 

@@ -117,8 +117,15 @@ RULES = [
     ),
     Rule(
         "tuning.bounds.maxNumBatchedTokens must stay inside the envelope",
-        [bounds(maxNumBatchedTokens={"max": 2048}), runtime(maxNumBatchedTokens=4096) | bounds(maxNumSeqs={"min": 2})],
-        [bounds(maxNumBatchedTokens={"max": 2049}), bounds(maxNumBatchedTokens={"min": 4096})],
+        [
+            runtime(maxNumBatchedTokens=4096) | bounds(maxNumBatchedTokens={"max": 4096}),
+            runtime(maxNumBatchedTokens=4096) | bounds(maxNumSeqs={"min": 2}),
+            bounds(maxNumBatchedTokens={"max": 4096}),
+        ],
+        [
+            runtime(maxNumBatchedTokens=4096) | bounds(maxNumBatchedTokens={"max": 4097}),
+            runtime(maxNumBatchedTokens=4096) | bounds(maxNumBatchedTokens={"min": 8192}),
+        ],
     ),
     Rule(
         "tuning.limits.maxNumSeqs must stay inside the envelope",
@@ -127,8 +134,8 @@ RULES = [
     ),
     Rule(
         "tuning.limits.maxNumBatchedTokens must stay inside the envelope",
-        [limits(maxNumBatchedTokens=2048), runtime(maxNumBatchedTokens=4096) | limits(maxNumBatchedTokens=4096)],
-        [limits(maxNumBatchedTokens=2049)],
+        [limits(maxNumBatchedTokens=4096), runtime(maxNumBatchedTokens=4096) | limits(maxNumBatchedTokens=4096)],
+        [runtime(maxNumBatchedTokens=2048) | limits(maxNumBatchedTokens=2049)],
     ),
     Rule(
         "limits.maxNumSeqs is outside bounds.maxNumSeqs",
@@ -216,8 +223,8 @@ RULES = [
     ),
     Rule(
         "maxNumBatchedTokens must be at least maxNumSeqs",
-        [runtime(maxNumSeqs=64, maxNumBatchedTokens=64)],
-        [runtime(maxNumBatchedTokens=255), runtime(maxNumSeqs=4096)],
+        [runtime(maxNumSeqs=64, maxNumBatchedTokens=64), runtime(maxNumSeqs=4096)],
+        [runtime(maxNumBatchedTokens=255), runtime(maxNumSeqs=65, maxNumBatchedTokens=64)],
     ),
     Rule(
         "each is one word, --flag or --flag=value",

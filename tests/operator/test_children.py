@@ -90,6 +90,7 @@ def test_settings_become_arguments_one_word_each() -> None:
 def test_settings_left_out_are_left_to_the_runtime() -> None:
     flags = {argument.partition("=")[0] for argument in container(build())["args"]}
     assert not flags & {"--revision", "--max-model-len", "--gpu-memory-utilization", "--kv-cache-memory-bytes"}
+    assert "--max-num-batched-tokens" not in flags
 
 
 def test_without_accelerators_nothing_is_asked_of_the_node_but_the_given_resources() -> None:

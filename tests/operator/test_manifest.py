@@ -33,7 +33,7 @@ def test_the_shortest_manifest_is_completed_with_the_schemas_defaults() -> None:
 
 
 def test_a_partly_given_object_keeps_the_other_defaults() -> None:
-    assert parse_spec("runtime: {maxNumSeqs: 8}").spec.runtime.max_num_batched_tokens == 2048
+    assert parse_spec("runtime: {maxNumSeqs: 8}").spec.runtime.dtype == "auto"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,14 @@ def test_a_malformed_document_is_refused_with_a_reason(text: str, words: list[st
         ("tuning: {bounds: {maxNumSeqs: {min: 9, max: 4}}}", ["9", "4", "swap"]),
         ("tuning: {bounds: {maxNumSeqs: {max: 300}}}", ["300", "256", "envelope"]),
         ("tuning: {limits: {maxNumSeqs: 300}}", ["spec.tuning.limits.maxNumSeqs is 300", "256", "envelope"]),
-        ("tuning: {limits: {maxNumBatchedTokens: 4096}}", ["limits.maxNumBatchedTokens is 4096", "2048"]),
+        (
+            "runtime: {maxNumBatchedTokens: 2048}\n  tuning: {limits: {maxNumBatchedTokens: 4096}}",
+            ["limits.maxNumBatchedTokens is 4096", "2048"],
+        ),
+        (
+            "tuning: {limits: {maxNumBatchedTokens: 63}, bounds: {maxNumBatchedTokens: {min: 64}}}",
+            ["limits.maxNumBatchedTokens is 63", "64 or more"],
+        ),
         ("tuning: {limits: {kvCachePercent: 0}}", ["spec.tuning.limits.kvCachePercent is 0", "1"]),
         ("tuning: {limits: {stepTimeTargetMilliseconds: -1}}", ["limits.stepTimeTargetMilliseconds is -1", "0"]),
         ("tuning: {limits: {maxSeqs: 4}}", ["spec.tuning.limits.maxSeqs is not a field", "maxNumSeqs"]),

@@ -87,6 +87,7 @@ class FakeEngine:
             device="cpu",
             kernel_backend="torch",
             max_model_len=1024,
+            max_num_batched_tokens=64,
             vocab_size=vocab_size,
             block_size=16,
             kv_windows=(None,),

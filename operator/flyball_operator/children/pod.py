@@ -204,6 +204,7 @@ def _serve_args(llm: LLMDeployment) -> list[str]:
         "--api-key-file": f"{names.API_KEYS_MOUNT}/{names.API_KEYS_FILE}" if has_keys else None,
         "--revision": llm.model_source.revision if isinstance(llm.model_source, HubModel) else None,
         "--max-model-len": runtime.max_model_len,
+        "--max-num-batched-tokens": runtime.max_num_batched_tokens,
         "--gpu-memory-utilization": None if (p := runtime.gpu_memory_utilization_percent) is None else f"{p / 100:.2f}",
         "--kv-cache-memory-bytes": None if (m := runtime.kv_cache_memory) is None else size_in_bytes(m),
     }
@@ -216,7 +217,6 @@ def _serve_args(llm: LLMDeployment) -> list[str]:
         "--device": "cuda" if spec.accelerator.count else "cpu",
         "--dtype": runtime.dtype,
         "--max-num-seqs": runtime.max_num_seqs,
-        "--max-num-batched-tokens": runtime.max_num_batched_tokens,
         "--boot-prior": f"{names.BOOT_PRIOR_MOUNT}/{names.BOOT_PRIOR_FILE}",
         "--drain-timeout": spec.rollout.drain.timeout_seconds,
         "--drain-quiet": spec.rollout.drain.pre_stop_seconds,  # a kube-proxy that is behind goes on sending requests

@@ -75,7 +75,7 @@ class EnvSource(_Spec, frozen=True, kw_only=True, omit_defaults=True):
 class Runtime(_Spec, frozen=True, kw_only=True):
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
     max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int | None = None
     image: str | None = None
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     image_pull_secrets: tuple[ObjectName, ...] = ()

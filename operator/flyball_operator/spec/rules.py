@@ -1,6 +1,7 @@
 """Rules that span fields of a spec. The CRD states the simple ones as CEL too, for kubectl apply."""
 
 import ipaddress
+import math
 import re
 from collections.abc import Iterator
 
@@ -107,7 +108,7 @@ def _runtime_problems(spec: DeploymentSpec) -> Iterator[str]:
             f"spec.runtime.gpuMemoryUtilizationPercent is {runtime.gpu_memory_utilization_percent}, "
             "a share of the accelerator's memory, but spec.accelerator.count is 0; set kvCacheMemory instead"
         )
-    if runtime.max_num_batched_tokens < runtime.max_num_seqs:
+    if runtime.max_num_batched_tokens is not None and runtime.max_num_batched_tokens < runtime.max_num_seqs:
         yield (
             f"spec.runtime.maxNumBatchedTokens is {runtime.max_num_batched_tokens}, less than maxNumSeqs "
             f"{runtime.max_num_seqs}; each running sequence decodes one token a step, so raise it or lower maxNumSeqs"
@@ -225,7 +226,7 @@ def _tuning_problems(spec: DeploymentSpec) -> Iterator[str]:
             "maxNumBatchedTokens",
             limits.max_num_batched_tokens,
             bounds.max_num_batched_tokens,
-            spec.runtime.max_num_batched_tokens,
+            spec.runtime.max_num_batched_tokens or math.inf,  # the runtime chooses it; the tuner keeps within
         ),
         ("kvCachePercent", limits.kv_cache_percent, bounds.kv_cache_percent, 100),
     )
@@ -235,7 +236,7 @@ def _tuning_problems(spec: DeploymentSpec) -> Iterator[str]:
             yield from _limit_problems(limit, bound, name, envelope)
 
 
-def _bounds_problems(path: str, bounds: Range, name: str, envelope: int) -> Iterator[str]:
+def _bounds_problems(path: str, bounds: Range, name: str, envelope: float) -> Iterator[str]:
     if bounds.min is not None and bounds.max is not None and bounds.min > bounds.max:
         yield f"{path}.min is {bounds.min}, more than its max {bounds.max}; swap or widen them"
     for side, value in (("min", bounds.min), ("max", bounds.max)):
@@ -246,7 +247,7 @@ def _bounds_problems(path: str, bounds: Range, name: str, envelope: int) -> Iter
             )
 
 
-def _limit_problems(limit: int, bounds: Range, name: str, envelope: int) -> Iterator[str]:
+def _limit_problems(limit: int, bounds: Range, name: str, envelope: float) -> Iterator[str]:
     path = f"spec.tuning.limits.{name}"
     if limit > envelope:
         yield (
@@ -255,7 +256,8 @@ def _limit_problems(limit: int, bounds: Range, name: str, envelope: int) -> Iter
         )
     low, high = bounds.min or 1, envelope if bounds.max is None else bounds.max
     if limit <= envelope and not low <= limit <= high:
-        yield f"{path} is {limit}, outside spec.tuning.bounds.{name}, {low} to {high}; widen the bounds or move the limit"
+        span = f"{low} or more" if math.isinf(high) else f"{low} to {high}"
+        yield f"{path} is {limit}, outside spec.tuning.bounds.{name}, {span}; widen the bounds or move the limit"
 
 
 def _rollout_problems(spec: DeploymentSpec) -> Iterator[str]:

@@ -24,6 +24,10 @@ KERNEL_BACKENDS = ("auto", "cpp", "torch", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority", "sjf", "srpf", "edf", "dpr")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 2048
+"""Tokens of a step unless told. A CPU computes no faster in larger steps, and first tokens come at a step's end."""
+OFFLINE_BATCHED_TOKENS = 2048
+
 LOOPBACK_PROXIES = "127.0.0.1,::1"
 """Proxies on this machine, such as local mode's balancer."""
 
@@ -41,7 +45,7 @@ class EngineConfig:
             it is.
         max_model_len: longest prompt plus output in tokens; None takes the checkpoint's maximum.
         max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: most tokens one step computes.
+        max_num_batched_tokens: most tokens one step computes; None takes what suits the device (``step_tokens``).
         gpu_memory_utilization: share of the device's total memory for weights, activations and KV cache, in (0, 1].
         kv_cache_memory_bytes: size of the KV cache at the start; None derives it from the device's memory.
         kv_cache_memory_max_bytes: what live limits may raise it to; None is its size at the start.
@@ -70,7 +74,7 @@ class EngineConfig:
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_max_bytes: int | None = None
@@ -119,7 +123,7 @@ class EngineConfig:
             raise ConfigError(f"--kv-drain-timeout is {self.kv_drain_timeout_s}; it must be from 0 to 86400 seconds.")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1].")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, below --max-num-seqs {self.max_num_seqs}: "
                 "a step could not give each running sequence its token. Raise the first or lower the second."
@@ -132,6 +136,13 @@ class EngineConfig:
                     "step before, which the next step would not wait for. Leave one of them out."
                 )
 
+    def step_tokens(self, device: str, max_model_len: int) -> int:
+        """Return the most tokens that one step computes on a device: cpu or cuda."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        whole = 0 if self.enable_chunked_prefill else max_model_len
+        return max(default_step_tokens(device), self.max_num_seqs, whole)
+
     @property
     def max_num_sampled(self) -> int:
         """Most tokens of one step whose logits are wanted."""
@@ -139,6 +150,10 @@ class EngineConfig:
             return self.max_num_seqs
         num_drafting = min(self.max_num_seqs, self.speculative_config.disable_by_batch_size)
         return max(self.max_num_seqs, num_drafting * (1 + self.speculative_config.num_speculative_tokens))
+
+
+def default_step_tokens(device: str) -> int:
+    return CPU_BATCHED_TOKENS if device == "cpu" else GPU_BATCHED_TOKENS
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

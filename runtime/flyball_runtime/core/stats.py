@@ -111,6 +111,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     """Facts fixed once the engine is up.
 
     Attributes:
+        max_num_batched_tokens: most tokens one step computes.
         startup_s: seconds by stage: import, config, vocabulary, weights, warm_up, kv_cache.
         longest_pause_s: estimate of the longest time for which a step shows no progress (see ``engine/start_up.py``).
         kv_windows: how many of the latest tokens each group of layers attends to; None is all.
@@ -130,6 +131,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     device: str
     kernel_backend: str
     max_model_len: int
+    max_num_batched_tokens: int
     vocab_size: int
     block_size: int
     kv_windows: tuple[int | None, ...]

@@ -168,7 +168,7 @@ class Engine:
             SchedulerConfig(
                 max_model_len=info.max_model_len,
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_batched_tokens=info.max_num_batched_tokens,
                 enable_chunked_prefill=config.enable_chunked_prefill,
                 num_start_blocks=info.num_start_kv_blocks,
                 policy=config.scheduling_policy,

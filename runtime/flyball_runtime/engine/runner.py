@@ -98,6 +98,7 @@ class ModelRunner:
         self._dtype_name = resolve_dtype(config.dtype, self._model_config)
         self._dtype = TORCH_DTYPES[self._dtype_name]
         self._max_model_len = resolve_max_model_len(config, self._model_config)
+        self._step_tokens = config.step_tokens(self._device.type, self._max_model_len)
         self._backend = kernel_backend(config.kernel_backend, self._device)
         if config.lora is not None:
             check_can_adapt(self._model_config)
@@ -143,7 +144,14 @@ class ModelRunner:
         """Return how many KV blocks fit, after steps that show what one takes; a GPU's kernels are compiled in them."""
         models = [self._model] if self._draft_model is None else [self._model, self._draft_model.model]
         warm_ups = [
-            WarmUp(model, self._config, max_model_len=self._max_model_len, dtype=self._dtype, device=self._device)
+            WarmUp(
+                model,
+                self._config,
+                max_model_len=self._max_model_len,
+                step_tokens=self._step_tokens,
+                dtype=self._dtype,
+                device=self._device,
+            )
             for model in models
         ]
         step_bytes = 0
@@ -162,6 +170,7 @@ class ModelRunner:
             dtype=self._dtype_name,
             device=self._device,
             max_model_len=self._max_model_len,
+            step_tokens=self._step_tokens,
             step_bytes=step_bytes,
             draft_bytes_per_token=self._draft_bytes_per_token,
         )
@@ -203,6 +212,7 @@ class ModelRunner:
             device=str(self._device),
             kernel_backend=self._backend.name,
             max_model_len=self._max_model_len,
+            max_num_batched_tokens=self._step_tokens,
             vocab_size=self._model_config.vocab_size,
             block_size=config.block_size,
             kv_windows=layout.windows,

@@ -87,20 +87,22 @@ def resolve_kv_cache(
     dtype: DType,
     device: torch.device,
     max_model_len: int,
+    step_tokens: int,
     step_bytes: int,
     draft_bytes_per_token: int = 0,
 ) -> KVCacheSize:
     """Size the KV cache once the weights are loaded; never more than ``max_num_seqs`` full-length sequences need.
 
     Args:
-        step_bytes: what a step takes beside weights and cache, kept free on a GPU (see ``WarmUp.largest_step``).
+        step_tokens: the most that a step computes.
+        step_bytes: what one takes beside weights and cache, kept free on a GPU (see ``WarmUp.largest_step``).
         draft_bytes_per_token: what a token takes in the cache of a draft model, which lies in the same blocks.
     Raises:
         ConfigError: not one sequence of ``max_model_len`` tokens would fit, or the most is less than the start.
     """
     bytes_per_token = layout.num_tensors * model.kv_bytes_per_layer(dtype) + draft_bytes_per_token
     bytes_per_block = config.block_size * bytes_per_token
-    step_tokens, block_size = config.max_num_batched_tokens, config.block_size
+    block_size = config.block_size
     num_needed = sum(most_blocks(window, max_model_len, step_tokens, block_size) for window in layout.windows)
     budget_bytes = config.kv_cache_memory_bytes or _default_kv_bytes(config, device, step_bytes)
     most_useful = config.max_num_seqs * -(-max_model_len // block_size) * len(layout.groups)
@@ -153,13 +155,15 @@ class WarmUp:
         config: EngineConfig,
         *,
         max_model_len: int,
+        step_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._model = model
         self._config = config
         self._max_model_len = max_model_len
-        self._max_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+        self._step_tokens = step_tokens
+        self._max_tokens = min(step_tokens, config.max_num_seqs * max_model_len)
         self._num_rows = min(config.max_num_sampled, self._max_tokens)
         self._device = device
         self._kv = SoftPool(model.config, model.layout.num_tensors, 1, config.block_size, dtype, device).tensors
@@ -179,7 +183,7 @@ class WarmUp:
             self._run([num_tokens // num_rows + (index < num_tokens % num_rows) for index in range(num_rows)])
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"a step of --max-num-batched-tokens {config.max_num_batched_tokens} and --max-num-seqs "
+                f"a step of --max-num-batched-tokens {self._step_tokens} and --max-num-seqs "
                 f"{config.max_num_seqs} does not fit beside the weights on {self._device} ({error}). Lower one of the two, "
                 "or use a smaller model."
             ) from error
@@ -187,7 +191,7 @@ class WarmUp:
     def small_steps(self) -> None:
         """One sequence of each of QUERY_LENS."""
         for query_len in QUERY_LENS:
-            if query_len <= min(self._max_model_len, self._config.max_num_batched_tokens):
+            if query_len <= min(self._max_model_len, self._step_tokens):
                 self._run([query_len])
 
     @torch.inference_mode()

@@ -40,6 +40,22 @@ def test_a_setting_out_of_range_is_named(settings: dict[str, Any], message: str)
         EngineConfig(model="m", served_model_name="m", **settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "on_cpu", "on_gpu"),
+    [
+        ({}, 512, 2048),
+        ({"max_num_seqs": 1024}, 1024, 2048),
+        ({"max_num_seqs": 4096}, 4096, 4096),
+        ({"enable_chunked_prefill": False}, 4000, 4000),
+        ({"max_num_batched_tokens": 300}, 300, 300),
+        ({"max_num_batched_tokens": 300, "enable_chunked_prefill": False}, 300, 300),  # the scheduler refuses it
+    ],
+)
+def test_tokens_of_a_step_unless_told(settings: dict[str, Any], on_cpu: int, on_gpu: int) -> None:
+    config = EngineConfig(model="m", served_model_name="m", **settings)
+    assert [config.step_tokens(device, max_model_len=4000) for device in ("cpu", "cuda")] == [on_cpu, on_gpu]
+
+
 def test_the_policies_that_a_flag_offers_are_those_that_exist() -> None:
     assert tuple(POLICIES) == SCHEDULING_POLICIES
 

@@ -220,7 +220,7 @@ def test_executor_and_clock_come_from_outside(path: Path, ahead: bool) -> None:
     config = EngineConfig(
         model="", served_model_name="", max_num_seqs=4, max_num_batched_tokens=8, async_scheduling=ahead
     )
-    engine = Engine(config, StandIn(make_engine(path).info, clock), clock)
+    engine = Engine(config, StandIn(make_engine(path, max_num_batched_tokens=8, max_num_seqs=4).info, clock), clock)
     engine.submit(request("a", prompt=[5] * 10, max_tokens=3))
     durations = []
     while engine.has_work():

@@ -31,6 +31,7 @@ class Plant:
             device="none",
             kernel_backend="none",
             max_model_len=4096,
+            max_num_batched_tokens=2048,
             vocab_size=10,
             block_size=16,
             kv_windows=(None,),
