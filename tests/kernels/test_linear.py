@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import flyball_kernels
-from flyball_kernels import Backend, Int8Linear
+from flyball_kernels import Backend, Int4Linear, Int8Linear
 from flyball_kernels.linear import reference
+from flyball_kernels.linear.reference import Grouped
 from kernel_checks import CPP, assert_close
 
 PackedLinear = partial(flyball_kernels.PackedLinear, backend=CPP)
@@ -170,3 +171,97 @@ def test_what_8_bits_cannot_do_is_refused(backend):
         Int8Linear(torch.ones(1, 65537), backend=backend)
     with pytest.raises(ValueError, match="for the cpp and torch backends; this is triton"):
         Int8Linear(torch.ones(3, 8), backend=Backend("triton"))
+
+
+def grouped(in_features, out_features, group_size, zeros):
+    num_groups = -(-in_features // group_size)
+    return Grouped(
+        torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8),
+        torch.randn(out_features, num_groups) / in_features**0.5,
+        torch.randint(0, 16, (out_features, num_groups), dtype=torch.uint8) if zeros else None,
+        group_size,
+    )
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "in_features", "out_features", "group_size"),
+    [
+        (0, 8, 8, 8),
+        (1, 1, 1, 2),
+        (1, 7, 31, 4),
+        (1, 256, 300, 32),
+        (2, 130, 700, 128),
+        (3, 96, 80, 32),
+        (9, 5, 640, 1024),
+        (13, 34, 33, 2),
+        (14, 33, 33, 16),
+        (40, 301, 700, 128),
+        (113, 768, 64, 32),
+    ],
+)
+def test_4_bits_are_those_of_the_reference(num_rows, in_features, out_features, group_size, zeros, dtype):
+    weight = grouped(in_features, out_features, group_size, zeros)
+    bias = torch.randn(out_features, dtype=dtype)
+    x = torch.randn(num_rows, in_features, dtype=dtype)
+    expected = Int4Linear(weight, bias, backend=Backend("torch"), dtype=dtype)(x)
+    assert_close(Int4Linear(weight, bias, backend=CPP, dtype=dtype)(x), expected)
+
+
+@BACKENDS
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_4_bits_are_close_to_the_layer_itself(backend, group_size):
+    weight, _ = layer(1024, 256, torch.float32, bias=False)
+    x = torch.randn(50, 1024)
+    exact = reference.linear(x, weight, None)
+    error = Int4Linear(weight, backend=backend, group_size=group_size)(x) - exact
+    # a weight is off by 1 / sqrt(12) units, one of which is 1 / 8 of the largest of so many normal values; those on the
+    # other side that are larger than 7.5 units lose more
+    largest = {32: 2.32, 128: 2.84}[group_size]
+    assert error.std() / exact.std() == pytest.approx(largest / 8 / 12**0.5, rel=0.15)
+
+
+@BACKENDS
+def test_4_bits_hold_whole_numbers_exactly(backend):
+    weight = torch.randint(-8, 8, (70, 320)).float()
+    weight[:, ::32] = -8  # so that a unit is 1
+    x = torch.randint(-127, 128, (30, 320)).float()
+    torch.testing.assert_close(Int4Linear(weight, backend=backend)(x), x @ weight.T, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_4_bits_of_a_row_do_not_depend_on_other_rows(zeros, dtype):
+    linear = Int4Linear(grouped(96, 80, 32, zeros), backend=CPP, dtype=dtype)
+    x = torch.randn(40, 96, dtype=dtype)
+    x[7, 5], x[9, 0], x[11] = float("nan"), float("inf"), 0.0
+    out = linear(x)
+    torch.testing.assert_close(out, torch.cat([linear(row[None]) for row in x]), rtol=0, atol=0, equal_nan=True)
+    finite = out.isfinite().all(dim=1)
+    assert (~finite).nonzero().flatten().tolist() == [7, 9]
+    assert (out[11] == 0).all()
+
+
+@BACKENDS
+def test_4_bits_of_groups_that_are_zero_or_no_number(backend):
+    weight, _ = layer(96, 80, torch.float32, bias=False)
+    weight[3], weight[4, 1], weight[5], weight[6, 95] = 0.0, float("nan"), 1e-40, float("inf")
+    out = Int4Linear(weight, backend=backend)(torch.randn(5, 96))
+    assert (out[:, [3, 5]].abs() < 1e-30).all()
+    assert out.isnan().all(dim=0).nonzero().flatten().tolist() == [4, 6]
+
+
+@BACKENDS
+def test_what_4_bits_cannot_do_is_refused(backend):
+    with pytest.raises(ValueError, match="x has rows of 4; this layer takes 8"):
+        Int4Linear(torch.ones(3, 8), backend=backend)(torch.ones(2, 4))
+    with pytest.raises(ValueError, match="group_size is 3; it must be an even number above 0"):
+        Int4Linear(torch.ones(3, 8), backend=backend, group_size=3)
+    weight = grouped(96, 80, 32, zeros=True)
+    with pytest.raises(ValueError, match=r"scales has shape \[80, 3\]; it must be \[80, 2\]"):
+        Int4Linear(weight._replace(group_size=64), backend=backend, dtype=torch.float32)
+    with pytest.raises(ValueError, match="values hold 16; in 4 bits they are at most 15"):
+        Int4Linear(weight._replace(values=weight.values + 1), backend=backend, dtype=torch.float32)
+    with pytest.raises(ValueError, match="do not tell the dtype of inputs"):
+        Int4Linear(weight, backend=backend)
+    with pytest.raises(ValueError, match="for the cpp and torch backends; this is triton"):
+        Int4Linear(torch.ones(3, 8), backend=Backend("triton"))

@@ -16,15 +16,20 @@ namespace flyball {
 
 using at::Tensor;
 
-// Call f with a null pointer of the tensor's element type.
+// Call f with a null pointer of an element type.
 template <class F>
-void dispatch(const Tensor& tensor, const char* op, F f) {
-  switch (tensor.scalar_type()) {
+void dispatch(at::ScalarType type, const char* op, F f) {
+  switch (type) {
     case at::kFloat: return f(static_cast<float*>(nullptr));
     case at::kBFloat16: return f(static_cast<c10::BFloat16*>(nullptr));
     case at::kHalf: return f(static_cast<c10::Half*>(nullptr));
-    default: TORCH_CHECK_VALUE(false, op, " takes float32, bfloat16 or float16, not ", tensor.scalar_type());
+    default: TORCH_CHECK_VALUE(false, op, " takes float32, bfloat16 or float16, not ", type);
   }
+}
+
+template <class F>
+void dispatch(const Tensor& tensor, const char* op, F f) {
+  dispatch(tensor.scalar_type(), op, f);
 }
 
 template <class T>

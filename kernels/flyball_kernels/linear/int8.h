@@ -46,9 +46,9 @@ struct Int8 {
   using Sum = VecI;
   using Scales = ColumnScales;
 #if defined(__AVX512VNNI__)
-  static constexpr int64_t kDepth = 4, kTileRows = flyball::kTileRows;
+  static constexpr int64_t kDepth = 4, kWidth = kPanel * kDepth, kTileRows = flyball::kTileRows;
 #else
-  static constexpr int64_t kDepth = 4, kTileRows = kRegisters / 4 - 1;  // the arithmetic takes registers too
+  static constexpr int64_t kDepth = 4, kWidth = kPanel * kDepth, kTileRows = kRegisters / 4 - 1;  // the arithmetic takes registers too
 #endif
 
   static int64_t column(int64_t i) { return i / kDepth; }

@@ -1,10 +1,10 @@
-// Linear layer: fp32 sums of 16-bit weights, or whole sums of 8-bit ones.
+// Linear layer: fp32 sums of 16-bit or 4-bit weights, or whole sums of 8-bit ones.
 //
 // A weight is stored once, as panels of two vectors of columns (output features) that a thread streams through, for one row as for
 // hundreds. There are several arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
 // dot product instruction of AVX512_BF16, which does twice the work of an FMA where a core issues two of them a cycle
 // (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
-// exact in all. Int8 (int8.h) is for weights that have been rounded to 8 bits. See benchmarks/linear.py.
+// exact in all. Int8 (int8.h) and Int4 (int4.h) are for weights that have been rounded. See benchmarks/linear.py.
 #include "../cpu/dot.h"
 #include "../cpu/tensors.h"
 #include "../cpu/transpose.h"
@@ -38,7 +38,7 @@ struct NoScales {
   NoScales from(int64_t, int64_t) const { return {}; }
 };
 
-// An arithmetic says how many features a step takes, where a step's weights lie in its kPanel * kDepth elements, what an
+// An arithmetic says how many features a step takes (kDepth), where a step's weights lie in its kWidth elements, what an
 // input looks like that is broadcast to a vector of columns, how both are added to a vector of sums, and what the result is.
 // Value is what the layer takes and gives.
 template <class T>
@@ -48,7 +48,7 @@ struct Fma {
   using Input = float;
   using Sum = Vec;
   using Scales = NoScales;
-  static constexpr int64_t kDepth = 1, kTileRows = flyball::kTileRows;
+  static constexpr int64_t kDepth = 1, kWidth = kPanel, kTileRows = flyball::kTileRows;
 
   static int64_t column(int64_t i) { return std::is_same_v<T, c10::BFloat16> ? i / 2 + i % 2 * kLanes : i; }
   static int64_t feature(int64_t) { return 0; }
@@ -66,7 +66,7 @@ struct Dot {
   using Input = uint32_t;  // two features
   using Sum = Vec;
   using Scales = NoScales;
-  static constexpr int64_t kDepth = 2, kTileRows = flyball::kTileRows;
+  static constexpr int64_t kDepth = 2, kWidth = kPanel * kDepth, kTileRows = flyball::kTileRows;
 
   static int64_t column(int64_t i) { return i / 2; }
   static int64_t feature(int64_t i) { return i % 2; }
@@ -153,15 +153,14 @@ int64_t num_steps(int64_t k) {
 // weight [n, k] -> packed [ceil(n / kPanel), steps, kPanel * depth], missing columns and features zero
 template <class A>
 void pack_weight(const typename A::Weight* weight, int64_t n, int64_t k, typename A::Weight* packed) {
-  constexpr int64_t kWidth = kPanel * A::kDepth;
   const int64_t num_panels = round_up(n, kPanel) / kPanel, steps = num_steps<A>(k);
 #pragma omp parallel for
   for (int64_t panel = 0; panel < num_panels; ++panel) {
-    for (int64_t i = 0; i < kWidth; ++i) {
+    for (int64_t i = 0; i < A::kWidth; ++i) {
       const int64_t column = panel * kPanel + A::column(i);
       for (int64_t step = 0; step < steps; ++step) {
         const int64_t j = step * A::kDepth + A::feature(i);
-        packed[(panel * steps + step) * kWidth + i] = column < n && j < k ? weight[column * k + j] : typename A::Weight(0);
+        packed[(panel * steps + step) * A::kWidth + i] = column < n && j < k ? weight[column * k + j] : typename A::Weight(0);
       }
     }
   }
@@ -201,29 +200,35 @@ void pack_rows(const typename A::Value* x, int64_t stride, int64_t rows, int64_t
 }
 
 #include "int8.h"
+#include "int4.h"
 
 // Panels panels times a tile of Rows rows. Every sum runs over the steps in order, whatever Rows and Panels are, so a row's
 // result does not depend on how many rows there are.
 template <class A, int Rows, int Panels>
 void multiply_tile(const typename A::Input* x, const typename A::Weight* panels, int64_t steps, const Output<A>& out) {
-  constexpr int64_t kWidth = kPanel * A::kDepth;
   typename A::Sum low[Panels][Rows] = {}, high[Panels][Rows] = {};
-  for (int64_t step = 0; step < steps; ++step) {
+  const auto add_steps = [&](int64_t first, int64_t end) __attribute__((always_inline)) {
+    for (int64_t step = first; step < end; ++step) {
 #pragma GCC unroll 4
-    for (int p = 0; p < Panels; ++p) {
-      const typename A::Weight* from = panels + (p * steps + step) * kWidth;
+      for (int p = 0; p < Panels; ++p) {
+        const typename A::Weight* from = panels + (p * steps + step) * A::kWidth;
 #pragma GCC unroll 4
-      for (size_t line = 0; line < kWidth * sizeof(*from); line += 64)  // without it a core reads memory at about half speed
-        __builtin_prefetch(reinterpret_cast<const char*>(from) + kAheadBytes + line);
-      const auto w = A::weights(from);
+        for (size_t line = 0; line < A::kWidth * sizeof(*from); line += 64)  // without it a core reads memory at about half speed
+          __builtin_prefetch(reinterpret_cast<const char*>(from) + kAheadBytes + line);
+        const auto w = A::weights(from);
 #pragma GCC unroll 16
-      for (int row = 0; row < Rows; ++row) {
-        const auto value = A::broadcast(x[step * Rows + row]);
-        low[p][row] = A::add(low[p][row], w.low, value);
-        high[p][row] = A::add(high[p][row], w.high, value);
+        for (int row = 0; row < Rows; ++row) {
+          const auto value = A::broadcast(x[step * Rows + row]);
+          low[p][row] = A::add(low[p][row], w.low, value);
+          high[p][row] = A::add(high[p][row], w.high, value);
+        }
       }
     }
-  }
+  };
+  if constexpr (kIsGrouped<A>)
+    add_groups<A, Rows, Panels>(steps, out, low, high, add_steps);
+  else
+    add_steps(0, steps);
 #pragma GCC unroll 4
   for (int p = 0; p < Panels; ++p) {
     const Output<A> to = out.from(0, p * kPanel);
@@ -248,7 +253,7 @@ void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, cons
   } else if (rows == Rows) {
     if (num_panels == panels_at_once(Rows)) return multiply_tile<A, Rows, panels_at_once(Rows)>(x, panels, steps, out);
     for (int64_t p = 0; p < num_panels; ++p)
-      multiply_tile<A, Rows, 1>(x, panels + p * steps * kPanel * A::kDepth, steps, out.from(0, p * kPanel));
+      multiply_tile<A, Rows, 1>(x, panels + p * steps * A::kWidth, steps, out.from(0, p * kPanel));
     return;
   }
   if constexpr (Rows > 1 && !kHasTiles<A>) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out);
@@ -261,8 +266,13 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
   struct Rows;
   static_assert(sizeof(typename A::Input) == sizeof(float));
   const int64_t steps = num_steps<A>(k);
-  auto* inputs = reinterpret_cast<typename A::Input*>(scratch<Rows>(rows * steps + rows));
-  if constexpr (kIsQuantized<A>) out.scales.rows = reinterpret_cast<float*>(inputs + rows * steps);
+  int64_t num_more = 0;  // floats of each row beside its inputs
+  if constexpr (kIsQuantized<A>) num_more = 1;
+  if constexpr (kIsGrouped<A>) num_more = out.scales.offsets ? out.scales.num : 0;
+  auto* inputs = reinterpret_cast<typename A::Input*>(scratch<Rows>(rows * (steps + num_more)));
+  [[maybe_unused]] auto* more = reinterpret_cast<float*>(inputs + rows * steps);
+  if constexpr (kIsQuantized<A>) out.scales.rows = more;
+  if constexpr (kIsGrouped<A>) out.scales.inputs = num_more ? more : nullptr;
   const int64_t num_panels = round_up(n, kPanel) / kPanel, num_tiles = round_up(rows, A::kTileRows) / A::kTileRows;
   const int64_t num_threads = omp_get_max_threads();
   const int64_t group = num_panels >= 2 * num_threads * panels_at_once(rows) ? panels_at_once(rows) : 1;
@@ -278,12 +288,14 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
         pack_rounded<A>(x + row * k, num, k, inputs + row * steps, out.scales.rows + row);
       else
         pack_rows<A>(x + row * k, k, num, k, inputs + row * steps);
+      if constexpr (kIsGrouped<A>)
+        if (num_more) sum_groups(x + row * k, num, k, out.scales.steps * A::kDepth, more + row * num_more);
     }
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t i = 0; i < num_groups * num_tiles; ++i) {
       const int64_t panel = i / num_tiles * group, column = panel * kPanel, row = tile_start(i % num_tiles);
       multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * steps,
-                  packed + column * steps * A::kDepth, steps, out.from(row, column));
+                  packed + panel * steps * A::kWidth, steps, out.from(row, column));
     }
   }
 }
@@ -326,7 +338,7 @@ Tensor linear_pack(const Tensor& unpacked, bool dot) {
   Tensor packed;
   with_arithmetic(weight, dot, [&]<class A>(A) {
     using T = typename A::Weight;
-    packed = at::empty({round_up(n, kPanel) / kPanel, num_steps<A>(k), kPanel * A::kDepth}, weight.options());
+    packed = at::empty({round_up(n, kPanel) / kPanel, num_steps<A>(k), A::kWidth}, weight.options());
     prefer_huge_pages(packed.data_ptr(), packed.nbytes());
     pack_weight<A>(data<const T>(weight), n, k, data<T>(packed));
   });
@@ -360,7 +372,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_int8_pack(const Tensor& unpacked, cons
   const Tensor values = unpacked.contiguous(), given = unpadded.contiguous();
   const int64_t n = values.size(0), k = values.size(1), columns = round_up(n, kPanel);
   using A = Int8<float>;  // the layout does not depend on the type of inputs
-  const Tensor packed = at::empty({columns / kPanel, num_steps<A>(k), kPanel * A::kDepth}, values.options());
+  const Tensor packed = at::empty({columns / kPanel, num_steps<A>(k), A::kWidth}, values.options());
   const Tensor scales = at::empty({columns}, given.options()).zero_();
   const Tensor sums = at::empty({columns}, values.options().dtype(at::kInt)).zero_();
   prefer_huge_pages(packed.data_ptr(), packed.nbytes());
@@ -383,18 +395,76 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scal
   return out;
 }
 
+// Call f with the arithmetic for 4-bit weights and inputs of this type.
+template <class F>
+void with_int4(at::ScalarType type, F f) {
+#if defined(__AVX512BF16__)
+  if (type == at::kBFloat16) return f(Int4Dot{});
+#endif
+  dispatch(type, "linear_int4", [&]<class T>(T*) { f(Int4<T>{}); });
+}
+
+// values [n, k] of 0 to 15 -> panels for inputs of this type
+Tensor linear_int4_pack(const Tensor& unpacked, at::ScalarType type) {
+  const Tensor values = unpacked.contiguous();
+  const int64_t n = values.size(0), k = values.size(1);
+  Tensor packed;
+  with_int4(type, [&]<class A>(A) {
+    packed = at::empty({round_up(n, kPanel) / kPanel, num_steps<A>(k), A::kWidth}, values.options());
+    prefer_huge_pages(packed.data_ptr(), packed.nbytes());
+    pack_int4<A>(data<const uint8_t>(values), n, k, data<uint8_t>(packed));
+  });
+  return packed;
+}
+
+// [n, groups] -> [panels, groups, kPanel], missing columns zero
+Tensor linear_int4_columns(const Tensor& unpadded) {
+  const Tensor given = unpadded.contiguous();
+  const int64_t n = given.size(0), groups = given.size(1), num_panels = round_up(n, kPanel) / kPanel;
+  const Tensor columns = at::empty({num_panels, groups, kPanel}, given.options()).zero_();
+  for (int64_t column = 0; column < n; ++column)
+    for (int64_t group = 0; group < groups; ++group)
+      data<float>(columns)[(column / kPanel * groups + group) * kPanel + column % kPanel] =
+          data<const float>(given)[column * groups + group];
+  return columns;
+}
+
+// A group has an even number of features.
+Tensor linear_int4(const Tensor& input, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& offsets,
+                   const std::optional<Tensor>& bias, int64_t n, int64_t group_size) {
+  const Tensor x = input.contiguous();
+  const int64_t m = x.size(0), k = x.size(1);
+  Tensor out = at::empty({m, n}, x.options());
+  with_int4(x.scalar_type(), [&]<class A>(A) {
+    using T = typename A::Value;
+    const GroupScales groups{nullptr, data<const float>(scales), data_or_null<float>(offsets), group_size / A::kDepth,
+                             scales.size(1)};
+    linear_all<A>(data<const T>(x), m, k, data<const uint8_t>(packed), n,
+                  {data<T>(out), n, n, data_or_null<T>(bias), groups});
+  });
+  return out;
+}
+
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def("linear_prefers_dot() -> bool", &prefers_dot);
   m.def("linear_pack(Tensor weight, bool dot) -> Tensor");
   m.def("linear_int8_round(Tensor weight) -> (Tensor, Tensor)");
   m.def("linear_int8_pack(Tensor values, Tensor scales) -> (Tensor, Tensor, Tensor)");
   m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor sums, Tensor? bias, int out_features) -> Tensor");
+  m.def("linear_int4_pack(Tensor values, ScalarType inputs) -> Tensor");
+  m.def("linear_int4_columns(Tensor of_columns) -> Tensor");
+  m.def(
+      "linear_int4(Tensor x, Tensor packed, Tensor scales, Tensor? offsets, Tensor? bias, int out_features, int group_size) "
+      "-> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool dot) -> Tensor");
   m.impl("linear_pack", c10::DispatchKey::CPU, TORCH_FN(linear_pack));
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
   m.impl("linear_int8_round", c10::DispatchKey::CPU, TORCH_FN(linear_int8_round));
   m.impl("linear_int8_pack", c10::DispatchKey::CPU, TORCH_FN(linear_int8_pack));
   m.impl("linear_int8", c10::DispatchKey::CPU, TORCH_FN(linear_int8));
+  m.impl("linear_int4_pack", c10::DispatchKey::CPU, TORCH_FN(linear_int4_pack));
+  m.impl("linear_int4_columns", c10::DispatchKey::CPU, TORCH_FN(linear_int4_columns));
+  m.impl("linear_int4", c10::DispatchKey::CPU, TORCH_FN(linear_int4));
 }
 
 }  // namespace

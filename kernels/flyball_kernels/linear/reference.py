@@ -29,6 +29,46 @@ def round_rows(matrix: Tensor) -> Rounded:
     return Rounded(values.to(torch.int8), most / 127.0)
 
 
+class Grouped(NamedTuple):
+    """A matrix of 4 bits: ``scales * (values - zeros)``, where groups of a row have their own scale and zero.
+
+    Attributes:
+        values: ``[rows, columns]`` uint8, from 0 to 15.
+        scales: ``[rows, num_groups]`` fp32.
+        zeros: ``[rows, num_groups]`` uint8; None: 8 everywhere.
+        group_size: columns of a group; the last one may have fewer.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+
+
+def round_groups(matrix: Tensor, group_size: int) -> Grouped:
+    """Round groups of each row to 16 numbers, with zeros of 8. The number of largest magnitude becomes 0, which stands for -8."""
+    rows, columns = matrix.shape
+    padding = -columns % group_size
+    groups = F.pad(matrix.float(), (0, padding)).view(rows, -1, group_size)
+    most = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scales = most / -8.0
+    # a group of zeros has no scale of use, nor one too small to be divided by
+    units = torch.where(scales.abs() > 1e-30, torch.full_like(scales, 1.0) / scales, 0.0)
+    values = (groups * units).round().nan_to_num().clamp(-8, 7) + 8
+    return Grouped(values.to(torch.uint8).view(rows, -1)[:, :columns].contiguous(), scales[:, :, 0], None, group_size)
+
+
+def unrounded(weight: Grouped) -> Tensor:
+    """Return the matrix as fp32."""
+    scales = _of_columns(weight.scales, weight)
+    zeros = 8.0 if weight.zeros is None else _of_columns(weight.zeros.float(), weight)
+    return (weight.values.float() - zeros) * scales
+
+
+def _of_columns(of_groups: Tensor, weight: Grouped) -> Tensor:
+    return of_groups.repeat_interleave(weight.group_size, dim=1)[:, : weight.values.shape[1]]
+
+
 def int8_linear(x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:
     rounded = round_rows(x)
     sums = rounded.values.double() @ weight.values.double().T  # exact
