@@ -11,10 +11,10 @@ from msgspec import structs
 
 from flyball_operator.tuning import Action, Decision, Reason, decide
 from flyball_operator.tuning.decision import Decision as AnyDecision
+from flyball_operator.tuning.evidence import Seen, StepCounts
 from flyball_operator.tuning.knobs import Knob
 from flyball_operator.tuning.recovery import Memory
 from flyball_operator.tuning.signals import Signal
-from flyball_operator.tuning.evidence import Seen, StepCounts
 from flyball_operator.tuning.state import UNJUDGED_BAN_S, Forecast, Trial, TunerState
 from flyball_operator.tuning.trial import ENOUGH, JUDGED, PATIENCE_WINDOWS, forecast_of, likelihood_ratio
 from flyball_protocol import Evidence, KVBlocks, Share

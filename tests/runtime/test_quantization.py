@@ -4,7 +4,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from checkpoints import make_checkpoint
 from engines import GREEDY, Reference, generate, make_engine, random_prompts
 from flyball_kernels import Backend
-from flyball_kernels.linear.reference import round_rows
+from flyball_kernels.linear.reference import Grouped, round_groups, round_rows, unrounded
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
@@ -81,14 +82,15 @@ def quantize(path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], o
     return path
 
 
+def round_inputs(module: torch.nn.Linear, inputs: tuple[Tensor, ...]) -> Tensor:
+    x = inputs[0].flatten(0, -2)
+    rounded = round_rows(x)
+    return (rounded.values * rounded.scales[:, None]).view(inputs[0].shape)
+
+
 def rounding_reference(path: Path, *, head: bool) -> Reference:
     """Return transformers' model of a checkpoint that is not quantized, with layers that round their inputs and have
     the weights of ``quantize``; with ``head``, those that ``--quantization int8`` makes."""
-
-    def round_inputs(module: torch.nn.Linear, inputs: tuple[Tensor, ...]) -> Tensor:
-        x = inputs[0].flatten(0, -2)
-        rounded = round_rows(x)
-        return (rounded.values * rounded.scales[:, None]).view(inputs[0].shape)
 
     reference = Reference(path)
     for name, module in reference._model.named_modules():
@@ -102,6 +104,106 @@ def rounding_reference(path: Path, *, head: bool) -> Reference:
             values = (module.weight / scales).round().clamp(-128, 127)
         module.weight = torch.nn.Parameter(values * scales)  # no longer the embedding's
         module.register_forward_pre_hook(round_inputs)
+    return reference
+
+
+def set_field(*keys: str, to: object) -> Callable[[dict[str, Tensor], dict[str, Any]], object]:
+    def change(_: dict[str, Tensor], config: dict[str, Any]) -> None:
+        part = config["quantization_config"]
+        for key in keys[:-1]:
+            part = part[key]
+        part[keys[-1]] = to
+
+    return change
+
+
+GROUP = ("config_groups", "group_0")
+
+
+GROUP_SIZE = 32
+AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight columns AWQ has in each place of a word, from the lowest bits on."""
+
+
+def packed(values: Tensor, dim: int, places: Sequence[int] = range(8)) -> Tensor:
+    """Return ``values``, of 0 to 15, with eight neighbours along ``dim`` in a word."""
+    eights = values.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, 8))
+    words = sum(eights[..., column] << 4 * place for place, column in enumerate(places))
+    return (words - ((words >> 31) << 32)).to(torch.int32).movedim(-1, dim).contiguous()  # as signed numbers
+
+
+def compressed_tensors(weight: Grouped) -> dict[str, Tensor]:
+    tensors = {
+        "weight_packed": packed(weight.values, 1),
+        "weight_scale": weight.scales,
+        "weight_shape": torch.tensor(weight.values.shape),
+    }
+    return tensors if weight.zeros is None else tensors | {"weight_zero_point": packed(weight.zeros, 0)}
+
+
+def gptq(weight: Grouped, stored_less: int = 1) -> dict[str, Tensor]:
+    assert weight.zeros is not None
+    return {
+        "qweight": packed(weight.values.T, 0),
+        "qzeros": packed((weight.zeros.T - stored_less) & 15, 1),
+        "scales": weight.scales.T.half().contiguous(),
+        "g_idx": torch.arange(weight.values.shape[1], dtype=torch.int32) // weight.group_size,
+    }
+
+
+def awq(weight: Grouped) -> dict[str, Tensor]:
+    assert weight.zeros is not None
+    return {
+        "qweight": packed(weight.values.T, 1, AWQ_PLACES),
+        "qzeros": packed(weight.zeros.T, 1, AWQ_PLACES),
+        "scales": weight.scales.T.half().contiguous(),
+    }
+
+
+def w4a16(**weights: object) -> dict[str, Any]:
+    scheme = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP_SIZE, "dynamic": False} | weights
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
+    return W8A8 | {"format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "desc_act": False, "sym": False, "lm_head": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "zero_point": True, "version": "gemm"}
+
+PACKINGS: dict[str, tuple[dict[str, Any], Callable[[Grouped], dict[str, Tensor]]]] = {
+    "compressed-tensors": (w4a16(symmetric=True), compressed_tensors),
+    "compressed-tensors, zeros": (w4a16(symmetric=False), compressed_tensors),
+    "compressed-tensors, channels": (
+        w4a16(symmetric=True, strategy="channel", group_size=None),
+        compressed_tensors,
+    ),
+    "gptq": (GPTQ, gptq),
+    "gptq, one group": (GPTQ | {"group_size": -1, "desc_act": True}, gptq),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(gptq, stored_less=0)),
+    "awq": (AWQ, awq),
+}
+"""What config.json says, and the tensors of a weight."""
+
+
+def pack_checkpoint(path: Path, name: str, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> Reference:
+    """Round the linear layers of a checkpoint to 4 bits; return transformers' model with the rounded weights."""
+    reference, (config, pack) = Reference(path), PACKINGS[name]
+    modules, tensors = dict(reference._model.named_modules()), {}
+    for key, tensor in load_file(path / "model.safetensors").items():
+        if not key.endswith("_proj.weight"):
+            tensors[key] = tensor
+            continue
+        one_group = "channels" in name or "one group" in name
+        grouped = round_groups(tensor, tensor.shape[1] if one_group else GROUP_SIZE)
+        grouped = grouped._replace(scales=grouped.scales.half().float())
+        if "zeros" in name or "tensors" not in name:
+            grouped = grouped._replace(zeros=torch.randint(6, 11, grouped.scales.shape, dtype=torch.uint8))
+        prefix = key.removesuffix(".weight")
+        tensors |= {f"{prefix}.{part}": one for part, one in pack(grouped).items()}
+        modules[prefix].weight = torch.nn.Parameter(unrounded(grouped))
+    whole = json.loads((path / "config.json").read_text()) | {"quantization_config": json.loads(json.dumps(config))}
+    change(tensors, whole)
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(whole))
     return reference
 
 
@@ -120,6 +222,13 @@ def test_the_perplexity_of_a_trained_model_hardly_grows(texts: list[str]) -> Non
     assert math.exp(rounded - exact) < 1.01
 
 
+def test_the_perplexity_in_4_bits_grows_little(texts: list[str]) -> None:
+    exact = nats_per_token(texts, dtype="float32")
+    rounded = nats_per_token(texts, dtype="bfloat16", quantization="int4")
+    print(exact, rounded)
+    assert 1.0 < math.exp(rounded - exact) < 1.05
+
+
 @pytest.mark.parametrize("architecture", ["llama3", "qwen2", "phi3", "gemma2", "smollm3"])
 @pytest.mark.parametrize("stored", [False, True], ids=["rounded at load", "quantized checkpoint"])
 def test_tokens_are_those_of_transformers_with_layers_that_round(
@@ -135,28 +244,117 @@ def test_tokens_are_those_of_transformers_with_layers_that_round(
     assert engine.info.quantization == "int8"
 
 
+@pytest.mark.parametrize("architecture", ["llama3", "phi3", "gemma2", "mixtral"])
+def test_tokens_are_those_of_transformers_with_weights_of_4_bits(tmp_path: Path, architecture: str) -> None:
+    path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70, 1, 25])
+    reference = Reference(path)
+    head = reference._model.lm_head
+    values, scales = round_rows(head.weight)
+    head.weight = torch.nn.Parameter(values * scales[:, None])  # no longer the embedding's
+    head.register_forward_pre_hook(round_inputs)
+    for name, module in reference._model.named_modules():
+        if name.endswith("experts"):  # all of a layer in one tensor
+            for weights in (module.gate_up_proj, module.down_proj):
+                weights.data = torch.stack([unrounded(round_groups(one, GROUP_SIZE)) for one in weights])
+        elif isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.weight = torch.nn.Parameter(unrounded(round_groups(module.weight, GROUP_SIZE)))
+    engine = make_engine(path, quantization="int4")
+    found, expected = generate(engine, prompts), reference.generate(prompts)
+    assert [one[0] for one in found] == [one[0] for one in expected]
+    # as in 8 bits, which the head has
+    assert sum(one == other for one, other in zip(found, expected, strict=True)) >= len(prompts) - 1
+    assert engine.info.quantization == "int4"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "phi3", "gemma2"])
+@pytest.mark.parametrize("name", PACKINGS)
+def test_checkpoints_in_4_bits_mean_what_they_say(tmp_path: Path, architecture: str, name: str) -> None:
+    path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70, 1, 25])
+    expected = pack_checkpoint(path, name, lambda *_: None).generate(prompts)
+    engine = make_engine(path)
+    assert generate(engine, prompts) == expected
+    assert engine.info.quantization == "int4"
+    assert generate(make_engine(path, kernel_backend="torch"), prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gptq", set_field("bits", to=3), "quantization_config.bits is 3; it must be 4"),
+        ("gptq", set_field("lm_head", to=True), "lm_head is True; it must be absent or false"),
+        ("gptq", set_field("desc_act", to=True), "desc_act is True; it must be false: features of"),
+        ("gptq", set_field("checkpoint_format", to="marlin"), "checkpoint_format is 'marlin'"),
+        ("gptq", set_field("group_size", to=12), "group_size is 12; it must be a multiple of 8"),
+        ("gptq", set_field("group_size", to=24), "64 input features, and gptq in groups of 24"),
+        (
+            "gptq",
+            lambda tensors, _: tensors["model.layers.0.mlp.up_proj.g_idx"].copy_(torch.arange(64) % 2),
+            "up_proj.g_idx does not say that features of a group are neighbours",
+        ),
+        (
+            "gptq",
+            lambda tensors, _: tensors.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(8, 1)}),
+            "up_proj.qweight has shape",
+        ),
+        ("awq", set_field("version", to="gemv"), "version is 'gemv'; it must be gemm"),
+        ("awq", set_field("zero_point", to=False), "zero_point is False; it must be true"),
+        (
+            "compressed-tensors",
+            set_field(*GROUP, "weights", "actorder", to="group"),
+            "weights.actorder is 'group'; it must be absent, weight or static",
+        ),
+        (
+            "compressed-tensors",
+            set_field(*GROUP, "weights", "num_bits", to=8),
+            "weights.num_bits is 8; it must be 4",
+        ),
+        (
+            "compressed-tensors",
+            set_field(*GROUP, "input_activations", to={"num_bits": 8}),
+            "input_activations is .* must be absent: with weights of 4 bits",
+        ),
+        (
+            "compressed-tensors",
+            lambda tensors, _: tensors["model.layers.0.mlp.up_proj.weight_shape"].fill_(1),
+            r"up_proj.weight_shape is \[1, 1\]; config.json asks for",
+        ),
+    ],
+)
+def test_checkpoints_in_4_bits_that_cannot_be_read_say_why(
+    tmp_path: Path, name: str, change: Callable[[dict[str, Tensor], dict[str, Any]], object], message: str
+) -> None:
+    path = make_checkpoint(tmp_path, "llama3")
+    pack_checkpoint(path, name, change)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(path)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("architecture", ["llama3", "gemma3", "mixtral", "gpt-oss"])
-def test_tokens_do_not_depend_on_other_requests_chunks_or_threads(tmp_path: Path, architecture: str) -> None:
+def test_tokens_do_not_depend_on_other_requests_chunks_or_threads(
+    tmp_path: Path, architecture: str, quantization: str
+) -> None:
     path = make_checkpoint(tmp_path, architecture)
     prompts = random_prompts([40, 3, 70, 1, 25])
-    whole = make_engine(path, quantization="int8")
+    whole = make_engine(path, quantization=quantization)
     expected = [generate(whole, [prompt])[0] for prompt in prompts]
     assert generate(whole, prompts) == expected
-    chunked = make_engine(path, quantization="int8", max_num_batched_tokens=16, enable_prefix_caching=False)
+    chunked = make_engine(path, quantization=quantization, max_num_batched_tokens=16, enable_prefix_caching=False)
     assert generate(chunked, prompts) == expected
-    assert whole.info.key.split("/")[1:][-3] == "float32+int8"
+    assert whole.info.key.split("/")[1:][-3] == f"float32+{quantization}"
 
 
-def test_the_reference_says_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_reference_says_the_same(tmp_path: Path, quantization: str) -> None:
     path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8])
-    expected = generate(make_engine(path, quantization="int8", kernel_backend="torch"), prompts)
-    assert generate(make_engine(path, quantization="int8"), prompts) == expected
+    expected = generate(make_engine(path, quantization=quantization, kernel_backend="torch"), prompts)
+    assert generate(make_engine(path, quantization=quantization), prompts) == expected
     assert generate(make_engine(path), prompts, GREEDY) != expected
 
 
 def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "llama3")
-    with pytest.raises(ConfigError, match="--quantization is 'int3'; it must be one of none, int8"):
+    with pytest.raises(ConfigError, match="--quantization is 'int3'; it must be one of none, int8, int4"):
         EngineConfig(model=str(path), served_model_name="m", quantization="int3")
     settings = {"dtype": torch.float32, "device": "cpu", "quantization": "int8"}
     with pytest.raises(ConfigError, match="runs in transformers, whose layers are not rounded"):
@@ -174,24 +372,18 @@ def test_a_quantized_mixture_of_experts(tmp_path: Path, architecture: str) -> No
     assert quantized != exact
 
 
-def set_field(*keys: str, to: object) -> Callable[[dict[str, Tensor], dict[str, Any]], object]:
-    def change(_: dict[str, Tensor], config: dict[str, Any]) -> None:
-        part = config["quantization_config"]
-        for key in keys[:-1]:
-            part = part[key]
-        part[keys[-1]] = to
-
-    return change
-
-
-GROUP = ("config_groups", "group_0")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_field("quant_method", to="awq"), r"quantization_config \('awq'\): of quantized checkpoints only"),
-        (set_field("format", to="pack-quantized"), "quantization_config.format is 'pack-quantized'; it must be one of"),
+        (set_field("quant_method", to="bitsandbytes"), r"quantization_config \('bitsandbytes'\): of quantized check"),
+        (
+            set_field("quant_method", to=["awq"]),
+            r"quantization_config \(\"\['awq'\]\"\): of quantized checkpoints only",
+        ),
+        (
+            set_field("format", to="float-quantized"),
+            "quantization_config.format is 'float-quantized'; it must be one of",
+        ),
         (set_field("kv_cache_scheme", to={"num_bits": 8}), "quantization_config.kv_cache_scheme is .* must be absent"),
         (set_field("sparsity_config", to={"format": "sparse-24-bitmask"}), "sparsity_config is .* must be absent"),
         (set_field("config_groups", to={}), "config_groups is {}; it must be an object with one group"),
@@ -202,7 +394,7 @@ GROUP = ("config_groups", "group_0")
         (set_field(*GROUP, "input_activations", "dynamic", to=False), "input_activations.dynamic is False"),
         (
             lambda tensors, _: tensors.update({"model.layers.0.self_attn.o_proj.weight": torch.zeros(64, 64)}),
-            "o_proj.weight is F32; config.json says that linear layers are in int8",
+            "o_proj.weight is F32, and by config.json it is I8. Checkpoints with some linear layers in another",
         ),
         (
             lambda tensors, _: tensors.pop("model.layers.0.self_attn.o_proj.weight_scale"),

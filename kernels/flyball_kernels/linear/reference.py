@@ -46,7 +46,7 @@ class Grouped(NamedTuple):
 
 
 def round_groups(matrix: Tensor, group_size: int) -> Grouped:
-    """Round groups of each row to 16 numbers, with zeros of 8. The number of largest magnitude becomes 0, which stands for -8."""
+    """Round groups of each row to 16 numbers, with zeros of 8. The number of largest magnitude stands for -8 units."""
     rows, columns = matrix.shape
     padding = -columns % group_size
     groups = F.pad(matrix.float(), (0, padding)).view(rows, -1, group_size)

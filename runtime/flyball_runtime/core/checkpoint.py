@@ -7,7 +7,7 @@ from typing import Literal, cast, get_args
 
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields, read_json_object
-from flyball_runtime.core.quantization import Quantization, read_quantization
+from flyball_runtime.core.quantization import Stored, read_quantization
 
 DType = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -25,7 +25,7 @@ class ServedModel(ABC):
             None is all of them.
         dtype: what the weights were saved in; float32 when config.json is silent.
         eos_token_ids: ids that end a sequence, from config.json and generation_config.json together.
-        quantization: how the checkpoint holds the weights of linear layers.
+        stored: how the checkpoint holds the weights of linear layers.
     """
 
     architecture: str
@@ -35,7 +35,7 @@ class ServedModel(ABC):
     sliding_windows: tuple[int | None, ...]
     dtype: DType
     eos_token_ids: frozenset[int]
-    quantization: Quantization
+    stored: Stored
 
     @property
     @abstractmethod
@@ -60,7 +60,7 @@ class Checkpoint:
     vocab_size: int
     dtype: DType
     eos_token_ids: frozenset[int]
-    quantization: Quantization
+    stored: Stored
 
     @classmethod
     def from_dir(cls, path: Path) -> "Checkpoint":

@@ -10,7 +10,7 @@ from flyball_runtime.core.checkpoint import ServedModel, config_fields, eos_toke
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.families import FAMILIES, Activation, Family, MoEFields, NormNames
 from flyball_runtime.core.json_fields import JsonFields
-from flyball_runtime.core.quantization import Quantization, read_quantization
+from flyball_runtime.core.quantization import UNQUANTIZED, Stored, read_quantization
 from flyball_runtime.core.rope import MAX_POSITIONS, RopeConfig, read_ropes
 
 MAX_LAYERS = 2**12
@@ -141,7 +141,7 @@ class ModelConfig(ServedModel):
             moe=_moe(fields, family.moe, num_layers),
             dtype=read_dtype(fields),
             eos_token_ids=eos_token_ids(fields, path),
-            quantization=_quantization(fields, family),
+            stored=_stored(fields, family),
             **_scales(fields, family, head_dim),
         )
         config._check_heads(fields)
@@ -224,14 +224,14 @@ def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
         raise fields.error("use_bidirectional_attention", "false: tokens attend to those before them only")
 
 
-def _quantization(fields: JsonFields, family: Family) -> Quantization:
-    quantization = read_quantization(fields)
-    if quantization != "none" and family.has_sinks:  # the experts are stacked in one tensor
+def _stored(fields: JsonFields, family: Family) -> Stored:
+    stored = read_quantization(fields)
+    if stored != UNQUANTIZED and family.has_sinks:  # the experts are stacked in one tensor
         raise ConfigError(
             f"{fields.source}: quantized weights of this architecture are not supported. Use the unquantized model, with "
             "--quantization int8."
         )
-    return quantization
+    return stored
 
 
 def _qkv_bias(fields: JsonFields, family: Family) -> bool:

@@ -1,32 +1,64 @@
 """What config.json says of quantized weights."""
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields
 
-Quantization = Literal["none", "int8"]
-"""``int8``: weights of linear layers are 8 bits with a scale for each output feature, their inputs with one for each token."""
+Quantization = Literal["none", "int8", "int4"]
+"""``int8``: weights of linear layers are 8 bits with a scale for each output feature, their inputs with one for each token.
+``int4``: weights are 4 bits with a scale for each group of input features, and inputs are as they are."""
 
-METHOD = "compressed-tensors"
-FORMATS = ("int-quantized", "naive-quantized")
-"""Each weight is a tensor of int8, beside one of its scales."""
+Layout = Literal["compressed-tensors", "gptq", "awq"]
 
+
+class Packing(NamedTuple):
+    """How a checkpoint holds weights of 4 bits.
+
+    Attributes:
+        group_size: input features that share a scale; None: all of an output feature.
+        has_zeros: whether zeros are stored; else they are all 8.
+        zero_offset: what a zero is larger than it is stored.
+    """
+
+    layout: Layout
+    group_size: int | None
+    has_zeros: bool = True
+    zero_offset: int = 0
+
+
+class Stored(NamedTuple):
+    """How a checkpoint holds the weights of linear layers; ``packing`` of int4."""
+
+    quantization: Quantization = "none"
+    packing: Packing | None = None
+
+
+UNQUANTIZED = Stored()
+
+INT8_FORMATS = ("int-quantized", "naive-quantized")
+"""Of compressed-tensors: each weight is a tensor of int8, beside one of its scales."""
+
+INT4_FORMAT = "pack-quantized"
+
+_READABLE = "W8A8 (int8) of compressed-tensors, and 4 bits of compressed-tensors (W4A16), GPTQ or AWQ"
 _NO_SPARSITY = (None, "dense")
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-_SCHEME: dict[str, dict[str, Any]] = {
+_W8A8: dict[str, dict[str, Any]] = {
     "weights": _INT8 | {"strategy": "channel", "dynamic": False},
     "input_activations": _INT8 | {"strategy": "token", "dynamic": True},
 }
+_W4A16 = {"num_bits": 4, "type": "int", "dynamic": False}
 
 
-def resolve_quantization(asked: Quantization, stored: Quantization) -> Quantization:
+def resolve_quantization(asked: Quantization, stored: Stored) -> Quantization:
     """Return how layers compute: a checkpoint that is quantized stays as it is."""
-    return asked if stored == "none" else stored
+    return asked if stored == UNQUANTIZED else stored.quantization
 
 
-def read_quantization(fields: JsonFields) -> Quantization:
+def read_quantization(fields: JsonFields) -> Stored:
     """Return how the checkpoint holds the weights of linear layers.
 
     Raises:
@@ -34,16 +66,22 @@ def read_quantization(fields: JsonFields) -> Quantization:
     """
     key = next((key for key in ("quantization_config", "compression_config") if fields.raw(key) is not None), None)
     if key is None:
-        return "none"
+        return UNQUANTIZED
     config = fields.child(key)
     method = config.raw("quant_method")
-    if method != METHOD:
+    read = _METHODS.get(method) if isinstance(method, str) else None
+    if read is None:
         raise ConfigError(
-            f"{fields.source} has {key}{_named(method)}: of quantized checkpoints only {METHOD} with 8-bit integers (W8A8) "
-            "are supported. Use one of those, or the unquantized model in bfloat16, float16 or float32."
+            f"{fields.source} has {key}{_named(method)}: of quantized checkpoints only {_READABLE} are supported. "
+            "Use one of those, or the unquantized model in bfloat16, float16 or float32."
         )
-    if config.raw("format") not in FORMATS:
-        raise config.error("format", f"one of {', '.join(FORMATS)}; others hold weights that Flyball cannot read")
+    return read(config)
+
+
+def _compressed_tensors(config: JsonFields) -> Stored:
+    formats = (*INT8_FORMATS, INT4_FORMAT)
+    if config.raw("format") not in formats:
+        raise config.error("format", f"one of {', '.join(formats)}; others hold weights that Flyball cannot read")
     if config.child("sparsity_config").raw("format") not in _NO_SPARSITY:
         raise config.error("sparsity_config", "absent: sparse weights are not supported")
     for name in ("kv_cache_scheme", "transform_config"):
@@ -53,20 +91,75 @@ def read_quantization(fields: JsonFields) -> Quantization:
     names = groups.names()
     if len(names) != 1:
         raise config.error("config_groups", "an object with one group, for all linear layers")
-    _check_group(groups.child(names[0]))
-    return "int8"
-
-
-def _check_group(group: JsonFields) -> None:
+    group = groups.child(names[0])
     if group.raw("targets") != ["Linear"]:
         raise group.error("targets", "['Linear']: all linear layers or none")
     if group.raw("output_activations"):
         raise group.error("output_activations", "absent: outputs are not quantized here")
-    for part, scheme in _SCHEME.items():
-        found = group.child(part)
-        for key, wanted in scheme.items():
-            if found.raw(key) != wanted:
-                raise found.error(key, f"{wanted!r} (W8A8: int8, a scale for each output feature and each token)")
+    if config.raw("format") == INT4_FORMAT:
+        return Stored("int4", _w4a16(group))
+    for part, scheme in _W8A8.items():
+        _check_scheme(group.child(part), scheme, "W8A8: int8, a scale for each output feature and each token")
+    return Stored("int8")
+
+
+def _w4a16(group: JsonFields) -> Packing:
+    if group.raw("input_activations"):
+        raise group.error("input_activations", "absent: with weights of 4 bits, inputs are as they are (W4A16)")
+    weights = group.child("weights")
+    _check_scheme(weights, _W4A16, "W4A16: 4 bits for weights alone")
+    if weights.raw("actorder") in ("group", "dynamic"):
+        raise weights.error("actorder", "absent, weight or static: features of a group must be neighbours")
+    strategy = weights.raw("strategy")
+    if strategy not in ("group", "channel"):
+        raise weights.error("strategy", "'group' or 'channel'")
+    size = _group_size(weights) if strategy == "group" else None
+    return Packing("compressed-tensors", size, has_zeros=not weights.boolean("symmetric", True))
+
+
+def _gptq(config: JsonFields) -> Stored:
+    _check_scheme(config, {"bits": 4}, "other numbers of bits are not supported")
+    for name, why in (("lm_head", "the output layer must not be quantized"), ("dynamic", "all layers must be alike")):
+        if config.raw(name):
+            raise config.error(name, f"absent or false: {why}")
+    if config.boolean("desc_act", False) and config.raw("group_size") != -1:
+        raise config.error("desc_act", "false: features of a group must be neighbours")
+    layout = config.raw("checkpoint_format")
+    if layout not in (None, "gptq", "gptq_v2"):
+        raise config.error("checkpoint_format", "gptq or gptq_v2")
+    return Stored("int4", Packing("gptq", _group_size(config), zero_offset=0 if layout == "gptq_v2" else 1))
+
+
+def _awq(config: JsonFields) -> Stored:
+    _check_scheme(config, {"bits": 4}, "other numbers of bits are not supported")
+    if str(config.raw("version") or "gemm").lower() != "gemm":
+        raise config.error("version", "gemm")
+    if not config.boolean("zero_point", True):
+        raise config.error("zero_point", "true")
+    return Stored("int4", Packing("awq", _group_size(config)))
+
+
+def _group_size(config: JsonFields) -> int | None:
+    """Return the features of a group; None for -1, which is all."""
+    if config.raw("group_size") == -1:
+        return None
+    size = config.integer("group_size", 128)
+    if size % 8:
+        raise config.error("group_size", "a multiple of 8, or -1")
+    return size
+
+
+def _check_scheme(found: JsonFields, scheme: dict[str, Any], why: str) -> None:
+    for key, wanted in scheme.items():
+        if found.raw(key) != wanted:
+            raise found.error(key, f"{wanted!r} ({why})")
+
+
+_METHODS: dict[str, Callable[[JsonFields], Stored]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+}
 
 
 def _named(method: object) -> str:

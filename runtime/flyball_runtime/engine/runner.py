@@ -208,7 +208,7 @@ class ModelRunner:
         self.info = EngineInfo(
             model=config.served_model_name,
             dtype=self._dtype_name,
-            quantization=resolve_quantization(config.quantization, self._model_config.quantization),
+            quantization=resolve_quantization(config.quantization, self._model_config.stored),
             device=str(self._device),
             kernel_backend=self._backend.name,
             max_model_len=self._max_model_len,

@@ -103,7 +103,7 @@ def probe(path: Path) -> TransformersModel:
         sliding_windows=windows,
         dtype=checkpoint.dtype,
         eos_token_ids=checkpoint.eos_token_ids | _default_eos(config),
-        quantization=checkpoint.quantization,
+        stored=checkpoint.stored,
         calls=tuple(kind.call(model, call) for call in seen.calls),
         context_len=_context_len(path, config),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),

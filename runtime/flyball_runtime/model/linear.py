@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from flyball_kernels.backend import Backend
-from flyball_kernels.linear import Int8Linear, PackedLinear, Rounded
+from flyball_kernels.linear import Int4Linear, Int8Linear, PackedLinear, Rounded
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
-from flyball_runtime.core.quantization import Quantization
+from flyball_runtime.core.quantization import UNQUANTIZED, Quantization, Stored
+from flyball_runtime.model.packed_weights import PackedWeights, joined
 
 Destinations = Iterator[tuple[str, Tensor]]
 """Tensor names of a checkpoint, and where their values go."""
 
 
-Linear = PackedLinear | Int8Linear
+Linear = PackedLinear | Int8Linear | Int4Linear
 
 SCALE = "weight_scale"
 """What compressed-tensors calls the scales of a weight, ``[out_features, 1]``."""
@@ -28,26 +29,34 @@ class Place:
 
     Attributes:
         quantization: how linear layers compute.
-        stored: how the checkpoint has their weights. What is int8 there is computed so.
+        stored: how the checkpoint has their weights. What is quantized there is computed so.
     """
 
     dtype: torch.dtype
     device: torch.device
     backend: Backend
     quantization: Quantization = "none"
-    stored: Quantization = "none"
+    stored: Stored = UNQUANTIZED
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def unrounded(self) -> "Place":
         """Return the place for what is never rounded, nor stored so."""
-        return replace(self, quantization="none", stored="none")
+        return replace(self, quantization="none", stored=UNQUANTIZED)
+
+    def of_head(self) -> "Place":
+        """Return the place for the output layer: quantized checkpoints leave it out, and 4 bits would be too few for it."""
+        if self.stored != UNQUANTIZED:
+            return self.unrounded()
+        return replace(self, quantization="int8") if self.quantization == "int4" else self
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return a layer of these weights, which it takes over, rounded if that is asked for."""
         if self.quantization == "int8":
             return Int8Linear(weight, bias, backend=self.backend)
+        if self.quantization == "int4":
+            return Int4Linear(weight, bias, backend=self.backend)
         return PackedLinear(weight, bias, backend=self.backend)
 
 
@@ -119,16 +128,25 @@ class FusedLinear:
         self._in_features = in_features
         self._place = place.unrounded() if exact else place
         self._scales: Tensor | None = None
-        if self._place.stored == "int8":
+        self._weight: Tensor | None = None
+        self._packed_weights: dict[str, PackedWeights] = {}
+        if (packing := self._place.stored.packing) is not None:
+            self._packed_weights = {
+                name: PackedWeights(packing, in_features, size, place.device) for name, size in parts.items()
+            }
+        elif self._place.stored.quantization == "int8":
             self._scales = torch.empty(out_features, 1, device=place.device)
-            self._weight: Tensor | None = torch.empty(out_features, in_features, dtype=torch.int8, device=place.device)
+            self._weight = torch.empty(out_features, in_features, dtype=torch.int8, device=place.device)
         else:
             self._weight = place.empty(out_features, in_features)
         self._bias = place.empty(out_features) if bias else None
         self._packed: Linear | None = None
 
     def destinations(self, prefix: str) -> Destinations:
-        """Names in the checkpoint, and the rows that each tensor is to be copied into."""
+        """Names in the checkpoint, and where each tensor is to be copied to."""
+        for name, packed in self._packed_weights.items():
+            for kind, tensor in packed.tensors.items():
+                yield f"{prefix}{name}.{kind}", tensor
         for kind, buffer in (("weight", self._weight), (SCALE, self._scales), ("bias", self._bias)):
             if buffer is not None:
                 for name, rows in zip(self._parts, buffer.split(list(self._parts.values())), strict=True):
@@ -143,12 +161,18 @@ class FusedLinear:
 
     def pack(self) -> None:
         """Give the weights the layout that is fastest on their device; the buffer that was filled is let go."""
+        place = self._place
+        if self._packed_weights:
+            grouped = joined([one.unpack(name) for name, one in self._packed_weights.items()])
+            self._packed = Int4Linear(grouped, self._bias, backend=place.backend, dtype=place.dtype)
+            self._packed_weights, self._bias = {}, None
+            return
         assert self._weight is not None, "packed twice"
         if self._scales is None:
-            self._packed = self._place.linear(self._weight, self._bias)
+            self._packed = place.linear(self._weight, self._bias)
         else:
             rounded = Rounded(self._weight, self._scales[:, 0])
-            self._packed = Int8Linear(rounded, self._bias, backend=self._place.backend, dtype=self._place.dtype)
+            self._packed = Int8Linear(rounded, self._bias, backend=place.backend, dtype=place.dtype)
         self._weight = self._scales = self._bias = None
 
     def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:

@@ -19,7 +19,7 @@ from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import read_json_object
 from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.model_config import ModelConfig, is_native
-from flyball_runtime.core.quantization import Quantization, resolve_quantization
+from flyball_runtime.core.quantization import UNQUANTIZED, Quantization, resolve_quantization
 from flyball_runtime.model.linear import Place
 from flyball_runtime.model.transformer import CausalLM, LanguageModel
 
@@ -202,8 +202,8 @@ def load_model(
     """
     start = time.monotonic()
     files = weight_files(Path(path))
-    quantization = resolve_quantization(quantization, config.quantization)
-    place = Place(dtype, torch.device(device), backend, quantization, config.quantization)
+    quantization = resolve_quantization(quantization, config.stored)
+    place = Place(dtype, torch.device(device), backend, quantization, config.stored)
     max_len = max_model_len or config.default_context_len
     if quantization != "none":
         _check_can_round(config, place)
@@ -222,8 +222,8 @@ def load_model(
 
 def _check_can_round(config: ServedModel, place: Place) -> None:
     who, way_out = f"--quantization {place.quantization}", "Leave the flag out"
-    if place.stored != "none":
-        who, way_out = f"a checkpoint in {place.stored}", "Use an unquantized one"
+    if place.stored != UNQUANTIZED:
+        who, way_out = f"a checkpoint in {place.stored.quantization}", "Use an unquantized one"
     if not isinstance(config, ModelConfig):
         raise ConfigError(
             f"{who} cannot be served: {config.architecture} runs in transformers, whose layers are not rounded. {way_out}."
@@ -339,14 +339,17 @@ def _check(header: Header, destination: Tensor) -> None:
             f"{header.file}: tensor {header.name} has shape {list(header.shape)}; config.json asks for "
             f"{list(destination.shape)}. Check that config.json and the weights belong together."
         )
-    if destination.dtype == torch.int8:
-        if header.dtype != "I8":
+    if (wanted := _WHOLE_NUMBERS.get(destination.dtype)) is not None:
+        if header.dtype != wanted:
             raise ConfigError(
-                f"{header.file}: tensor {header.name} is {header.dtype}; config.json says that linear layers are in int8. "
-                "Checkpoints with some of them in another dtype are not supported, but for lm_head and routers."
+                f"{header.file}: tensor {header.name} is {header.dtype}, and by config.json it is {wanted}. "
+                "Checkpoints with some linear layers in another dtype are not supported, but for lm_head and routers."
             )
         return
     check_kind(header)
+
+
+_WHOLE_NUMBERS = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
 
 
 def check_kind(header: Header) -> None:

@@ -290,9 +290,7 @@ class CausalLM:
         """
         for layer in self.layers:
             layer.pack()
-        # quantized checkpoints leave the head out
-        place = self._place if self._place.stored == "none" else self._place.unrounded()
-        self.lm_head = place.linear(self.head_weight)
+        self.lm_head = self._place.of_head().linear(self.head_weight)
         del self.head_weight
 
     @torch.inference_mode()
