@@ -1,83 +1,110 @@
-"""PackedLinear on CPU against torch: F.linear, and oneDNN with a prepacked weight. Or Int8Linear against PackedLinear.
+"""Our linear layers on CPU against others: in bf16 torch's and oneDNN's with a prepacked weight, quantized our own in bf16.
 
 Weights rotate through copies that exceed the caches, as the layers of a model do.
 
-    python benchmarks/linear.py [--dtype bfloat16] [--quantization int8]
+    python benchmarks/linear.py [--dtype bfloat16] [--quantization int8 | int4]
 
 A library for fewer instructions than this CPU has is measured by FLYBALL_CPU_LIBRARY. Torch is held to the same
 instructions by, for AVX2, ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2.
+Writes results/linear_DTYPE.json or results/linear_QUANTIZATION.json.
 """
 
 import argparse
 import itertools
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
-from flyball_kernels import Backend, Int8Linear, PackedLinear, choose_backend
-from machine import compare, describe
+from common import save
+from flyball_kernels import Int4Linear, Int8Linear, PackedLinear, choose_backend
+from machine import compare
 
 SHAPES = {"qkv": (768, 1280), "out": (768, 768), "gate_up": (768, 4096), "down": (2048, 768), "head": (768, 8192)}
 NUM_ROWS = (1, 8, 32, 64, 128, 512)
 WORKING_SET_BYTES = 160e6
 
+Layer = Callable[[Tensor], object]
 
-def prepacked(weight: torch.Tensor) -> torch.Tensor:
-    """Return oneDNN's layout of the weight, through the private op that torch.compile uses."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+def torchs(weight: Tensor) -> Layer:
+    own = weight.clone()
+    return lambda x: linear(x, own)
+
+
+def prepacked(weight: Tensor) -> Layer:
+    """Return a layer with oneDNN's layout of the weight, through the private ops that torch.compile uses."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def ours(layer: type[PackedLinear] | type[Int8Linear] | type[Int4Linear]) -> Callable[[Tensor], Layer]:
+    backend = choose_backend("cpu", "cpp")
+    return lambda weight: layer(weight, backend=backend)
+
+
+QUANTIZED = {"int8": (ours(Int8Linear), 1.0), "int4": (ours(Int4Linear), 0.625)}
+"""A layer, and the bytes that it has for each weight, scales included."""
+
+
+def rotating(make: Callable[[Tensor], Layer], weight: Tensor, bytes_per_weight: float) -> Layer:
+    """Return a layer that is another copy each time."""
+    copies = max(1, round(WORKING_SET_BYTES / (weight.numel() * bytes_per_weight)))
+    layers = itertools.cycle([make(weight) for _ in range(copies)])
+    return lambda x: next(layers)(x)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--quantization", default="none", choices=["none", "int8"])
+    parser.add_argument("--quantization", choices=list(QUANTIZED))
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
-    backend = choose_backend("cpu", "cpp")
-    print(f"{describe()}; C++ ops for {torch.ops.flyball.instruction_set()}; {dtype}")
-    for name, (in_features, out_features) in SHAPES.items():
+    if args.quantization:
+        (make, bytes_per_weight), others = QUANTIZED[args.quantization], {args.dtype: ours(PackedLinear)}
+    else:
+        make, bytes_per_weight = ours(PackedLinear), float(dtype.itemsize)
+        others = {"F.linear": torchs, "oneDNN packed": prepacked}
+    name = args.quantization or args.dtype
+    print(f"C++ ops for {torch.ops.flyball.instruction_set()}, {torch.get_num_threads()} threads")
+    measured = []
+    for shape, (in_features, out_features) in SHAPES.items():
         weight = torch.randn(out_features, in_features, dtype=dtype) * 0.02
-        if args.quantization == "int8":
-            compare_int8(name, weight, backend)
-            continue
-        copies = max(1, round(WORKING_SET_BYTES / weight.nbytes))
-        layers = itertools.cycle([PackedLinear(weight, backend=backend) for _ in range(copies)])
-        plain = itertools.cycle([weight.clone() for _ in range(copies)])
-        onednn = itertools.cycle([prepacked(weight) for _ in range(copies)])
+        layer = rotating(make, weight, bytes_per_weight)
+        rivals = {other: rotating(one, weight, dtype.itemsize) for other, one in others.items()}
         for num_rows in NUM_ROWS:
             x = torch.randn(num_rows, in_features, dtype=dtype)
-            ours, theirs = compare(
-                lambda x=x, layers=layers: next(layers)(x), lambda x=x, plain=plain: linear(x, next(plain))
-            )
-            _, packed = compare(
-                lambda: None,
-                lambda x=x, onednn=onednn: torch.ops.mkldnn._linear_pointwise(x, next(onednn), None, "none", [], ""),
-            )
-            work = 2e-9 * num_rows * in_features * out_features
-            print(
-                f"{name:8} {in_features:4} -> {out_features:4} x {num_rows:3}  ours {ours * 1e6:7.0f} us  "
-                f"F.linear {theirs * 1e6:7.0f} us {theirs / ours:5.2f}x  oneDNN packed {packed * 1e6:7.0f} us "
-                f"{packed / ours:5.2f}x   {work / ours:5.0f} GFLOP/s {weight.nbytes * 1e-9 / ours:5.1f} GB/s",
-                flush=True,
-            )
+            row = measure(layer, rivals, x)
+            seconds = 1e-6 * row[OURS]
+            rates = {
+                "gflop_per_s": round(2e-9 * num_rows * weight.numel() / seconds, 1),
+                "gb_per_s": round(1e-9 * bytes_per_weight * weight.numel() / seconds, 2),
+            }
+            where = {"layer": shape, "in_features": in_features, "out_features": out_features, "num_rows": num_rows}
+            measured.append(where | row | rates)
+            shown = "  ".join(f"{key} {value:8.2f}" for key, value in (row | rates).items())
+            print(f"{shape:8} {in_features:4} -> {out_features:4} x {num_rows:3}  {shown}", flush=True)
+    settings = {
+        "ops": torch.ops.flyball.instruction_set(),
+        "threads": torch.get_num_threads(),
+        "dtype": args.dtype,
+        "working_set_bytes": WORKING_SET_BYTES,
+    }
+    save(f"linear_{name}", settings | {"layers": measured})
 
 
-def compare_int8(name: str, weight: torch.Tensor, backend: Backend) -> None:
-    """Print how long a layer takes in 8 bits and in the dtype of its weight."""
-    out_features, in_features = weight.shape
-    copies = range(max(1, round(WORKING_SET_BYTES / weight.numel())))
-    rounded = itertools.cycle([Int8Linear(weight, backend=backend) for _ in copies])
-    packed = itertools.cycle([PackedLinear(weight, backend=backend) for _ in copies])
-    for num_rows in NUM_ROWS:
-        x = torch.randn(num_rows, in_features, dtype=weight.dtype)
-        ours, theirs = compare(lambda x=x: next(rounded)(x), lambda x=x: next(packed)(x))
-        work = 2e-9 * num_rows * in_features * out_features
-        print(
-            f"{name:8} {in_features:4} -> {out_features:4} x {num_rows:3}  int8 {ours * 1e6:7.0f} us  "
-            f"{weight.dtype} {theirs * 1e6:7.0f} us {theirs / ours:5.2f}x   {work / ours:5.0f} GOP/s "
-            f"{weight.numel() * 1e-9 / ours:5.1f} GB/s",
-            flush=True,
-        )
+OURS = "us"
+
+
+def measure(layer: Layer, rivals: dict[str, Layer], x: Tensor) -> dict[str, float]:
+    """Return the microseconds of our layer, and how many times as long the others take, each in turns with ours."""
+    row: dict[str, float] = {}
+    for other, rival in rivals.items():
+        own_s, rival_s = compare(lambda: layer(x), lambda rival=rival: rival(x))
+        row.setdefault(OURS, round(1e6 * own_s, 1))
+        row[f"x_{other}"] = round(rival_s / own_s, 3)
+    return row
 
 
 if __name__ == "__main__":

@@ -15,38 +15,26 @@ compare: machines and neighbours differ.
 """
 
 import argparse
-import asyncio
 import contextlib
 import itertools
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import make_checkpoint, save
-from machine import median_of
+from servers import CONCURRENCIES, awake, in_turns, measure, server, show, summary, warm_up
 
 LOADS = ("96x128x64", "64x32x128", "16x1024x16")
-CONCURRENCIES = (1, 8, 32)
 OFFLINE = Path(__file__).with_name("offline.py")
-START_S = 300.0
 VLLM_PACKAGES = ("vllm", "torch", "transformers", "triton")
-PREFIX_HITS = re.compile(
-    r"^(?:flyball_prefix_cache_hit_tokens|vllm:prefix_cache_hits)_total(?:{.*})? (\S+)$", re.MULTILINE
-)
-MAX_WARNINGS, MAX_WARNING_CHARS = 20, 200
-
-Engines = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,20 +43,6 @@ class Vllm:
 
     python: str
     variables: Mapping[str, str]
-
-
-def in_turns(engines: Engines, runs: int) -> Iterator[tuple[str, Any]]:
-    """Yield every engine once a run, the first of one run last in the next."""
-    for run in range(runs):
-        yield from engines.items() if run % 2 == 0 else reversed(engines.items())
-
-
-@contextlib.contextmanager
-def awake(group: int) -> Iterator[None]:
-    """Let a stopped group of processes run."""
-    os.killpg(group, signal.SIGCONT)
-    yield
-    os.killpg(group, signal.SIGSTOP)
 
 
 class OfflineEngine:
@@ -134,65 +108,6 @@ def offline_speeds(engines: Mapping[str, OfflineEngine], runs: int) -> Iterator[
         yield load, speeds
 
 
-@dataclass(frozen=True)
-class Server:
-    """``group`` is the process group, stopped unless it is measured; ``log`` is what it prints."""
-
-    url: str
-    group: int
-    log: Path
-
-    def num_prefix_hits(self) -> int:
-        """Return how many prompt tokens the server has found in its prefix cache."""
-        with awake(self.group), urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-            found = PREFIX_HITS.findall(response.read().decode())
-        if not found:
-            raise RuntimeError(f"{self.url}/metrics has no count of prefix cache hits")
-        return round(sum(map(float, found)))
-
-    def warnings(self) -> list[str]:
-        """Return the different warnings that the server has printed, cut to a readable length."""
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if "WARNING" in line]
-        # vLLM has a time and a source line between the level and the text
-        messages = (re.split(r"WARNING.*?[\]:] ", line, maxsplit=1)[-1].strip()[:MAX_WARNING_CHARS] for line in lines)
-        return list(dict.fromkeys(messages))[:MAX_WARNINGS]
-
-
-@contextlib.contextmanager
-def server(command: list[str], log: Path, variables: Mapping[str, str]) -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--port", str(port)],
-            env=os.environ | variables,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline_s = time.monotonic() + START_S
-        while not answers(url):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"did not become healthy: {' '.join(command)}")
-            time.sleep(0.5)
-        os.killpg(process.pid, signal.SIGSTOP)
-        yield Server(url, process.pid, log)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
-
-
 def online(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
     flags = [str(checkpoint), "--dtype", "bfloat16", "--max-model-len", "4096", "--served-model-name", "m"]
     theirs = [str(Path(vllm.python).with_name("vllm")), "serve", *flags]
@@ -217,56 +132,6 @@ def online(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
     if any(result["prefix_cache_hit_tokens"].values()):
         raise RuntimeError(f"some prompts were in a prefix cache: {result['prefix_cache_hit_tokens']}")
     return result
-
-
-def warm_up(servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int]) -> None:
-    """Send one load of each size that is measured: the first run of a shape is slower."""
-    for concurrency in CONCURRENCIES:
-        seed = next(seeds)
-        for one in servers.values():
-            bench(one, checkpoint, concurrency, seed)
-
-
-def measure(
-    servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int], concurrency: int, runs: int
-) -> dict[str, Any]:
-    """Return each figure's summary over ``runs`` loads, each sent to both servers."""
-    runs_of: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-    seed_of_run = [next(seeds) for _ in range(runs)]
-    for name, one in in_turns(servers, runs):
-        runs_of[name].append(bench(one, checkpoint, concurrency, seed_of_run[len(runs_of[name])]))
-    return {
-        figure: summary(
-            {name: [run[figure] for run in all_runs] for name, all_runs in runs_of.items()},
-            higher_is_better=figure == "output_tokens_per_s",
-        )
-        for figure in runs_of["vllm"][0]
-    }
-
-
-def bench(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict[str, float]:
-    from flyball_clients.bench.benchmark import run_benchmark
-    from flyball_clients.bench.settings import BenchSettings
-
-    settings = BenchSettings(
-        base_url=server.url,
-        tokenizer=str(checkpoint),
-        num_requests=max(12, 4 * concurrency),
-        concurrency=concurrency,
-        input_len="128",
-        output_len="64",
-        ignore_eos=True,
-        seed=seed,
-    )
-    with awake(server.group):
-        result = asyncio.run(run_benchmark(settings))
-    if result.requests.failed:
-        raise RuntimeError(f"{server.url}: {result.requests.errors}")
-    return {
-        "output_tokens_per_s": result.throughput.output_tokens_per_s,
-        "ttft_p50_ms": 1000 * result.latency.ttft_s.p50,
-        "itl_p50_ms": 1000 * result.latency.itl_s.p50,
-    }
 
 
 PROFILES = {"64_decodes": (64, 32, 32), "prefill_16_x_128": (16, 128, 1), "prefill_16_x_1024": (16, 1024, 1)}
@@ -316,17 +181,6 @@ def vllm_environment(vllm: Vllm) -> dict[str, Any]:
     if "LD_PRELOAD" in variables:  # where the libraries lie says nothing
         variables["LD_PRELOAD"] = ":".join(Path(library).name for library in variables["LD_PRELOAD"].split(":"))
     return json.loads(done.stdout) | {"variables": variables}
-
-
-def summary(values: dict[str, list[float]], *, higher_is_better: bool) -> dict[str, Any]:
-    figures: dict[str, Any] = {name: median_of(of_engine) for name, of_engine in values.items()}
-    ratio = figures["flyball"]["median"] / figures["vllm"]["median"]
-    return figures | {"flyball_over_vllm": ratio if higher_is_better else 1 / ratio}
-
-
-def show(result: dict[str, Any]) -> str:
-    ours, theirs = result["flyball"]["median"], result["vllm"]["median"]
-    return f"flyball {ours:.1f}, vllm {theirs:.1f}; {result['flyball_over_vllm']:.2f}x (above 1: flyball is better)"
 
 
 def main() -> None:

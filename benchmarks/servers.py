@@ -1,0 +1,167 @@
+"""Servers of which one runs at a time, and what a client sees of them: Flyball beside another one."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from machine import median_of
+
+OURS = "flyball"
+CONCURRENCIES = (1, 8, 32)
+INPUT_LEN, OUTPUT_LEN = 128, 64
+START_S = 300.0
+PREFIX_HITS = re.compile(
+    r"^(?:flyball_prefix_cache_hit_tokens|vllm:prefix_cache_hits)_total(?:{.*})? (\S+)$", re.MULTILINE
+)
+MAX_WARNINGS, MAX_WARNING_CHARS = 20, 200
+
+Engines = Mapping[str, Any]
+
+
+def in_turns(engines: Engines, runs: int) -> Iterator[tuple[str, Any]]:
+    """Yield every engine once a run, the first of one run last in the next."""
+    for run in range(runs):
+        yield from engines.items() if run % 2 == 0 else reversed(engines.items())
+
+
+@contextlib.contextmanager
+def awake(group: int) -> Iterator[None]:
+    """Let a stopped group of processes run."""
+    os.killpg(group, signal.SIGCONT)
+    yield
+    os.killpg(group, signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class Server:
+    """``group`` is the process group, stopped unless it is measured; ``log`` is what it prints."""
+
+    url: str
+    group: int
+    log: Path
+
+    def num_prefix_hits(self) -> int:
+        """Return how many prompt tokens the server has found in its prefix cache."""
+        with awake(self.group), urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            found = PREFIX_HITS.findall(response.read().decode())
+        if not found:
+            raise RuntimeError(f"{self.url}/metrics has no count of prefix cache hits")
+        return round(sum(map(float, found)))
+
+    def warnings(self) -> list[str]:
+        """Return the different warnings that the server has printed, cut to a readable length."""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if "WARNING" in line]
+        # vLLM has a time and a source line between the level and the text
+        messages = (re.split(r"WARNING.*?[\]:] ", line, maxsplit=1)[-1].strip()[:MAX_WARNING_CHARS] for line in lines)
+        return list(dict.fromkeys(messages))[:MAX_WARNINGS]
+
+
+@contextlib.contextmanager
+def server(command: list[str], log: Path, variables: Mapping[str, str]) -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            env=os.environ | variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline_s = time.monotonic() + START_S
+        while not answers(url):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"did not become healthy: {' '.join(command)}")
+            time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGSTOP)
+        yield Server(url, process.pid, log)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def warm_up(servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int]) -> None:
+    """Send one load of each size that is measured: the first run of a shape is slower."""
+    for concurrency in CONCURRENCIES:
+        seed = next(seeds)
+        for one in servers.values():
+            bench(one, checkpoint, concurrency, seed)
+
+
+def measure(
+    servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int], concurrency: int, runs: int
+) -> dict[str, Any]:
+    """Return each figure's summary over ``runs`` loads, each sent to both servers."""
+    runs_of: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+    seed_of_run = [next(seeds) for _ in range(runs)]
+    for name, one in in_turns(servers, runs):
+        runs_of[name].append(bench(one, checkpoint, concurrency, seed_of_run[len(runs_of[name])]))
+    return {
+        figure: summary(
+            {name: [run[figure] for run in all_runs] for name, all_runs in runs_of.items()},
+            higher_is_better=figure == "output_tokens_per_s",
+        )
+        for figure in runs_of[OURS][0]
+    }
+
+
+def bench(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict[str, float]:
+    from flyball_clients.bench.benchmark import run_benchmark
+    from flyball_clients.bench.settings import BenchSettings
+
+    settings = BenchSettings(
+        base_url=server.url,
+        tokenizer=str(checkpoint),
+        num_requests=max(12, 4 * concurrency),
+        concurrency=concurrency,
+        input_len=str(INPUT_LEN),
+        output_len=str(OUTPUT_LEN),
+        ignore_eos=True,
+        seed=seed,
+    )
+    with awake(server.group):
+        result = asyncio.run(run_benchmark(settings))
+    if result.requests.failed:
+        raise RuntimeError(f"{server.url}: {result.requests.errors}")
+    if result.throughput.output_tokens != OUTPUT_LEN * settings.num_requests:
+        raise RuntimeError(f"{server.url}: {result.throughput.output_tokens} tokens, so some streams ended early")
+    return {
+        "output_tokens_per_s": result.throughput.output_tokens_per_s,
+        "ttft_p50_ms": 1000 * result.latency.ttft_s.p50,
+        "itl_p50_ms": 1000 * result.latency.itl_s.p50,
+    }
+
+
+def summary(values: dict[str, list[float]], *, higher_is_better: bool) -> dict[str, Any]:
+    """Return the median of each side, and how much better ours is."""
+    figures: dict[str, Any] = {name: median_of(of_engine) for name, of_engine in values.items()}
+    (other,) = figures.keys() - {OURS}
+    ratio = figures[OURS]["median"] / figures[other]["median"]
+    return figures | {f"{OURS}_over_{other}": ratio if higher_is_better else 1 / ratio}
+
+
+def show(result: dict[str, Any]) -> str:
+    *sides, ratio = result
+    medians = ", ".join(f"{name} {result[name]['median']:.1f}" for name in sides)
+    return f"{medians}; {result[ratio]:.2f}x (above 1: {OURS} is better)"
