@@ -1,4 +1,5 @@
-"""KEDA adds replicas while requests wait and takes them back when few run; neither that nor KEDA's end loses a request."""
+"""KEDA adds replicas while requests wait, or before they do, and takes them back when few run; neither that nor KEDA's end
+loses a request."""
 
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from e2e_kit import keda, prometheus
 from e2e_kit.disturbances import BUSY, Load, undisturbed
 from e2e_kit.models import LONG_TIMEOUT_S, Model
 from e2e_kit.node import Node
+from e2e_kit.replica import WAITING, gauge
 from e2e_kit.work import measure
 
 AT_ONCE = {"scaleUp": {"stabilizationWindowSeconds": 0}, "scaleDown": {"stabilizationWindowSeconds": 5}}
@@ -17,6 +19,7 @@ TRIGGERS = {
     "Prometheus": {"trigger": "Prometheus", "pollingSeconds": 2, "prometheusAddress": prometheus.URL},
 }
 MAX_NUM_SEQS, MOST_STREAMS, FEW_STREAMS = 16, 32, 10
+MANY_SEATS, LONE_STREAM = 64, 1
 """Many streams keep one replica's queue long and three replicas busy; few are less than KEDA wants of one replica."""
 WITHOUT_KEDA_S = 20.0
 
@@ -28,10 +31,11 @@ def scaled(operator: Node) -> Node:
     return operator
 
 
-def make_model(node: Node, namespace: str, trigger: str) -> Model:
+def make_model(node: Node, namespace: str, trigger: str, max_num_seqs: int = MAX_NUM_SEQS, **fields: Any) -> Model:
     autoscaling = {"mode": "KEDA", "maxReplicas": 3, "targetQueueDepth": 2, "behavior": AT_ONCE}
-    runtime = {**BUSY["runtime"], "maxNumSeqs": MAX_NUM_SEQS}
-    spec = {**BUSY, "runtime": runtime, "autoscaling": {**autoscaling, "keda": TRIGGERS[trigger]}}
+    autoscaling |= {"keda": TRIGGERS[trigger]} | fields.pop("autoscaling", {})
+    runtime = {**BUSY["runtime"], "maxNumSeqs": max_num_seqs}
+    spec = {**BUSY, "runtime": runtime, "autoscaling": autoscaling, **fields}
     model = Model(node, namespace, **spec)
     model.apply()
     model.wait_ready()
@@ -66,6 +70,28 @@ def test_a_burst_takes_one_to_three_and_back(
         figures["up_s"] = seconds_until_replicas(model, 3)
         load.num_streams = FEW_STREAMS
         wait_for_scale_down(model, load)
+        figures["down_s"] = seconds_until_replicas(model, 1)
+
+
+def test_a_load_beyond_the_objectives_adds_replicas_before_any_request_waits(
+    scaled: Node, namespace: str, figures: dict[str, Any]
+) -> None:
+    """Each replica has seats for everybody, so neither queue nor seats ask for more; the tuner's load does."""
+    tuning = {"mode": "Recommend", "intervalSeconds": 5, "minSamples": 20}
+    model = make_model(
+        scaled,
+        namespace,
+        "Prometheus",
+        MANY_SEATS,
+        autoscaling={"targetQueueDepth": 1000, "targetRunningPercent": 100, "targetLoadPercent": 20},
+        tuning={**tuning, "objectives": {"interTokenLatencyP95Milliseconds": 1000}},
+    )
+    work = measure(model.url)
+    with prometheus.scrapes(model), undisturbed(model, work, figures, num_streams=FEW_STREAMS) as load:
+        figures["up_s"] = seconds_until_replicas(model, 3)
+        assert sum(gauge(pod, WAITING) for pod in model.ready_pods()) == 0
+        load.num_streams = LONE_STREAM
+        model.until(lambda: len(model.ready_pods()) < 3, "a replica less", LONG_TIMEOUT_S)
         figures["down_s"] = seconds_until_replicas(model, 1)
 
 

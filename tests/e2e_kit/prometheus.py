@@ -1,4 +1,4 @@
-"""Prometheus beside the node, which scrapes replicas as a PodMonitor of ours has it do.
+"""Prometheus beside the node, which scrapes replicas and the operator as monitors of ours have it do.
 
 Debian's has no service discovery of Kubernetes, so a thread writes down what there is to scrape.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from chart_kit.helm import NAMESPACE
 from e2e_kit import network
 from e2e_kit.models import Model
 from e2e_kit.node import Node
@@ -22,6 +23,9 @@ URL = f"http://{network.NODE_IP}:{PORT}"
 START_TIMEOUT_S = 30.0
 PERIOD_S = 1.0
 SCRAPE_INTERVAL = "2s"
+REPLICAS, OPERATOR = "replicas.json", "operator.json"
+METRICS_PORT = 8080
+"""The chart's default."""
 
 
 def start(node: Node) -> None:
@@ -40,12 +44,13 @@ def start(node: Node) -> None:
 
 @contextmanager
 def scrapes(model: Model) -> Iterator[None]:
-    """Have it scrape the replicas of a model, those that come too."""
+    """Have it scrape the operator, and the replicas of a model, those that come too."""
     ended = threading.Event()
 
     def follow() -> None:
         while not ended.wait(PERIOD_S):
-            _write_whole(_targets_file(model.node), json.dumps(_targets(model)))
+            _write_whole(model.node.folder / REPLICAS, json.dumps(_replicas(model)))
+            _write_whole(model.node.folder / OPERATOR, json.dumps(_operators(model.node)))
 
     thread = threading.Thread(target=follow, name="targets")
     thread.start()
@@ -57,16 +62,27 @@ def scrapes(model: Model) -> Iterator[None]:
 
 
 def _config(node: Node) -> dict[str, object]:
-    found = {"files": [str(_targets_file(node))], "refresh_interval": "1s"}
-    job = {"job_name": "replicas", "metrics_path": METRICS_PATH, "file_sd_configs": [found]}
-    return {"global": {"scrape_interval": SCRAPE_INTERVAL, "scrape_timeout": SCRAPE_INTERVAL}, "scrape_configs": [job]}
+    jobs = [
+        {
+            "job_name": file.removesuffix(".json"),
+            "metrics_path": METRICS_PATH,
+            "honor_labels": honors,
+            "file_sd_configs": [{"files": [str(node.folder / file)], "refresh_interval": "1s"}],
+        }
+        for file, honors in (
+            (REPLICAS, False),
+            (OPERATOR, True),
+        )  # whose metrics have the namespace of the LLMDeployment
+    ]
+    return {"global": {"scrape_interval": SCRAPE_INTERVAL, "scrape_timeout": SCRAPE_INTERVAL}, "scrape_configs": jobs}
 
 
-def _targets_file(node: Node) -> Path:
-    return node.folder / "targets.json"
+def _operators(node: Node) -> list[dict[str, object]]:
+    pods = node.get("pods", "-n", NAMESPACE)["items"]
+    return [{"targets": [f"{ip}:{METRICS_PORT}"]} for pod in pods if (ip := pod["status"].get("podIP"))]
 
 
-def _targets(model: Model) -> list[dict[str, object]]:
+def _replicas(model: Model) -> list[dict[str, object]]:
     """Return each replica with the labels that the Prometheus operator gives it on the PodMonitor's word."""
     return [
         {
