@@ -173,6 +173,27 @@ def test_a_change_that_could_not_be_judged_is_tried_again_soon_and_elsewhere() -
     assert trial_of(again.state).canary != TRIAL.canary
 
 
+def slow_at(*pods_: str, evidence: Evidence) -> TunerState:
+    """The state before a trial, with steps of these replicas that take 2.5 times as long as they did."""
+    assert evidence.step_model is not None
+    step = StepCounts(prefill_tokens=256, decodes=4, context_tokens=4000, attention_pairs=0)
+    known_s = evidence.step_model.predict(*step)
+    seen = [
+        Seen(pod, "b1", 590.0, step, known_s / (2.5 if pod in pods_ else 1.0)) for pod in ("replica 1", "replica 2")
+    ]
+    return structs.replace(SETTLED, seen=tuple(seen))
+
+
+def test_a_slow_replica_goes_neither_first_nor_into_the_comparison() -> None:
+    one = make_evidence(limits=PACED, itl_over=4000, step_model=MODEL, lengths=LENGTHS, num_steps=1000)
+    decision = decide(TUNING, slow_at("replica 2", evidence=one), pods(one, one), now_s=NOW_S)
+    trial = trial_of(decision.state)
+    assert trial.canary == "replica 1"
+    assert trial.baseline is not None and trial.baseline.itl.num == 1000, "its own, of one replica"
+    both = decide(TUNING, slow_at(evidence=one), pods(one, one), now_s=NOW_S)
+    assert trial_of(both.state).baseline is None
+
+
 def test_new_bounds_end_a_trial() -> None:
     state = structs.replace(STATE, trial=structs.replace(TRIAL, limits=structs.replace(TRIAL.limits, max_num_seqs=500)))
     one = canary(limits=trial_of(state).limits)

@@ -89,7 +89,7 @@ class Trial(Struct, frozen=True, kw_only=True):
         before_settled: whether those had been posted without a lease.
         started_s: when it was decided.
         forecast: what it should bring.
-        baseline: the counts from before, for a replica that has no others to be compared with.
+        baseline: the canary's counts from before, where there are no others to compare it with.
         num_waiting: requests in the canary's queue when it was decided, if first tokens are what it should improve.
         drained_s: when that queue was first seen half as long, None until then.
         taken_s: when the canary was first seen with it, None until then.

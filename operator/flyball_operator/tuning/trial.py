@@ -1,7 +1,7 @@
 """A change is tried before it is kept: on one replica, judged by what it gains, then taken everywhere or taken back. Pure.
 
 The others go on serving the same traffic under the limits in force, so the comparison with them leaves out what the traffic
-does. A replica that has no others is compared with its own counts from before. The verdict is Wald's sequential test of two
+does. A replica that has no others, or slow ones only, is compared with its own counts from before. The verdict is Wald's sequential test of two
 hypotheses, "as without the change" and "as predicted", so clear cases end early. A change that gains nothing is taken back
 and banned for a while. One that cannot be judged is taken back too, and tried soon again, on another replica: a canary that
 is slow for reasons of its own shows a gain, but no loss. First tokens are late at first because of the queue from before, so
@@ -47,6 +47,7 @@ def try_first(now: Situation, decision: Decision) -> Decision:
     assert decision.limits is not None  # of every CHANGE
     move = decision.state.moves[-1]
     canary = _choose(now, move)
+    can_compare = any(pod != canary and pod not in now.slow for pod in now.usable)
     trial = Trial(
         canary=canary,
         move=move,
@@ -57,7 +58,7 @@ def try_first(now: Situation, decision: Decision) -> Decision:
         before_settled=now.state.settled,
         started_s=now.now_s,
         forecast=decision.forecast,
-        baseline=now.counts if now.num_replicas == 1 else None,
+        baseline=None if can_compare else now.counts,
         num_waiting=now.usable[canary].num_waiting if decision.forecast and decision.forecast.what == "ttft" else 0,
     )
     state = structs.replace(now.remembered, trial=trial, tuned=True, seqs=decision.state.seqs, trim=decision.state.trim)
@@ -102,13 +103,14 @@ class _Trying:
 
     @cached_property
     def others(self) -> dict[str, Evidence]:
-        """Those that serve, without fault, under the limits from before."""
+        """Those that serve, without fault, under the limits from before; slow ones only if all are."""
         before, state = self.trial.before, self.now.state
-        return {
+        found = {
             pod: one
             for pod, one in self.now.usable.items()
             if pod != self.trial.canary and same(one.target, state.own(pod, before))
         }
+        return {pod: one for pod, one in found.items() if pod not in self.now.slow} or found
 
     @cached_property
     def counts(self) -> Report:
@@ -292,7 +294,7 @@ def _let_it_settle(trying: _Trying) -> Decision | None:
 
 
 def _others_missing(trying: _Trying) -> Decision | None:
-    num_others = trying.now.num_replicas - 1
+    num_others = trying.now.num_replicas - 1 - sum(pod != trying.trial.canary for pod in trying.now.slow)
     if len(trying.others) >= MIN_EVIDENCE * num_others or trying.trial.baseline is not None:
         return None
     why = f"only {len(trying.others)} of {num_others} other replicas can be compared with"
