@@ -1,11 +1,11 @@
 """A change is tried before it is kept: on one replica, judged by what it gains, then taken everywhere or taken back. Pure.
 
 The others go on serving the same traffic under the limits in force, so the comparison with them leaves out what the traffic
-does. A replica that has no others, or slow ones only, is compared with its own counts from before. The verdict is Wald's sequential test of two
-hypotheses, "as without the change" and "as predicted", so clear cases end early. A change that gains nothing is taken back
-and banned for a while. One that cannot be judged is taken back too, and tried soon again, on another replica: a canary that
-is slow for reasons of its own shows a gain, but no loss. First tokens are late at first because of the queue from before, so
-while that is worked off, they do not speak against the change.
+does. A replica that has no others, or slow ones only, is compared with its own counts from before. The verdict is Wald's
+sequential test of two hypotheses, "as without the change" and "as predicted", so clear cases end early. A change that gains
+nothing is taken back and banned for a while. One that cannot be judged is taken back too, and tried soon again, on another
+replica: a canary that is slow for reasons of its own shows a gain, but no loss. First tokens are late at first because of the
+queue from before, so while that is worked off, they do not speak against the change.
 """
 
 import math
