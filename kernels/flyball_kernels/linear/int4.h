@@ -2,6 +2,8 @@
 // namespace. A byte holds two weights, as numbers from 0 to 15; 8 is the zero that sums are made with.
 #pragma once
 
+constexpr int64_t kGroupsAhead = 8;  // how far ahead of a group's scales to prefetch
+
 using VecBytes = uint8_t __attribute__((vector_size(kLanes)));
 
 // What makes results of a group's sums.
@@ -13,6 +15,11 @@ struct GroupScales {
 
   GroupScales from(int64_t row, int64_t column) const {
     return {inputs ? inputs + row * num : nullptr, columns + column * num, offsets ? offsets + column * num : nullptr, steps, num};
+  }
+
+  void prefetch(int64_t group, int64_t column) const {
+    __builtin_prefetch(columns + group * kPanel + column);
+    if (inputs) __builtin_prefetch(offsets + group * kPanel + column);
   }
 
   Vec add(Vec result, int64_t row, int64_t column, int64_t group, Vec sum) const {
@@ -110,6 +117,7 @@ void add_groups(int64_t steps, const Output<A>& out, Vec (&low)[Panels][Rows], V
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; ++p) {
       const GroupScales scales = out.scales.from(0, p * kPanel);
+      for (int64_t column = 0; column < kPanel; column += 16) scales.prefetch(group + kGroupsAhead, column);
 #pragma GCC unroll 16
       for (int row = 0; row < Rows; ++row) {
         total_low[p][row] = scales.add(total_low[p][row], row, 0, group, low[p][row]);
