@@ -249,8 +249,8 @@ def test_unreadable_json(write_config, name: str, content: bytes, message: str) 
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of bfloat16, float16, float32"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; it must be one of bfloat16"),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "quantization_config ..gptq..: of quantized checkpoints only compressed-tensors W8A8",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantization_config ..bitsandbytes..: of quantized checkpoints only W8A8",
         ),
         ({"quantization_config": {"quant_method": "mxfp4"}}, r"\(mxfp4, .*Mxfp4Config\(dequantize=True\)"),
         ({"rope_scaling": {"rope_type": "axial"}}, "RoPE type 'axial' is not supported; .*llama3, yarn, longrope"),
