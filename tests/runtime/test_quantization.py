@@ -271,9 +271,10 @@ def test_tokens_are_those_of_transformers_with_weights_of_4_bits(tmp_path: Path,
 def test_checkpoints_in_4_bits_mean_what_they_say(tmp_path: Path, architecture: str, name: str) -> None:
     path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70, 1, 25])
     expected = pack_checkpoint(path, name, lambda *_: None).generate(prompts)
+    num_parameters = make_engine(make_checkpoint(tmp_path / "whole", architecture)).info.num_parameters
     engine = make_engine(path)
     assert generate(engine, prompts) == expected
-    assert engine.info.quantization == "int4"
+    assert (engine.info.quantization, engine.info.num_parameters) == ("int4", num_parameters)
     assert generate(make_engine(path, kernel_backend="torch"), prompts) == expected
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,17 +11,14 @@ from torch import Tensor
 from flyball_kernels.backend import Backend
 from flyball_kernels.linear import Int4Linear, Int8Linear, PackedLinear, Rounded
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
-from flyball_runtime.core.quantization import UNQUANTIZED, Quantization, Stored
-from flyball_runtime.model.packed_weights import PackedWeights, joined
+from flyball_runtime.core.quantization import UNQUANTIZED, Packing, Quantization, Stored
+from flyball_runtime.model.packed_weights import BESIDE, PER_WORD, WORDS, PackedWeights, joined
 
 Destinations = Iterator[tuple[str, Tensor]]
 """Tensor names of a checkpoint, and where their values go."""
 
 
 Linear = PackedLinear | Int8Linear | Int4Linear
-
-SCALE = "weight_scale"
-"""What compressed-tensors calls the scales of a weight, ``[out_features, 1]``."""
 
 
 @dataclass(frozen=True)
@@ -109,48 +107,114 @@ class Projection(NamedTuple):
     in_features: int
 
 
+Parts = Mapping[str, int]
+"""out_features of each projection of a layer by its name in the checkpoint, in the order of the output."""
+
+
+class Weights(Protocol):
+    """The weights of a layer until they are packed."""
+
+    def destinations(self) -> Destinations:
+        """Names in the checkpoint, from the projection's on, and where each tensor is to be copied to."""
+
+    def layer(self, bias: Tensor | None) -> Linear:
+        """Return the layer of the weights, which are filled now, and which it takes over."""
+
+
+class Unquantized:
+    """Weights in the model's dtype."""
+
+    def __init__(self, in_features: int, parts: Parts, place: Place) -> None:
+        self._parts, self._place = parts, place
+        self._weight = place.empty(sum(parts.values()), in_features)
+
+    def destinations(self) -> Destinations:
+        return _rows(self._parts, "weight", self._weight)
+
+    def layer(self, bias: Tensor | None) -> Linear:
+        return self._place.linear(self._weight, bias)
+
+
+class Int8Weights:
+    """Weights of 8 bits, as compressed-tensors has them."""
+
+    def __init__(self, in_features: int, parts: Parts, place: Place) -> None:
+        self._parts, self._place = parts, place
+        out_features = sum(parts.values())
+        self._values = torch.empty(out_features, in_features, dtype=torch.int8, device=place.device)
+        self._scales = torch.empty(out_features, 1, device=place.device)
+
+    def destinations(self) -> Destinations:
+        yield from _rows(self._parts, "weight", self._values)
+        yield from _rows(self._parts, "weight_scale", self._scales)
+
+    def layer(self, bias: Tensor | None) -> Linear:
+        rounded = Rounded(self._values, self._scales[:, 0])
+        return Int8Linear(rounded, bias, backend=self._place.backend, dtype=self._place.dtype)
+
+
+class Int4Weights:
+    """Weights of 4 bits, several in a word."""
+
+    def __init__(self, in_features: int, parts: Parts, place: Place, packing: Packing) -> None:
+        self._place = place
+        self._parts = {name: PackedWeights(packing, in_features, size, place.device) for name, size in parts.items()}
+
+    def destinations(self) -> Destinations:
+        for name, packed in self._parts.items():
+            for kind, tensor in packed.tensors.items():
+                yield f"{name}.{kind}", tensor
+
+    def layer(self, bias: Tensor | None) -> Linear:
+        grouped = joined([packed.unpack(name) for name, packed in self._parts.items()])
+        return Int4Linear(grouped, bias, backend=self._place.backend, dtype=self._place.dtype)
+
+
+def _rows(parts: Parts, kind: str, buffer: Tensor) -> Destinations:
+    """Yield the rows of each projection, so that loading fills the buffer in place."""
+    for name, rows in zip(parts, buffer.split(list(parts.values())), strict=True):
+        yield f"{name}.{kind}", rows
+
+
+def num_weights(name: str, tensor: Tensor) -> int:
+    """Return how many weights a tensor of a checkpoint has."""
+    kind = name.rpartition(".")[2]
+    if kind in BESIDE:
+        return 0
+    return tensor.numel() * (PER_WORD if kind in WORDS else 1)
+
+
+def weights_of(in_features: int, parts: Parts, place: Place) -> Weights:
+    """Return the weights of a layer as the checkpoint has them."""
+    if place.stored.packing is not None:
+        return Int4Weights(in_features, parts, place, place.stored.packing)
+    if place.stored.quantization == "int8":
+        return Int8Weights(in_features, parts, place)
+    return Unquantized(in_features, parts, place)
+
+
 class FusedLinear:
     """Several projections of the same input (q, k and v; gate and up) computed by one matmul.
 
-    The checkpoint's tensors are rows of one buffer, so loading fills it in place. ``pack`` must be called once the
-    weights are in; from then on the layer can be called.
+    ``pack`` must be called once the weights are in; from then on the layer can be called.
 
     Args:
-        parts: out_features of each projection by its name in the checkpoint, in the order of the output.
-        exact: whether the weights are never rounded further.
+        exact: whether the weights are never rounded.
     """
 
-    def __init__(
-        self, in_features: int, parts: dict[str, int], *, bias: bool, place: Place, exact: bool = False
-    ) -> None:
-        out_features = sum(parts.values())
+    def __init__(self, in_features: int, parts: Parts, *, bias: bool, place: Place, exact: bool = False) -> None:
         self._parts = parts
         self._in_features = in_features
-        self._place = place.unrounded() if exact else place
-        self._scales: Tensor | None = None
-        self._weight: Tensor | None = None
-        self._packed_weights: dict[str, PackedWeights] = {}
-        if (packing := self._place.stored.packing) is not None:
-            self._packed_weights = {
-                name: PackedWeights(packing, in_features, size, place.device) for name, size in parts.items()
-            }
-        elif self._place.stored.quantization == "int8":
-            self._scales = torch.empty(out_features, 1, device=place.device)
-            self._weight = torch.empty(out_features, in_features, dtype=torch.int8, device=place.device)
-        else:
-            self._weight = place.empty(out_features, in_features)
-        self._bias = place.empty(out_features) if bias else None
+        self._weights: Weights | None = weights_of(in_features, parts, place.unrounded() if exact else place)
+        self._bias = place.empty(sum(parts.values())) if bias else None
         self._packed: Linear | None = None
 
     def destinations(self, prefix: str) -> Destinations:
         """Names in the checkpoint, and where each tensor is to be copied to."""
-        for name, packed in self._packed_weights.items():
-            for kind, tensor in packed.tensors.items():
-                yield f"{prefix}{name}.{kind}", tensor
-        for kind, buffer in (("weight", self._weight), (SCALE, self._scales), ("bias", self._bias)):
-            if buffer is not None:
-                for name, rows in zip(self._parts, buffer.split(list(self._parts.values())), strict=True):
-                    yield f"{prefix}{name}.{kind}", rows
+        assert self._weights is not None, "packed already"
+        named = self._weights.destinations()
+        biases = () if self._bias is None else _rows(self._parts, "bias", self._bias)
+        return ((prefix + name, tensor) for name, tensor in chain(named, biases))
 
     def projections(self, prefix: str) -> Iterator[tuple[str, Projection]]:
         """Yield the projections by name."""
@@ -160,20 +224,10 @@ class FusedLinear:
             start += size
 
     def pack(self) -> None:
-        """Give the weights the layout that is fastest on their device; the buffer that was filled is let go."""
-        place = self._place
-        if self._packed_weights:
-            grouped = joined([one.unpack(name) for name, one in self._packed_weights.items()])
-            self._packed = Int4Linear(grouped, self._bias, backend=place.backend, dtype=place.dtype)
-            self._packed_weights, self._bias = {}, None
-            return
-        assert self._weight is not None, "packed twice"
-        if self._scales is None:
-            self._packed = place.linear(self._weight, self._bias)
-        else:
-            rounded = Rounded(self._weight, self._scales[:, 0])
-            self._packed = Int8Linear(rounded, self._bias, backend=place.backend, dtype=place.dtype)
-        self._weight = self._scales = self._bias = None
+        """Give the weights the layout that is fastest on their device; the buffers that were filled are let go."""
+        assert self._weights is not None, "packed twice"
+        self._packed = self._weights.layer(self._bias)
+        self._weights = self._bias = None
 
     def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:
         assert self._packed is not None, "called before pack"

@@ -14,6 +14,10 @@ from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.quantization import Packing
 
 PER_WORD = 8
+WORDS = frozenset({"weight_packed", "qweight"})
+BESIDE = frozenset({"weight_scale", "weight_shape", "weight_zero_point", "scales", "qzeros", "g_idx"})
+"""What tensors with weights are called, and those beside them."""
+
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which of a word's places AWQ has its values, from the lowest bits on."""
 

@@ -17,7 +17,7 @@ from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_runtime.core.checkpoint import ServedModel
 from flyball_runtime.core.kv_layout import KVLayout, longest_reach
 from flyball_runtime.core.model_config import ModelConfig
-from flyball_runtime.model.linear import SCALE, AdaptedStep, Destinations, FusedLinear, Norm, Place, Projection
+from flyball_runtime.model.linear import AdaptedStep, Destinations, FusedLinear, Norm, Place, Projection, num_weights
 from flyball_runtime.model.mlp import MLP, MixtureOfExperts
 from flyball_runtime.model.rope import cos_sin_cache
 
@@ -266,7 +266,7 @@ class CausalLM:
         self.head_weight = self.embedding if config.tie_word_embeddings else place.empty(*self.embedding.shape)
         # Gemma rounds the factor to the dtype of the weights
         self.embedding_scale = float(torch.tensor(config.embedding_scale).to(place.dtype))
-        self.num_parameters = sum(one.numel() for name, one in self.destinations() if not name.endswith(SCALE))
+        self.num_parameters = sum(num_weights(name, tensor) for name, tensor in self.destinations())
 
     def destinations(self) -> Destinations:
         """Every tensor that a checkpoint must hold; tied embeddings appear once."""
