@@ -86,6 +86,13 @@ def operator(node: Node) -> Node:
 
 
 @pytest.fixture
+def takes_minutes(request: pytest.FixtureRequest) -> None:
+    """Leave the test out, unless everything is asked for."""
+    if not request.config.getoption("--full"):
+        pytest.skip("takes minutes: make e2e E2E=--full")
+
+
+@pytest.fixture
 def namespace(node: Node) -> Iterator[str]:
     with node.namespace() as name:
         yield name

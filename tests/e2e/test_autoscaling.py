@@ -73,6 +73,7 @@ def test_a_burst_takes_one_to_three_and_back(
         figures["down_s"] = seconds_until_replicas(model, 1)
 
 
+@pytest.mark.usefixtures("takes_minutes")
 def test_a_load_beyond_the_objectives_adds_replicas_before_any_request_waits(
     scaled: Node, namespace: str, figures: dict[str, Any]
 ) -> None:

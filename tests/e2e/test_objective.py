@@ -30,10 +30,8 @@ PACE = {"intervalSeconds": 5, "cooldownSeconds": 10, "minSamples": 20}
 
 
 @pytest.fixture
-def model(operator: Node, namespace: str, request: pytest.FixtureRequest) -> Model:
+def model(takes_minutes: None, operator: Node, namespace: str) -> Model:
     """Two replicas with a seat for everybody."""
-    if not request.config.getoption("--full"):
-        pytest.skip("takes a quarter of an hour: make e2e E2E=--full")
     runtime = {**BUSY["runtime"], "maxNumSeqs": NUM_SEATS}
     model = Model(operator, namespace, **{**BUSY, "runtime": runtime}, replicas=2)
     model.apply()
