@@ -138,6 +138,7 @@ def bench(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict
         input_len=str(INPUT_LEN),
         output_len=str(OUTPUT_LEN),
         ignore_eos=True,
+        keep_alive=False,  # llama.cpp's closes its connections without saying so
         seed=seed,
     )
     with awake(server.group):

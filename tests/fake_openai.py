@@ -74,6 +74,7 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.headers: list[str] = []
+        self.connections: list[int] = []  # of each request, its port on the other side
         self.in_flight = self.max_in_flight = self.disconnects = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -126,6 +127,7 @@ class FakeServer:
         body = await reader.readexactly(length)
         self.paths.append(head.split()[1])
         self.headers.append(head)
+        self.connections.append(writer.get_extra_info("peername")[1])
         if head.startswith("GET"):
             known = self.models is not None
             _write_json(writer, 200 if known else 404, self.models if known else {"error": {"message": "no list"}})

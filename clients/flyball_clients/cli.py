@@ -229,6 +229,11 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         "--ignore-eos", action="store_true", help="ask for full-length answers; not every server accepts this"
     )
     group.add_argument(
+        "--no-keep-alive",
+        action="store_true",
+        help="open a connection for each request, for servers that close theirs without saying so, such as llama.cpp's",
+    )
+    group.add_argument(
         "--temperature",
         type=float,
         default=_DEFAULTS.temperature,
@@ -331,6 +336,7 @@ def settings_from(args: argparse.Namespace) -> BenchSettings:
         output_len=args.output_len,
         tokenizer=args.tokenizer,
         ignore_eos=args.ignore_eos,
+        keep_alive=not args.no_keep_alive,
         temperature=args.temperature,
         extra_body=_parse_extra_body(args.extra_body),
         seed=args.seed,

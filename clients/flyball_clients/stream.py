@@ -131,13 +131,17 @@ class SSEParser:
         return events
 
 
-def open_session(endpoint: Endpoint, timeout_s: float) -> aiohttp.ClientSession:
+def open_session(endpoint: Endpoint, timeout_s: float, *, keep_alive: bool = True) -> aiohttp.ClientSession:
     """Return a connection pool without a bound. ``timeout_s`` bounds each request, from connecting to the last byte.
 
     Proxies from the environment are not used, because they would be measured too.
+
+    Args:
+        keep_alive: whether a connection is used again.
     """
+    kept = {"keepalive_timeout": KEEPALIVE_TIMEOUT_S} if keep_alive else {"force_close": True}
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_TIMEOUT_S),
+        connector=aiohttp.TCPConnector(limit=0, **kept),
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 30.0)),
         headers=endpoint.headers,
     )

@@ -37,7 +37,7 @@ async def run_benchmark(settings: BenchSettings, observer: LoadObserver | None =
     plans = plan_requests(settings)
     observer = observer or LoadObserver()
     endpoint = Endpoint.resolve(settings.base_url, settings.api_key_env)
-    async with open_session(endpoint, settings.timeout_s) as session:
+    async with open_session(endpoint, settings.timeout_s, keep_alive=settings.keep_alive) as session:
         card = await find_model(session, endpoint, settings.model)
         prompts, warnings = await make_prompts(session, endpoint, settings, card.id)
         writer = RequestWriter(settings, card.id, prompts)

@@ -108,6 +108,7 @@ class BenchSettings(Struct, frozen=True, kw_only=True):
         tokenizer: a tokenizer.json or its folder: prompts are then random token ids of exact length.
         ignore_eos: ask the server to go on after end-of-sequence; sent only when true, since some servers refuse it.
         extra_body: further fields of every request.
+        keep_alive: send requests on connections of earlier ones. Some servers close theirs without saying so.
         num_warmup: requests sent before, and not counted.
         slo: bounds that a request must meet to count as good.
         timeout_s: of one request, from connecting to its last byte.
@@ -134,6 +135,7 @@ class BenchSettings(Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     temperature: float = 0.0
     extra_body: dict[str, Any] = msgspec.field(default_factory=dict)
+    keep_alive: bool = True
     seed: int = 0
     num_warmup: int = 0
     slo: Slo | None = None

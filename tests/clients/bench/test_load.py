@@ -87,6 +87,20 @@ def test_a_server_that_stalls_is_a_timeout(server: FakeServer) -> None:
     )
 
 
+@pytest.mark.parametrize("keep_alive", [True, False])
+def test_connections_are_used_again_unless_told(server: FakeServer, keep_alive: bool) -> None:
+    async def twice() -> list[Any]:
+        endpoint = Endpoint(server.url)
+        async with open_session(endpoint, 5.0, keep_alive=keep_alive) as session:
+            sender = Sender(session, endpoint, "completions")
+            return [await sender.send(index, msgspec.json.encode({"prompt": "x"})) for index in range(2)]
+
+    server.script = lambda request: Reply([token("a", "length"), usage(1, 1), DONE])
+    server.connections.clear()
+    assert [one.error for one in asyncio.run(twice())] == [None, None]
+    assert len(set(server.connections)) == (1 if keep_alive else 2)
+
+
 def test_nothing_listening_is_unreachable(dead_url: str) -> None:
     async def once() -> Any:
         endpoint = Endpoint(dead_url)
