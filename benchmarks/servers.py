@@ -151,6 +151,7 @@ def bench(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict
         "output_tokens_per_s": result.throughput.output_tokens_per_s,
         "ttft_p50_ms": 1000 * result.latency.ttft_s.p50,
         "itl_p50_ms": 1000 * result.latency.itl_s.p50,
+        "itl_p95_ms": 1000 * result.latency.itl_s.p95,
     }
 
 
