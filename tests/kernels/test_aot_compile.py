@@ -24,7 +24,7 @@ def compiled(tmp_path_factory):
 
 
 def test_every_kernel_compiles_for_every_architecture(compiled):
-    wanted = {(spec[0], f"sm_{architecture}") for spec in aot.specs() for architecture in aot.ARCHITECTURES}
+    wanted = {(spec.name, f"sm_{architecture}") for spec in aot.specs() for architecture in aot.ARCHITECTURES}
     assert {(row["kernel"], row["architecture"]) for row in compiled} == wanted
 
 

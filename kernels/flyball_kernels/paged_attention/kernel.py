@@ -5,10 +5,14 @@ the tile are (token, head) pairs, so a group of heads shares every key and value
 al. 2022; scores are in base 2.
 """
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from flyball_kernels.spec import Spec
 
 LOG2E = 1.4426950408889634
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
@@ -162,3 +166,35 @@ def paged_attention(
         **OPTIONS,
     )
     return out
+
+
+def specs() -> Iterator[Spec]:
+    """Yield the variants to compile ahead of time: decode and prefill, each dtype, common head sizes."""
+    for head_dim, group in ((64, 3), (128, 8)):
+        for max_query_len in (1, 512):
+            yield _spec("bf16", head_dim, group, max_query_len, window=None)
+    for dtype in ("fp16", "fp32"):
+        yield _spec(dtype, 128, 2, 512, window=None)
+    yield _spec("bf16", 80, 1, 512, window=4096)
+    yield _spec("bf16", 256, 2, 512, window=4096, softcap=50.0)
+    yield _spec("bf16", 64, 8, 512, window=128, has_sinks=True)
+
+
+def _spec(
+    dtype_name: str,
+    head_dim: int,
+    group: int,
+    max_query_len: int,
+    window: int | None,
+    softcap: float | None = None,
+    has_sinks: bool = False,
+) -> Spec:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype_name]
+    types = dict.fromkeys(("query_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"), f"*{dtype_name}")
+    types |= dict.fromkeys(("block_tables_ptr", "cu_query_lens_ptr", "context_lens_ptr"), "*i32")
+    types |= {"scale": "fp32", "max_blocks": "i32"} | ({"sinks_ptr": "*fp32"} if has_sinks else {})
+    constants = {"NUM_KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": window}
+    constants |= {"SOFTCAP": softcap, "DOT_DTYPE": dot_dtype(dtype)} | ({} if has_sinks else {"sinks_ptr": None})
+    constants |= tile_shape(dtype, group, head_dim, max_query_len)
+    name = f"paged_attention {'decode' if max_query_len == 1 else 'prefill'} {dtype_name} d{head_dim} g{group}"
+    return Spec(name, paged_attention_kernel, types, constants, OPTIONS)

@@ -1,8 +1,12 @@
 """Triton kernel for the cache write of rope_kv_write: one program per (token, piece of its row)."""
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from flyball_kernels.spec import Spec
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -44,3 +48,11 @@ def kv_write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     kv_write_kernel[(num_tokens, triton.cdiv(row_numel, block))](
         key, value, k_cache, v_cache, slot_mapping, key.stride(0), value.stride(0), row_numel, BLOCK=block, **OPTIONS
     )
+
+
+def specs() -> Iterator[Spec]:
+    """Yield the variants to compile ahead of time."""
+    pointers = dict.fromkeys(("key_ptr", "value_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
+    sizes = dict.fromkeys(("key_stride", "value_stride", "row_numel"), "i32")
+    types = {**pointers, "slot_mapping_ptr": "*i64", **sizes}
+    yield Spec("kv_write bf16", kv_write_kernel, types, {"BLOCK": 1024}, OPTIONS)
