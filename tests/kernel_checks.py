@@ -1,5 +1,9 @@
 """What the kernel tests share: tolerances with their reasons, guarded outputs."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,6 +11,8 @@ from flyball_kernels import Backend
 
 CPP = Backend("cpp", linear="cpp")
 """What the tests of an op ask for by name: one that ran the reference instead would prove nothing."""
+
+TRITON = Backend("triton")
 
 # Kernels compute in fp32 and round once, as the references do. The two may differ in the order of fp32 additions
 # (a few units of 2**-24 of the largest term), which moves a 16-bit result by at most one unit in its last place.
@@ -30,6 +36,28 @@ def guarded(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     buffer = torch.full((numel + 128,), float("nan"), dtype=dtype)
     buffer[:64] = buffer[-64:] = 7.0
     return buffer[64:-64].view(shape), buffer
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Have torch fill what it allocates with NaN, so that a kernel that forgets to write is caught."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def by_triton(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the op by its Triton kernel, on a GPU or in the interpreter, with tensors of the CPU in and out."""
+
+    def run(*tensors: Any, **settings: Any) -> Any:
+        given = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in tensors]
+        with poisoned():
+            result = op(*given, backend=TRITON, **settings)
+        return tuple(x.cpu() for x in result) if isinstance(result, tuple) else result.cpu()
+
+    return run
 
 
 def assert_guards_intact(buffer: Tensor) -> None:

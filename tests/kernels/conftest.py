@@ -1,5 +1,8 @@
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from flyball_kernels.cpu import library
 
@@ -20,3 +23,17 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def interpreted_bf16_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Triton's interpreter round to bf16 as a GPU does; on its own it cuts the lower bits off."""
+    convert = interpreter._convert_float
+
+    def rounded(values: np.ndarray, given: tl.dtype, wanted: tl.dtype, mode: object) -> np.ndarray:
+        if (given, wanted) != (tl.float32, tl.bfloat16):
+            return convert(values, given, wanted, mode)
+        bits = np.ascontiguousarray(values).view(np.float32)
+        return torch.from_numpy(bits).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)

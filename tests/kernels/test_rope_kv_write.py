@@ -4,16 +4,13 @@ import pytest
 import torch
 
 import flyball_kernels
-from flyball_kernels import Backend
-from flyball_kernels.rope_kv_write import kernel, reference
-from kernel_checks import CPP, DEVICE, assert_close
+from flyball_kernels.rope_kv_write import reference
+from kernel_checks import CPP, DEVICE, TRITON, assert_close, poisoned
 
 rope_kv_write = partial(flyball_kernels.rope_kv_write, backend=CPP)
 
 
-BOTH = pytest.mark.parametrize(
-    ("backend", "device"), [(CPP, "cpu"), (Backend("triton"), DEVICE)], ids=["cpp", "triton"]
-)
+BOTH = pytest.mark.parametrize(("backend", "device"), [(CPP, "cpu"), (TRITON, DEVICE)], ids=["cpp", "triton"])
 
 
 def inputs(num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, dtype, table_dtype=torch.float32):
@@ -35,20 +32,73 @@ def test_equals_the_reference(shape, norm, dtype, backend, device):
 
 
 @BOTH
+@pytest.mark.parametrize("normed", [(True, False), (False, True)], ids=["query", "key"])
+def test_one_norm_alone(normed, backend, device):
+    shape = (5, 4, 2, 48, 32)
+    check_equal(inputs(*shape, torch.float32), shape, normed, torch.float32, backend, device)
+
+
+@BOTH
+def test_norm_with_an_offset(dtype, backend, device):
+    shape = (5, 4, 1, 32, 32)
+    check_equal(inputs(*shape, dtype), shape, True, dtype, backend, device, norm_offset=1.0)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(3, 71, 1, 16, 16), (2, 5, 5, 256, 64), (2, 1, 1, 128, 2)])
+def test_numbers_of_heads_and_rotary_dimensions(shape, backend, device):
+    check_equal(inputs(*shape, torch.float32), shape, True, torch.float32, backend, device)
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy's, in the interpreter
+def test_values_stay_the_same_bits_whatever_they_are(backend, device):
+    tensors, caches = inputs(2, 2, 1, 8, 8, torch.float32), [torch.zeros(8, 5, 1, 8, device=device) for _ in range(2)]
+    values = torch.tensor([float("inf"), float("nan"), -float("inf"), -0.0, 1e-40, 3e38, 1.0, 2.0])
+    tensors["qkv"][:, -8:] = values
+    run = {name: tensor.to(device) for name, tensor in tensors.items()}
+    query = rope_kv_write(**run, k_cache=caches[0], v_cache=caches[1], backend=backend)
+    assert query.isfinite().all() and caches[0].isfinite().all()
+    written = caches[1].flatten(0, 1)[run["slot_mapping"]].cpu()
+    torch.testing.assert_close(written, values.expand(2, 1, 8), rtol=0, atol=0, equal_nan=True)
+
+
+@BOTH
+def test_rows_of_a_wider_matrix(backend, device):
+    shape = (6, 4, 2, 16, 16)
+    tensors = inputs(*shape, torch.float32)
+    tensors["qkv"] = torch.randn(6, 200)[:, 9 : 9 + 8 * 16]
+    check_equal(tensors, shape, True, torch.float32, backend, device)
+
+
+@BOTH
 def test_table_of_the_model_dtype(backend, device):
     shape = (4, 2, 2, 32, 32)
     check_equal(inputs(*shape, torch.bfloat16, torch.bfloat16), shape, False, torch.bfloat16, backend, device)
 
 
-def check_equal(tensors, shape, norm, dtype, backend, device):
+def check_equal(tensors, shape, normed, dtype, backend, device, norm_offset=0.0):
+    """Compare the queries and the caches.
+
+    Args:
+        normed: whether queries and keys are normed, or one bool for both.
+    """
     num_kv_heads, head_dim = shape[2:4]
-    norms = [torch.randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
+    both = (normed, normed) if isinstance(normed, bool) else normed
+    norms = [torch.randn(head_dim, dtype=dtype) if one else None for one in both]
     caches = [torch.full((8, 5, num_kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(4)]
     run = {**tensors, "k_cache": caches[0], "v_cache": caches[1], "q_norm": norms[0], "k_norm": norms[1]}
     run = {name: tensor if tensor is None else tensor.to(device) for name, tensor in run.items()}
-    query = rope_kv_write(**run, eps=1e-6, backend=backend)
+    with poisoned():
+        query = rope_kv_write(**run, eps=1e-6, norm_offset=norm_offset, backend=backend)
     expected = reference.rope_kv_write(
-        **tensors, k_cache=caches[2], v_cache=caches[3], q_norm=norms[0], k_norm=norms[1], eps=1e-6
+        **tensors,
+        k_cache=caches[2],
+        v_cache=caches[3],
+        q_norm=norms[0],
+        k_norm=norms[1],
+        eps=1e-6,
+        norm_offset=norm_offset,
     )
     assert_close(query.cpu(), expected)
     for actual, want in zip((run["k_cache"].cpu(), run["v_cache"].cpu()), caches[2:], strict=True):
@@ -110,9 +160,12 @@ def test_large_cache_on_a_gpu():
     dtype = torch.bfloat16
     num_kv_heads, head_dim, num_slots = 8, 128, 2**21 + 4096
     caches = [torch.zeros(num_slots // 16, 16, num_kv_heads, head_dim, dtype=dtype, device="cuda") for _ in range(2)]
-    key, value = (torch.randn(4096, num_kv_heads, head_dim, dtype=dtype, device="cuda") for _ in range(2))
+    qkv = torch.randn(4096, 3 * num_kv_heads * head_dim, dtype=dtype, device="cuda")
     slots = torch.arange(num_slots - 4096, num_slots, device="cuda").flip(0)
-    kernel.kv_write(key, value, *caches, slots)
+    turned_by_nothing = torch.tensor([1.0, 0.0], device="cuda").repeat_interleave(head_dim // 2)[None]
+    positions = torch.zeros(4096, dtype=torch.int64, device="cuda")
+    rope_kv_write(qkv, positions, turned_by_nothing, *caches, slots, backend=TRITON)
+    _, key, value = qkv.unflatten(1, (3, num_kv_heads, head_dim)).unbind(1)
     for cache, rows in zip(caches, (key, value), strict=True):
         torch.testing.assert_close(cache.flatten(0, 1)[slots], rows, rtol=0, atol=0)
         assert not cache.flatten(0, 1)[:-4096].any()

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or with the residual addition before it. CUDA runs the torch reference."""
+"""RMSNorm, alone or with the residual addition before it."""
 
 import torch
 from torch import Tensor
@@ -19,11 +19,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend, offset:
     Returns:
         A new contiguous tensor like ``x``; computed in fp32 and rounded once.
     Raises:
-        ValueError: weight does not fit ``x``.
+        ValueError: weight does not fit ``x``, or rows are longer than the Triton kernel takes (65,536).
     """
     _check(x, weight)
     if backend.name == "cpp":
         return torch.ops.flyball.rms_norm(x, weight, eps, offset)
+    if backend.name == "triton":
+        from flyball_kernels.rms_norm import kernel  # triton is there on Linux only
+
+        return kernel.rms_norm(x, weight, eps, offset)
     return reference.rms_norm(x, weight, eps, offset)
 
 
@@ -43,6 +47,10 @@ def add_rms_norm(
     check_dtype("residual", residual, x.dtype)
     if backend.name == "cpp":
         return torch.ops.flyball.add_rms_norm(x, residual, weight, eps, offset)
+    if backend.name == "triton":
+        from flyball_kernels.rms_norm import kernel  # triton is there on Linux only
+
+        return kernel.add_rms_norm(x, residual, weight, eps, offset)
     return reference.add_rms_norm(x, residual, weight, eps, offset)
 
 

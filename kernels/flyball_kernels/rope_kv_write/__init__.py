@@ -1,4 +1,4 @@
-"""Everything between the QKV projection and attention, in one pass. On CUDA only the cache write is a kernel."""
+"""Everything between the QKV projection and attention, in one pass."""
 
 import torch
 from torch import Tensor
@@ -40,7 +40,8 @@ def rope_kv_write(
         The query, a new contiguous ``[num_tokens, num_q_heads, head_dim]``.
     Raises:
         ValueError: a shape, dtype or layout is not as above, or rotary_dim is odd or larger than head_dim.
-        IndexError: a position or, on CPU, a slot is out of range. A GPU does not check slots.
+        IndexError: a position or a slot is out of range, on CPU. A GPU does not check them: what it reads and writes then is
+            undefined.
     """
     _check_cache(k_cache, v_cache)
     num_kv_heads, head_dim = k_cache.shape[2:]
@@ -64,13 +65,9 @@ def rope_kv_write(
     if backend.name == "cpp":
         return torch.ops.flyball.rope_kv_write(*tensors, eps, norm_offset)
     if backend.name == "triton":
-        query, key, value = reference.split_norm_rope(
-            qkv, positions, cos_sin_cache, num_kv_heads, head_dim, q_norm, k_norm, eps, norm_offset
-        )
         from flyball_kernels.rope_kv_write import kernel  # triton is there on Linux only
 
-        kernel.kv_write(key, value, k_cache, v_cache, slot_mapping)
-        return query
+        return kernel.rope_kv_write(*tensors, eps, norm_offset)
     return reference.rope_kv_write(*tensors, eps, norm_offset)
 
 

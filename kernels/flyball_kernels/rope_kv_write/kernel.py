@@ -1,7 +1,12 @@
-"""Triton kernel for the cache write of rope_kv_write: one program per (token, piece of its row)."""
+"""Triton kernel for rope_kv_write: one program per (token, some of its heads).
+
+A head is loaded in three pieces: the two halves that rotate into each other, and the rest. So no value has to change its
+place within a tile, and query, key and value heads take the same path up to the store.
+"""
 
 from collections.abc import Iterator
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,47 +17,157 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit
-def kv_write_kernel(
-    key_ptr,  # [num_tokens, row_numel], rows key_stride apart
-    value_ptr,
-    k_cache_ptr,  # [num_slots, row_numel]
+def _normed(x, scale, q_norm_ptr, k_norm_ptr, is_query, is_key, dims, mask, offset):
+    """Return ``x`` with its query and key heads normed and rounded, where there is a weight."""
+    if q_norm_ptr is not None:
+        weight = offset + tl.load(q_norm_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(is_query, (x * scale * weight[None, :]).to(q_norm_ptr.dtype.element_ty).to(tl.float32), x)
+    if k_norm_ptr is not None:
+        weight = offset + tl.load(k_norm_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(is_key, (x * scale * weight[None, :]).to(k_norm_ptr.dtype.element_ty).to(tl.float32), x)
+    return x
+
+
+@triton.jit
+def _store(x, query_row, key_row, value_row, is_query, is_key, is_value, dims, mask):
+    """Store each head of ``x`` where its kind goes."""
+    x, dims, mask = x.to(query_row.dtype.element_ty), dims[None, :], mask[None, :]
+    tl.store(query_row + dims, x, mask=mask & is_query)
+    tl.store(key_row + dims, x, mask=mask & is_key)
+    tl.store(value_row + dims, x, mask=mask & is_value)
+
+
+@triton.jit
+def rope_kv_write_kernel(
+    qkv_ptr,  # [num_tokens, (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], rows qkv_stride apart
+    positions_ptr,  # [num_tokens] int64
+    cos_sin_ptr,  # [max_pos, ROTARY_DIM]
+    k_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
     v_cache_ptr,
     slot_mapping_ptr,  # [num_tokens] int64
-    key_stride,
-    value_stride,
-    row_numel,  # num_kv_heads * head_dim
-    BLOCK: tl.constexpr,
+    q_norm_ptr,  # [HEAD_DIM], or None
+    k_norm_ptr,
+    query_ptr,  # [num_tokens, NUM_Q_HEADS, HEAD_DIM]
+    qkv_stride,
+    eps,
+    norm_offset,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HEADS: tl.constexpr,  # heads of a program
+    BLOCK_HALF: tl.constexpr,  # ROTARY_DIM / 2 rounded up to a power of two
+    BLOCK_REST: tl.constexpr,  # likewise HEAD_DIM - ROTARY_DIM
 ):
+    HALF: tl.constexpr = ROTARY_DIM // 2
     token = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < row_numel
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    is_head = heads < NUM_Q_HEADS + 2 * NUM_KV_HEADS
+    is_query = heads < NUM_Q_HEADS
+    is_value = (heads >= NUM_Q_HEADS + NUM_KV_HEADS) & is_head
+    is_key = (heads >= NUM_Q_HEADS) & (heads < NUM_Q_HEADS + NUM_KV_HEADS)
     slot = tl.load(slot_mapping_ptr + token)
-    key = tl.load(key_ptr + token * key_stride + cols, mask=mask)
-    value = tl.load(value_ptr + token * value_stride + cols, mask=mask)
-    tl.store(k_cache_ptr + slot * row_numel + cols, key, mask=mask)
-    tl.store(v_cache_ptr + slot * row_numel + cols, value, mask=mask)
+    cos_sin_row = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY_DIM
+    qkv_row = qkv_ptr + token * qkv_stride + heads * HEAD_DIM
+    query_row = query_ptr + (token * NUM_Q_HEADS + heads) * HEAD_DIM
+    key_row = k_cache_ptr + (slot * NUM_KV_HEADS + heads - NUM_Q_HEADS) * HEAD_DIM
+    value_row = v_cache_ptr + (slot * NUM_KV_HEADS + heads - NUM_Q_HEADS - NUM_KV_HEADS) * HEAD_DIM
+
+    dims = tl.arange(0, BLOCK_HALF)
+    mask = dims < HALF
+    rest_dims = ROTARY_DIM + tl.arange(0, BLOCK_REST)
+    rest_mask = rest_dims < HEAD_DIM
+    first = tl.load(qkv_row + dims[None, :], mask=is_head & mask[None, :], other=0.0).to(tl.float32)
+    second = tl.load(qkv_row + HALF + dims[None, :], mask=is_head & mask[None, :], other=0.0).to(tl.float32)
+    if ROTARY_DIM < HEAD_DIM:
+        rest = tl.load(qkv_row + rest_dims[None, :], mask=is_head & rest_mask[None, :], other=0.0).to(tl.float32)
+
+    if q_norm_ptr is not None or k_norm_ptr is not None:
+        squares = tl.sum(first * first + second * second, axis=1)
+        if ROTARY_DIM < HEAD_DIM:
+            squares += tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        first = _normed(first, scale, q_norm_ptr, k_norm_ptr, is_query, is_key, dims, mask, norm_offset)
+        second = _normed(second, scale, q_norm_ptr, k_norm_ptr, is_query, is_key, HALF + dims, mask, norm_offset)
+        if ROTARY_DIM < HEAD_DIM:
+            rest = _normed(rest, scale, q_norm_ptr, k_norm_ptr, is_query, is_key, rest_dims, rest_mask, norm_offset)
+
+    cos = tl.load(cos_sin_row + dims, mask=mask, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(cos_sin_row + HALF + dims, mask=mask, other=0.0).to(tl.float32)[None, :]
+    rotated = tl.where(is_value, first, first * cos - second * sin)
+    second = tl.where(is_value, second, second * cos + first * sin)
+    _store(rotated, query_row, key_row, value_row, is_query, is_key, is_value, dims, mask)
+    _store(second, query_row, key_row, value_row, is_query, is_key, is_value, HALF + dims, mask)
+    if ROTARY_DIM < HEAD_DIM:
+        _store(rest, query_row, key_row, value_row, is_query, is_key, is_value, rest_dims, rest_mask)
 
 
-def kv_write(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write each token's key and value to its slot; the other arguments are as in ``rope_kv_write``, already checked.
-
-    Args:
-        key, value: ``[num_tokens, num_kv_heads, head_dim]``, each token's row contiguous, or copied.
-    """
-    num_tokens, num_kv_heads, head_dim = key.shape
-    row_numel = num_kv_heads * head_dim
+def rope_kv_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    norm_offset: float = 0.0,
+) -> Tensor:
+    """Launch the kernel; arguments as the public op, already checked."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_tokens, width = qkv.shape
+    num_q_heads = width // head_dim - 2 * num_kv_heads
+    query = torch.empty(num_tokens, num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
-        return
-    key, value = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (key, value))
-    block = min(1024, triton.next_power_of_2(row_numel))
-    kv_write_kernel[(num_tokens, triton.cdiv(row_numel, block))](
-        key, value, k_cache, v_cache, slot_mapping, key.stride(0), value.stride(0), row_numel, BLOCK=block, **OPTIONS
+        return query
+    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
+    sizes = _sizes(num_q_heads, num_kv_heads, head_dim, cos_sin_cache.shape[1])
+    rope_kv_write_kernel[(num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, sizes["HEADS"]))](
+        qkv,
+        positions.contiguous(),
+        cos_sin_cache.contiguous(),
+        k_cache,
+        v_cache,
+        slot_mapping.contiguous(),
+        None if q_norm is None else q_norm.contiguous(),
+        None if k_norm is None else k_norm.contiguous(),
+        query,
+        qkv.stride(0),
+        eps,
+        norm_offset,
+        **sizes,
+        **OPTIONS,
     )
+    return query
+
+
+def _sizes(num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int) -> dict[str, int]:
+    num_heads = triton.next_power_of_2(num_q_heads + 2 * num_kv_heads)
+    return {
+        "NUM_Q_HEADS": num_q_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "ROTARY_DIM": rotary_dim,
+        "HEADS": min(max(1, 1024 // triton.next_power_of_2(head_dim)), num_heads),  # 8 values for each thread
+        "BLOCK_HALF": triton.next_power_of_2(max(rotary_dim // 2, 1)),
+        "BLOCK_REST": triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
+    }
 
 
 def specs() -> Iterator[Spec]:
-    """Yield the variants to compile ahead of time."""
-    pointers = dict.fromkeys(("key_ptr", "value_ptr", "k_cache_ptr", "v_cache_ptr"), "*bf16")
-    sizes = dict.fromkeys(("key_stride", "value_stride", "row_numel"), "i32")
-    types = {**pointers, "slot_mapping_ptr": "*i64", **sizes}
-    yield Spec("kv_write bf16", kv_write_kernel, types, {"BLOCK": 1024}, OPTIONS)
+    """Yield the variants to compile ahead of time: Qwen3, Llama, partly rotated heads, and fp32."""
+    for dtype, heads, head_dim, rotary_dim, norms in (
+        ("bf16", (16, 8), 128, 128, True),
+        ("bf16", (32, 8), 128, 128, False),
+        ("bf16", (24, 8), 128, 96, False),
+        ("fp32", (14, 2), 64, 64, False),
+    ):
+        types = dict.fromkeys(("qkv_ptr", "k_cache_ptr", "v_cache_ptr", "query_ptr"), f"*{dtype}")
+        types |= {"positions_ptr": "*i64", "slot_mapping_ptr": "*i64", "cos_sin_ptr": "*fp32", "qkv_stride": "i32"}
+        types |= {"eps": "fp32", "norm_offset": "fp32"}
+        weights = ("q_norm_ptr", "k_norm_ptr")
+        types |= dict.fromkeys(weights, f"*{dtype}") if norms else {}
+        constants = _sizes(*heads, head_dim, rotary_dim) | ({} if norms else dict.fromkeys(weights))
+        name = f"rope_kv_write {dtype} {heads[0]}/{heads[1]} d{head_dim} r{rotary_dim}{' norms' if norms else ''}"
+        yield Spec(name, rope_kv_write_kernel, types, constants, OPTIONS)

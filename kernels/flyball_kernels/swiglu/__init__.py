@@ -1,4 +1,4 @@
-"""The elementwise part of gated linear units, SwiGLU and GeGLU. CUDA runs the torch reference."""
+"""The elementwise part of gated linear units, SwiGLU and GeGLU."""
 
 from typing import Literal
 
@@ -28,4 +28,8 @@ def swiglu(gate_up: Tensor, *, backend: Backend, activation: Activation = "silu"
         raise ValueError(f"gate_up has rows of {gate_up.shape[1]}; the length must be even: gate and up side by side.")
     if backend.name == "cpp":
         return torch.ops.flyball.swiglu(gate_up, activation == "gelu_tanh")
+    if backend.name == "triton":
+        from flyball_kernels.swiglu import kernel  # triton is there on Linux only
+
+        return kernel.swiglu(gate_up, activation)
     return reference.swiglu(gate_up, activation)
