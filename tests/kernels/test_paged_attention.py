@@ -8,7 +8,7 @@ import flyball_kernels
 from attention_inputs import attention_inputs
 from flyball_kernels import Backend
 from flyball_kernels.paged_attention import kernel, reference
-from kernel_checks import CPP, DEVICE, TOLERANCES, assert_close, assert_guards_intact, guarded
+from kernel_checks import CPP, DEVICE, TOLERANCES, assert_close, assert_guards_intact, guarded, poisoned
 
 paged_attention = partial(flyball_kernels.paged_attention, backend=CPP)
 
@@ -26,7 +26,8 @@ def prefers_dot():
 
 def run_triton(*, out, **arguments):
     arguments = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
-    out.copy_(kernel.paged_attention(**arguments, out=out.to(DEVICE)))
+    with poisoned():  # what splits leave for each other
+        out.copy_(kernel.paged_attention(**arguments, out=out.to(DEVICE)))
 
 
 @pytest.fixture(params=[paged_attention, run_triton], ids=["cpp", "triton"])
@@ -35,12 +36,23 @@ def run(request):
     return request.param
 
 
-def check(run, query_lens, context_lens, sliding_window=None, softcap=None, scale=None, sinks=None, dot=None, **shape):
+def check(
+    run,
+    query_lens,
+    context_lens,
+    sliding_window=None,
+    softcap=None,
+    scale=None,
+    sinks=None,
+    dot=None,
+    num_splits=None,
+    **shape,
+):
     inputs = attention_inputs(query_lens, context_lens, **shape)
     scale = scale or inputs["query"].shape[-1] ** -0.5
     bounds = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
     out, buffer = guarded(*inputs["query"].shape, dtype=inputs["query"].dtype)
-    chosen = {} if dot is None else {"dot": dot}
+    chosen = {name: value for name, value in (("dot", dot), ("num_splits", num_splits)) if value is not None}
     run(**inputs, scale=scale, max_query_len=max(query_lens, default=0), **bounds, **chosen, out=out)
     expected = reference.paged_attention(
         **inputs, scale=scale, **bounds, out=torch.full_like(inputs["query"], float("nan"))
@@ -110,6 +122,91 @@ def test_sinks(run, sliding_window):
 
 def test_a_sink_takes_all(run):
     check(run, [1, 40], [600, 40], sinks=torch.full((6,), 300.0))
+
+
+TINY = {**ONE_KV_HEAD, "head_dim": 16}
+check_triton = partial(check, run_triton)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 64])
+def test_triton_splits_contexts(num_splits):
+    """Contexts with fewer keys than splits, and none for a sequence without tokens."""
+    check_triton([1, 1, 0, 1], [1, 300, 5, 130], num_splits=num_splits, **TINY)
+    check_triton([3, 1, 2], [3, 300, 130], num_splits=num_splits, **TINY)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_triton_tiles_of_decodes_and_prefill_chunks(num_splits):
+    """In any order, with a last tile of one row and of all rows."""
+    check_triton([1, 30, 0, 65, 1, 21, 43], [200, 30, 9, 90, 7, 21, 99], num_splits=num_splits, **TINY)
+
+
+def test_triton_splits_of_16_bits(dtype):
+    check_triton([1, 9, 2], [70, 40, 141], num_splits=3, head_dim=20, dtype=dtype)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_triton_splits_of_windows_with_sinks_and_softcap(num_splits):
+    bounds = {"sliding_window": 70, "softcap": 2.0, "sinks": torch.tensor([0.5, -200.0, 300.0])}
+    check_triton([1, 40, 2], [300, 90, 100], num_splits=num_splits, **bounds, **TINY)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_triton_searches_sequences_in_turns(num_splits, monkeypatch):
+    shape = kernel.tile_shape
+    monkeypatch.setattr(kernel, "tile_shape", lambda *arguments: shape(*arguments) | {"SEARCH": 2})
+    check_triton([1, 30, 1, 0, 40, 1], [90, 30, 7, 3, 50, 1], num_splits=num_splits, **TINY)
+
+
+def test_blocks_before_a_window_are_not_read(run):
+    inputs = attention_inputs([1, 20], [200, 120], **TINY)
+    spare = (set(range(len(inputs["k_cache"]))) - set(inputs["block_tables"].flatten().tolist())).pop()
+    out, expected = (torch.full_like(inputs["query"], float("nan")) for _ in range(2))
+    settings = {"scale": 0.25, "sliding_window": 30}
+    reference.paged_attention(**inputs, **settings, out=expected)
+    for sequence, first_key in enumerate((200 - 30, 120 - 20 + 1 - 30)):
+        inputs["block_tables"][sequence, : first_key // 16] = spare  # all of it NaN
+    run(**inputs, **settings, max_query_len=20, out=out)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "max_context_len", "split_bytes", "expected"),
+    [
+        (8, 32768, 2**13, 33),  # one sequence with 8 KV heads: two programs for each of 132 multiprocessors
+        (8, 1000, 2**13, 3),  # too few keys for more
+        (8, 100, 2**13, 1),
+        (64, 4096, 2**16, 4),
+        (264, 4096, 2**18, 1),  # filled without
+        (2048, 40000, 2**20, 3),  # filled, but long contexts would hold up the others
+        (2048, 131072, 2**24, 4),  # as many as there is scratch memory for
+        (1, 10**6, 2**10, 64),
+    ],
+)
+def test_number_of_splits(num_programs, max_context_len, split_bytes, expected):
+    assert kernel.choose_num_splits(num_programs, max_context_len, 132, split_bytes) == expected
+
+
+def test_programs_are_hardly_more_than_tiles(monkeypatch):
+    """One for each tile where no sequence has two, otherwise at most one more for each sequence."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *arguments, **constants: None
+
+    monkeypatch.setattr(kernel, "paged_attention_kernel", Kernel())
+    for lens in ([1] * 50, [1] * 48 + [1000, 1000], [10, 30, 500]):
+        inputs = attention_inputs(lens, lens, num_q_heads=8, num_kv_heads=2, head_dim=16, dtype=torch.float16)
+        out = torch.empty_like(inputs["query"])
+        settings = {"scale": 1.0, "max_query_len": max(lens), "sliding_window": None, "num_splits": 1}
+        kernel.paged_attention(**inputs, **settings, out=out)
+        tokens = kernel.tile_shape(torch.float16, 4, 16, max(lens))["BLOCK_M"] // 4
+        num_tiles = sum(-(-length // tokens) for length in lens)
+        programs, splits = grids.pop()
+        assert splits == 1
+        assert 2 * num_tiles <= programs <= 2 * (num_tiles + (0 if max(lens) <= tokens else len(lens)))
 
 
 def test_softcap_of_16_bits(run):
@@ -305,4 +402,14 @@ def test_softcap_of_nothing():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_large_batch_on_a_gpu(dtype):
-    check(run_triton, [1] * 60 + [700, 1, 333], [*range(1, 1200, 20), 1500, 4000, 333], head_dim=128, dtype=dtype)
+    check_triton([1] * 60 + [700, 1, 333], [*range(1, 1200, 20), 1500, 4000, 333], head_dim=128, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(16, 8), (32, 4), (8, 8)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_decodes_on_a_gpu(heads, head_dim):
+    shape = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "dtype": torch.bfloat16}
+    check_triton([1], [20000], **shape)
+    check_triton([1, 1, 5], [9000, 17, 300], **shape)
+    check_triton([1] * 40 + [600], [*range(100, 4100, 100), 900], sliding_window=500, **shape)
