@@ -137,8 +137,8 @@ def _default_kv_bytes(config: EngineConfig, device: torch.device, step_bytes: in
     return free_bytes - spare_bytes - step_bytes
 
 
-QUERY_LENS = (1, 2, 4, 8, 16, 32, 64)
-"""Longest queries of the small steps: a kernel may use another tile for each power of two, up to 64 tokens."""
+QUERY_LENS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Longest queries of the small steps: a kernel may use another tile for each power of two, and one for above 64 tokens."""
 
 TIMED_TOKENS, TIMED_RUNS = 32, 2
 """Tokens of a timed part of a step, and how often it runs: the first run faults pages in and compiles kernels."""
@@ -189,10 +189,11 @@ class WarmUp:
             ) from error
 
     def small_steps(self) -> None:
-        """One sequence of each of QUERY_LENS."""
+        """One sequence of each of QUERY_LENS, with no context before it and with the longest: a kernel may split that."""
         for query_len in QUERY_LENS:
             if query_len <= min(self._max_model_len, self._step_tokens):
-                self._run([query_len])
+                for num_computed_tokens in sorted({0, self._max_model_len - query_len}):
+                    self._run([query_len], num_computed_tokens)
 
     @torch.inference_mode()
     def longest_pause_s(self, clock: Clock | None = None) -> float:
@@ -230,9 +231,9 @@ class WarmUp:
             times_s.append(clock.now() - start_s)
         return min(times_s)
 
-    def _run(self, query_lens: list[int]) -> None:
+    def _run(self, query_lens: list[int], num_computed_tokens: int = 0) -> None:
         rows = np.arange(len(query_lens))
-        logits = self._model.forward(self._inputs(query_lens), self._kv)
+        logits = self._model.forward(self._inputs(query_lens, num_computed_tokens), self._kv)
         self._sampling.sample(logits, rows, rows)
 
     def _inputs(self, query_lens: list[int], num_computed_tokens: int = 0) -> StepInputs:

@@ -73,7 +73,8 @@ def test_the_largest_step_fills_the_budget(model: CausalLM, settings: dict[str, 
 def test_small_steps_cover_every_query_length(model: CausalLM) -> None:
     recorder = Recorder(model)
     warm_up_of(recorder, max_num_seqs=2).small_steps()
-    assert tuple(inputs.max_query_len for inputs in recorder.steps) == QUERY_LENS
+    steps = [(inputs.max_query_len, inputs.max_context_len) for inputs in recorder.steps]
+    assert steps == sorted({(query_len, context) for query_len in QUERY_LENS for context in (query_len, 128)})
     recorder = Recorder(model)
     warm_up_of(recorder, max_num_seqs=2, max_num_batched_tokens=20).small_steps()
     assert max(inputs.max_query_len for inputs in recorder.steps) == 16
