@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What only a CUDA machine can show, in under ten minutes:
 #   1. the Triton kernels against their references, and the other tests marked gpu;
-#   2. the engine's greedy tokens against transformers: batched, chunked, prefix-cached, preempted;
-#   3. the engine's throughput against transformers' generate, Qwen3-0.6B shape, random weights.
+#   2. each kernel's share of the copy bandwidth or of the rate of matrix products (gpu_kernels.py);
+#   3. the engine's greedy tokens against transformers: batched, chunked, prefix-cached, preempted;
+#   4. the engine's throughput against transformers' generate, Qwen3-0.6B shape, random weights.
 # Writes gpu_DEVICE.json and .md to RESULTS (an absolute folder, or one under the checkout). A part that fails or runs out
 # of time does not keep the others from running, and makes the exit code 1. Nothing needs to be installed but what
 # gpu_preflight.py asks for: Flyball itself is taken from this checkout.
@@ -17,7 +18,7 @@ if [[ -z "${PYTHON:-}" ]]; then
   PYTHON=$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)
 fi
 RESULTS=${RESULTS:-benchmarks/results}
-KERNELS_S=${KERNELS_S:-150} TOKENS_S=${TOKENS_S:-110} THROUGHPUT_S=${THROUGHPUT_S:-310} # 9.5 minutes in all
+KERNELS_S=${KERNELS_S:-180} RATES_S=${RATES_S:-60} TOKENS_S=${TOKENS_S:-110} THROUGHPUT_S=${THROUGHPUT_S:-230} # 9.7 minutes
 PARTS=out/gpu
 
 export PYTHONPATH="$PWD/protocol:$PWD/kernels:$PWD/runtime${PYTHONPATH:+:$PYTHONPATH}"
@@ -52,6 +53,7 @@ tests=("$PYTHON" -m pytest -q -W default -p no:cacheprovider)
 part kernels "$KERNELS_S" "${tests[@]}" --junitxml="$PARTS/kernels.xml" -m "gpu or not gpu" -k "triton or gpu" \
   tests/kernels tests/runtime/model/test_transformer.py tests/runtime/model/test_sampler.py \
   tests/runtime/engine/test_warm_up.py
+part rates "$RATES_S" "$PYTHON" benchmarks/gpu_kernels.py --out "$PARTS/rates.json"
 part tokens "$TOKENS_S" "${tests[@]}" --junitxml="$PARTS/tokens.xml" -m gpu tests/runtime/engine/test_tokens.py
 part throughput "$THROUGHPUT_S" "$PYTHON" benchmarks/engine_throughput.py --out "$PARTS/throughput.json" \
   --time-limit-s $((THROUGHPUT_S - 50)) "$@"

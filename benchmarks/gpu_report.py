@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_report.py PARTS_FOLDER [--results benchmarks/results]
 
-A part is PARTS_FOLDER/kernels.xml and tokens.xml (JUnit), and throughput.json, each with NAME.status, its exit code. A file
-that is missing belongs to a part that broke off.
+A part is PARTS_FOLDER/kernels.xml and tokens.xml (JUnit), rates.json and throughput.json, each with NAME.status, its exit
+code. A file that is missing belongs to a part that broke off.
 """
 
 import argparse
@@ -45,13 +45,19 @@ def read_status(folder: Path, name: str) -> int | None:
 
 
 def read_parts(folder: Path) -> dict[str, Any]:
-    throughput = folder / "throughput.json"
     return {
         "environment": environment(),
         "checks": {name: read_check(folder, name) for name in CHECKS},
+        "rates_exit_code": read_status(folder, "rates"),
+        "rates": read_result(folder, "rates"),
         "throughput_exit_code": read_status(folder, "throughput"),
-        "throughput": json.loads(throughput.read_text()) if throughput.exists() else None,
+        "throughput": read_result(folder, "throughput"),
     }
+
+
+def read_result(folder: Path, name: str) -> dict[str, Any] | None:
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -64,7 +70,8 @@ def markdown(result: dict[str, Any]) -> str:
         "",
     ]
     lines += [f"- {title}: {_check_line(result['checks'][name])}" for name, title in CHECKS.items()]
-    return "\n".join([*lines, "", *_throughput_lines(result["throughput"])]) + "\n"
+    lines += ["", *_rate_lines(result["rates"]), "", *_throughput_lines(result["throughput"])]
+    return "\n".join(lines) + "\n"
 
 
 def _check_line(check: dict[str, Any]) -> str:
@@ -73,6 +80,24 @@ def _check_line(check: dict[str, Any]) -> str:
         return f"broke off{ending}"
     line = f"{check['passed']} passed, {len(check['failed'])} failed, {check['skipped']} skipped{ending}"
     return "; ".join([line, *check["failed"][:10]])
+
+
+def _rate_lines(result: dict[str, Any] | None) -> list[str]:
+    if result is None or result["rates"] is None:
+        return ["Rates of the kernels: not measured on a GPU."]
+    copy, matmul = result["rates"]["copy_bytes_per_s"] * 1e-12, result["rates"]["matmul_flops_per_s"] * 1e-12
+    lines = [
+        f"Kernels in {result['dtype'].removeprefix('torch.')}, with cold caches. A copy of 1 GiB reaches {copy:.2f} TB/s, "
+        f"a matrix product {matmul:.0f} TFLOP/s; a kernel's bound is the slower of moving its bytes and multiplying its "
+        "matrices at these rates.",
+        "",
+        "| kernel | load | largest error | µs | bound | share of the bound |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["kernels"]:
+        timed = f"{row['us']:.1f} | {row['bound']} | {row['share']:.0%}" if "us" in row else "wrong | |"
+        lines.append(f"| {row['kernel']} | {row['load']} | {row['largest_error']:.1e} | {timed} |")
+    return lines
 
 
 def _throughput_lines(throughput: dict[str, Any] | None) -> list[str]:

@@ -35,6 +35,33 @@ def test_throughput_of_a_tiny_model(tmp_path: Path) -> None:
     assert 6 * 4 <= written["load"]["num_output_tokens"] <= 6 * 12
 
 
+def test_every_kernel_is_checked_in_the_interpreter(tmp_path: Path) -> None:
+    out = tmp_path / "rates.json"
+    command = (sys.executable, "benchmarks/gpu_kernels.py", "--out", out)
+    result = run(*command, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stderr
+    written = json.loads(out.read_text())
+    assert written["rates"] is None
+    assert all(row["is_right"] and "us" not in row for row in written["kernels"])
+    kernels = {row["kernel"].split(",")[0] for row in written["kernels"]}
+    assert kernels >= {"add_rms_norm", "swiglu", "rope_kv_write", "paged_attention"}
+
+
+def test_share_of_the_slower_bound() -> None:
+    code = """
+from gpu_kernels import Case, share_of_bound
+rates = {"copy_bytes_per_s": 2e12, "matmul_flops_per_s": 1e15}
+decode = Case("decode", "", print, num_bytes=10**8, num_flops=10**9)
+prompt = Case("prompt", "", print, num_bytes=10**8, num_flops=4 * 10**11)
+print(share_of_bound(decode, 1e-4, rates), share_of_bound(prompt, 1e-3, rates))
+"""
+    path = os.pathsep.join((str(ROOT / "benchmarks"), *sys.path))
+    result = run(sys.executable, "-c", code, CUDA_VISIBLE_DEVICES="", PYTHONPATH=path)
+    assert result.stdout.strip() == (
+        "{'us': 100.0, 'bound': 'copy', 'share': 0.5} {'us': 1000.0, 'bound': 'matmul', 'share': 0.4}"
+    ), result.stderr
+
+
 def test_report_joins_the_parts(tmp_path: Path) -> None:
     cases = [
         '<testcase classname="tests.kernels.test_a" name="test_b[1]"><failure/></testcase>',
@@ -54,6 +81,14 @@ def test_report_joins_the_parts(tmp_path: Path) -> None:
         "flyball_over_transformers": 2.5,
     }
     (tmp_path / "throughput.json").write_text(json.dumps(throughput))
+    rows = [
+        {"kernel": "swiglu", "load": "8 tokens", "is_right": True, "largest_error": 1e-3}
+        | {"us": 12.34, "bound": "copy", "share": 0.876},
+        {"kernel": "add_rms_norm", "load": "8 tokens", "is_right": False, "largest_error": 2.0},
+    ]
+    rates = {"copy_bytes_per_s": 2.6e12, "matmul_flops_per_s": 7e14}
+    measured = {"dtype": "torch.bfloat16", "rates": rates, "kernels": rows}
+    (tmp_path / "rates.json").write_text(json.dumps(measured))
     result = run(sys.executable, "benchmarks/gpu_report.py", tmp_path, "--results", tmp_path / "results")
     assert result.returncode == 0, result.stderr
     (path,) = (tmp_path / "results").glob("gpu_*.json")
@@ -65,11 +100,21 @@ def test_report_joins_the_parts(tmp_path: Path) -> None:
         "skipped": 1,
     }
     assert written["throughput"] == throughput
+    assert written["rates"] == measured
     page = path.with_suffix(".md").read_text()
     assert "1 passed, 1 failed, 1 skipped (exit code 1" in page
     assert "fp32: broke off (exit code 124; 124 is out of time)" in page
+    assert "A copy of 1 GiB reaches 2.60 TB/s, a matrix product 700 TFLOP/s" in page
+    assert "| swiglu | 8 tokens | 1.0e-03 | 12.3 | copy | 88% |" in page
+    assert "| add_rms_norm | 8 tokens | 2.0e+00 | wrong | | |" in page
     assert "| flyball | 2000 | 1900 | 2100 | 3 |" in page
     assert "Ratio of the medians: 2.50." in page
+
+
+def test_report_says_what_was_not_measured(tmp_path: Path) -> None:
+    result = run(sys.executable, "benchmarks/gpu_report.py", tmp_path, "--results", tmp_path / "results")
+    assert result.returncode == 0, result.stderr
+    assert "Rates of the kernels: not measured on a GPU." in result.stdout
 
 
 @pytest.fixture
@@ -95,10 +140,11 @@ def test_a_part_that_fails_leaves_the_others_running(checkout: Path) -> None:
     code, errors, calls = play(checkout, failing="*test_tokens*")
     assert code == 1
     assert "FAILED: tokens" in errors
-    words = ("tests/kernels", "test_tokens", "--batch 7", "gpu_report")
+    words = ("tests/kernels", "gpu_kernels", "test_tokens", "--batch 7", "gpu_report")
     assert all(word in call for word, call in zip(words, calls[2:], strict=True))
     parts = checkout / "out/gpu"
-    assert [int((parts / f"{name}.status").read_text()) for name in ("kernels", "tokens", "throughput")] == [0, 3, 0]
+    names = ("kernels", "rates", "tokens", "throughput")
+    assert [int((parts / f"{name}.status").read_text()) for name in names] == [0, 0, 3, 0]
     assert "it broke" in (parts / "tokens.log").read_text()
 
 

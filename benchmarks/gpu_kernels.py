@@ -1,0 +1,239 @@
+"""Each Triton kernel on this GPU: whether it is right, then how near it comes to what the GPU can do.
+
+A kernel has to move some bytes and to multiply some matrices. At the rate of a large copy and of a large matrix product,
+measured in the same run, the longer of the two takes the time that is the bound; a kernel's share is the bound over its own
+time. Caches are cleared before each run that is timed. The result is written after every kernel, so that what was measured
+survives an interruption. Ends with 1 if a kernel was wrong; wrong kernels are not timed.
+
+    python benchmarks/gpu_kernels.py --out out/gpu/rates.json
+    TRITON_INTERPRET=1 python benchmarks/gpu_kernels.py --out rates.json    # without a GPU: small shapes, no times
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import write
+from flyball_kernels import Backend, add_rms_norm, paged_attention, rope_kv_write, swiglu
+from machine import environment
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # the interpreter does not round to bf16 as a GPU does
+TOLERANCE = {torch.bfloat16: (2**-6, 2**-7), torch.float32: (1e-4, 1e-4)}[DTYPE]
+"""Relative and absolute, as in tests/kernels: results and softmax weights are rounded to the dtype."""
+
+BLOCK_SIZE = 16
+COPY_BYTES, MATMUL_SIZE = 2**30, 8192
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel on one load.
+
+    Attributes:
+        run: computes with a backend, and returns all that was written.
+        num_bytes: what has to be read and written at least.
+        num_flops: of matrix products.
+    """
+
+    kernel: str
+    load: str
+    run: Callable[[Backend], Sequence[Tensor]]
+    num_bytes: int
+    num_flops: int = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's layer, and the loads."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_tokens: tuple[int, ...]
+    decodes: tuple[tuple[int, int], ...]  # sequences, context
+    prompts: tuple[tuple[int, int], ...]  # tokens, context
+    mixed: tuple[int, int, int]  # decoding sequences, their context, tokens of a prompt
+
+
+QWEN3_8B = Shape(
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    num_tokens=(1, 256, 8192),
+    decodes=((1, 1024), (1, 32768), (16, 4096), (64, 2048), (256, 1024)),
+    prompts=((512, 512), (4096, 4096), (1024, 16384)),
+    mixed=(64, 2048, 1984),
+)
+TINY = Shape(
+    hidden_size=48,
+    intermediate_size=40,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_tokens=(3,),
+    decodes=((2, 600),),
+    prompts=((40, 50),),
+    mixed=(2, 20, 40),
+)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=DTYPE, device=DEVICE)
+
+
+def elementwise(shape: Shape) -> Iterator[Case]:
+    """Yield what lies between the matrix products."""
+    item = DTYPE.itemsize
+    num_heads = shape.num_q_heads + 2 * shape.num_kv_heads
+    cache_shape = (-(-max(shape.num_tokens) // BLOCK_SIZE), BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    for n in shape.num_tokens:
+        x, residual, weight = random(n, shape.hidden_size), random(n, shape.hidden_size), random(shape.hidden_size)
+        yield Case(
+            "add_rms_norm",
+            f"{n} tokens",
+            lambda backend, x=x, r=residual, w=weight: add_rms_norm(x, r, w, 1e-6, backend=backend),
+            4 * x.numel() * item,
+        )
+        gate_up = random(n, 2 * shape.intermediate_size)
+        yield Case(
+            "swiglu",
+            f"{n} tokens",
+            lambda backend, gate_up=gate_up: (swiglu(gate_up, backend=backend),),
+            3 * gate_up.numel() // 2 * item,
+        )
+        yield Case(
+            "rope_kv_write",
+            f"{n} tokens",
+            _rope_kv_write(random(n, num_heads * shape.head_dim), cache_shape),
+            2 * n * num_heads * shape.head_dim * item,
+        )
+
+
+def _rope_kv_write(qkv: Tensor, cache_shape: tuple[int, ...]) -> Callable[[Backend], Sequence[Tensor]]:
+    head_dim, num_tokens = cache_shape[-1], len(qkv)
+    positions = torch.arange(num_tokens, device=DEVICE)
+    angles = positions[:, None] * 1e6 ** -(torch.arange(0, head_dim, 2, device=DEVICE) / head_dim)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    slots = torch.randperm(cache_shape[0] * BLOCK_SIZE, device=DEVICE)[:num_tokens]
+    caches = [torch.zeros(cache_shape, dtype=DTYPE, device=DEVICE) for _ in range(2)]
+    norms = {"q_norm": random(head_dim), "k_norm": random(head_dim)}
+
+    def run(backend: Backend) -> Sequence[Tensor]:
+        return rope_kv_write(qkv, positions, table, *caches, slots, **norms, backend=backend), *caches
+
+    return run
+
+
+def attention(shape: Shape) -> Iterator[Case]:
+    """Yield decodes, prompts, the last tokens of long prompts, and a step of decodes and a prompt."""
+    for num_seqs, context in shape.decodes:
+        yield _attention(shape, "decode", f"{num_seqs} x {context}", [(1, context)] * num_seqs)
+    for num_tokens, context in shape.prompts:
+        yield _attention(shape, "prefill", f"{num_tokens} of {context}", [(num_tokens, context)])
+    num_seqs, context, num_tokens = shape.mixed
+    load = f"{num_seqs} decodes of {context}, prompt of {num_tokens}"
+    yield _attention(shape, "mixed", load, [(1, context)] * num_seqs + [(num_tokens, num_tokens)])
+
+
+def _attention(shape: Shape, kind: str, load: str, sequences: list[tuple[int, int]]) -> Case:
+    """Attend to blocks that lie scattered in the cache.
+
+    Args:
+        sequences: query and context length of each.
+    """
+    query_lens, context_lens = zip(*sequences, strict=True)
+    num_blocks = -(-max(context_lens) // BLOCK_SIZE)
+    cache = (len(sequences) * num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    tensors = (
+        random(sum(query_lens), shape.num_q_heads, shape.head_dim),
+        random(*cache),
+        random(*cache),
+        torch.randperm(cache[0], device=DEVICE).int().view(len(sequences), num_blocks),
+        torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int(),
+        torch.tensor(context_lens, dtype=torch.int32, device=DEVICE),
+    )
+    settings = {"scale": shape.head_dim**-0.5, "max_query_len": max(query_lens)}
+    seen = sum(n * context - n * (n - 1) // 2 for n, context in sequences)  # pairs of a token and a key that it sees
+    per_key = 2 * shape.num_kv_heads * shape.head_dim * DTYPE.itemsize
+    return Case(
+        f"paged_attention, {kind}",
+        load,
+        lambda backend: (paged_attention(*tensors, **settings, backend=backend),),
+        sum(context_lens) * per_key + 2 * tensors[0].numel() * DTYPE.itemsize,
+        4 * seen * shape.num_q_heads * shape.head_dim,
+    )
+
+
+GROUPS: list[Callable[[Shape], Iterator[Case]]] = [elementwise, attention]
+
+
+def largest_error(case: Case) -> tuple[float, bool]:
+    """Return the largest difference from the reference, and whether all are within the tolerance."""
+    actual = [x.clone() for x in case.run(Backend("triton"))]
+    expected = case.run(Backend("torch"))
+    pairs = [(a.float(), e.float()) for a, e in zip(actual, expected, strict=True)]
+    error = max(float((a - e).abs().max()) for a, e in pairs)
+    rtol, atol = TOLERANCE
+    return error, all(torch.allclose(a, e, rtol=rtol, atol=atol) for a, e in pairs)
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Return the median time on the GPU, each run with cold caches."""
+    from triton.testing import do_bench
+
+    return float(do_bench(run, warmup=10, rep=50, return_mode="median")) * 1e-3
+
+
+def bounds() -> dict[str, float]:
+    """Return bytes a second of a copy, read and written, and operations a second of a matrix product."""
+    source, target = (torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    left, right = random(MATMUL_SIZE, MATMUL_SIZE), random(MATMUL_SIZE, MATMUL_SIZE)
+    return {
+        "copy_bytes_per_s": COPY_BYTES / seconds_of(lambda: target.copy_(source)),
+        "matmul_flops_per_s": 2 * MATMUL_SIZE**3 / seconds_of(lambda: left @ right),
+    }
+
+
+def share_of_bound(case: Case, seconds: float, rates: dict[str, float]) -> dict[str, Any]:
+    """Return a kernel's time, which rate bounds it, and its share of the bound."""
+    bound_s = {
+        "copy": case.num_bytes / rates["copy_bytes_per_s"],
+        "matmul": case.num_flops / rates["matmul_flops_per_s"],
+    }
+    bound = max(bound_s, key=lambda name: bound_s[name])
+    return {"us": round(seconds * 1e6, 2), "bound": bound, "share": round(bound_s[bound] / seconds, 3)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    torch.manual_seed(0)
+    rates = bounds() if HAS_GPU else None
+    rows: list[dict[str, Any]] = []
+    for group in GROUPS:
+        for case in group(QWEN3_8B if HAS_GPU else TINY):
+            error, is_right = largest_error(case)
+            row = {"kernel": case.kernel, "load": case.load, "is_right": is_right, "largest_error": error}
+            if rates is not None and is_right:
+                row |= share_of_bound(case, seconds_of(lambda case=case: case.run(Backend("triton"))), rates)
+            rows.append(row)
+            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+            write(out, {"environment": environment(), "dtype": str(DTYPE), "rates": rates, "kernels": rows})
+    return 0 if all(row["is_right"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
