@@ -218,6 +218,7 @@ class Sequence:
         cache_salt: what the first of those hashes starts from, with the adapter.
         adapter: number of the LoRA adapter that computes it; None for the base model alone.
         row: index into the engine's persistent batch tensors while running, else None.
+        epoch: counts the starts of all rows: of two running sequences, the one admitted first has the smaller one.
         pooling: the request's; such a sequence ends when its prompt is computed.
         num_cached_tokens: tokens found in the prefix cache, or computed by its fork group, at the first admission.
         fork_group: whose sequences share the blocks of their prompt; None for one of its own.
@@ -246,6 +247,7 @@ class Sequence:
         "draft_acceptance",
         "due_s",
         "e2e_deadline_s",
+        "epoch",
         "fork_group",
         "is_late",
         "level",
@@ -297,6 +299,7 @@ class Sequence:
         self.adapter = request.adapter
         self.fork_group = request.fork_group
         self.row: int | None = None
+        self.epoch = 0
         self.num_cached_tokens = 0
         self.num_scored_tokens = 0
         self.num_charged_tokens = 0

@@ -200,6 +200,7 @@ class Beams:
         """Have a running sequence compute a beam from now on."""
         seq.token_ids = beam.token_ids
         seq.num_uncomputed_tokens = len(beam.token_ids) - seq.num_computed_tokens
+        self._seats.sort(seq)
         beam.seq = seq
         self._beam_of[seq.request_id] = search, beam
 
@@ -209,7 +210,7 @@ class Beams:
         beam.seq, beam.copies, beam.has_moved = None, [], False
 
 
-def plain_first(sequences: list[Sequence]) -> tuple[list[int], int]:
-    """Return the indices of sequences in an order that puts beams last, and how many beams there are."""
-    order = sorted(range(len(sequences)), key=lambda index: searches(sequences[index]))
-    return order, sum(map(searches, sequences))
+def plain_first(sequences: list[Sequence]) -> tuple[list[Sequence], int]:
+    """Return sequences in an order that puts beams last, and how many beams there are."""
+    beams = [seq for seq in sequences if searches(seq)]
+    return [seq for seq in sequences if not searches(seq)] + beams, len(beams)

@@ -172,6 +172,9 @@ class Step:
         num_recomputed_tokens: tokens that sequences readmitted in this step had computed before their preemption and
             must compute again.
         num_host_hit_tokens: tokens of sequences started in this step that are copied back from host memory.
+        filled: the decodes whose tokens fill a block, beams aside, and where those are.
+        last: the decodes that end with their next tokens at the latest, beams aside.
+        has_ended: whether a sequence has ended since the step was planned.
         drafts: of the last entries.
         num_accepted: of each of them, once the step is committed.
         got_tokens: the sequences that have got tokens, in the plan's order, likewise.
@@ -207,6 +210,9 @@ class Step:
     num_prefix_queried_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_host_hit_tokens: int = 0
+    filled: list[Computed] = field(default_factory=list)
+    last: list[Sequence] = field(default_factory=list)
+    has_ended: bool = False
     drafts: "list[array[int]]" = field(default_factory=list)
     num_accepted: Collection[int] = ()
     got_tokens: list[Sequence] = field(default_factory=list)
@@ -354,31 +360,38 @@ class Step:
         Returns:
             What ``Scheduler.commit`` does, and where tokens were computed that fill blocks.
         """
-        tokens, num = iter(sampled_token_ids), self.num_decodes - self.num_beams
-        endings: Endings = []
-        filled: list[Computed] = []
-        got_tokens = self.got_tokens
-        # the hot loop: some 256 turns a step, so what every decode needs is spelled out here
-        for seq, start, token in zip(self.sequences[:num], self.starts[:num], islice(tokens, num), strict=True):
-            if seq.row is None:
-                continue  # it has ended since the plan
-            if token is None:
-                endings.append((seq, "failed"))
-                continue
-            if (start + 1) % block_size == 0:
-                filled.append((seq, start, start + 1))
-            seq.token_ids.append(token)
-            got_tokens.append(seq)
-            if token in seq.stop_token_ids:
-                endings.append((seq, "stop"))
-            elif start + 2 >= seq.max_total_tokens:
-                endings.append((seq, "length"))
+        tokens = iter(sampled_token_ids)
+        endings, filled = self._take_decodes(list(islice(tokens, self.num_decodes - self.num_beams)))
         if self.num_beams:
             self._take_beams(tokens, endings, filled, block_size)
         self._take_chunks(tokens, endings, filled, spoiled)
         if self.drafts:
             self.num_accepted = num_accepted
             self._take_verified(tokens, endings, filled)
+        return endings, filled
+
+    def _take_decodes(self, token_ids: list[int | None]) -> tuple[Endings, list[Computed]]:
+        """Append their tokens to the decodes that are no beams.
+
+        Some 256 of them take part in each step, so the loop does only what every one needs. Which blocks they fill, and
+        which of them reach their lengths, is known since the step was planned.
+        """
+        taken = list(zip(self.sequences[: len(token_ids)], token_ids, strict=True))
+        filled = self.filled
+        endings: Endings = []
+        if self.has_ended or None in token_ids:
+            endings = [(seq, "failed") for seq, token in taken if token is None and seq.row is not None]
+            taken = [(seq, token) for seq, token in taken if token is not None and seq.row is not None]
+            failed = {seq for seq, _ in endings}
+            filled = [one for one in filled if one[0].row is not None and one[0] not in failed]
+        for seq, token in taken:
+            seq.token_ids.append(token)  # type: ignore[arg-type]
+            if token in seq.stop_token_ids:
+                endings.append((seq, "stop"))
+        self.got_tokens += [seq for seq, _ in taken]
+        ended = {seq for seq, _ in endings}
+        endings += [(seq, "length") for seq in self.last if seq.row is not None and seq not in ended]
+        endings.sort(key=lambda one: one[0].epoch)
         return endings, filled
 
     def _take_beams(

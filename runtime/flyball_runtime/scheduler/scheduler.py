@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
 from math import inf
 
 from flyball_protocol import Envelope, Limits, Objectives
@@ -20,7 +19,7 @@ from flyball_runtime.scheduler.plan import BlockedBy, BlockSwap, Endings, Step, 
 from flyball_runtime.scheduler.policies import POLICIES, Policy, choose_victim, edf, order_of, srpf
 from flyball_runtime.scheduler.queue import WaitingQueue
 from flyball_runtime.scheduler.search import searches
-from flyball_runtime.scheduler.seats import Seats, row_of
+from flyball_runtime.scheduler.seats import Seats, epoch_of, row_of
 
 logger = logging.getLogger(__name__)
 
@@ -289,10 +288,8 @@ class Scheduler:
         """
         if not self._in_flight or self._in_flight[0] is not step:
             raise ValueError("commit() takes steps in the order in which they were planned, each once.")
-        if len(sampled_token_ids) != sum(step.samples):
-            raise ValueError(
-                f"got {len(sampled_token_ids)} sampled tokens for a plan that samples {sum(step.samples)}."
-            )
+        if len(sampled_token_ids) != (num_sampled := step.samples.count(True)):
+            raise ValueError(f"got {len(sampled_token_ids)} sampled tokens for a plan that samples {num_sampled}.")
         if len(num_accepted) != len(step.drafts):
             raise ValueError(f"got {len(num_accepted)} counts of accepted drafts for {len(step.drafts)} entries.")
         self._in_flight.popleft()
@@ -300,6 +297,8 @@ class Scheduler:
         if self._drafter is not None:
             for (seq, drafts), num in zip(step.drafted, num_accepted, strict=True):
                 self._drafter.verified(seq, len(drafts), num)
+                if seq.row is not None:
+                    self._seats.sort(seq)
         if self._beams:
             endings = list({self._beams.root_of(seq): ending for seq, ending in endings}.items())
         for seq, ending in endings:
@@ -331,46 +330,34 @@ class Scheduler:
         """
         preempted: list[Sequence] = []
         self._outlook.calm_down()
-        step, growing, prefills = self._sort_running()
+        step, growing = self._all_decodes()
         while len(growing) * self._kv.num_groups > self._kv.num_growable_blocks or self._kv.is_overdue(now_s):
             if self._in_flight:
                 return None
             preempted.append(self._preempt())
-            step, growing, prefills = self._sort_running()
+            step, growing = self._all_decodes()
         if preempted:
             self._outlook.preempted(len(self._running))
         self._beams.go_on(step)
         self._kv.grow(growing)
+        self._seats.at_edge.clear()
         step.table_writes += [
             TableWrite(row_of(seq), len(table) - 1, table[-1:], group)
             for seq in growing
             for group, table in enumerate(seq.block_tables)
         ]
         step.preempted = preempted
-        return step, prefills
+        return step, self._seats.prefills.copy()
 
-    def _sort_running(self) -> tuple[Step, list[Sequence], list[Sequence]]:
-        """Return a step of all decodes, those among them whose blocks are full, and the sequences with more to compute."""
-        block_size = self._kv.block_size
-        decodes: list[Sequence] = []
-        starts: list[int] = []
-        growing: list[Sequence] = []
-        prefills: list[Sequence] = []
-        for seq in self._running.values():
-            start = seq.num_computed_tokens
-            if seq.num_uncomputed_tokens == 1 and start + 1 < seq.max_total_tokens:
-                decodes.append(seq)
-                starts.append(start)
-                if start % block_size == 0 and start == len(seq.block_tables[0]) * block_size:
-                    growing.append(seq)
-            elif seq.num_uncomputed_tokens > 1 or (seq.pooling is not None and seq.num_uncomputed_tokens):
-                prefills.append(seq)
-            # else its last token is pending, its last step is in flight, or it is a computed beam
+    def _all_decodes(self) -> tuple[Step, list[Sequence]]:
+        """Return a step of all decodes, and those among them whose blocks are full."""
+        block_size, decodes = self._kv.block_size, self._seats.decodes.copy()
+        at_edge = sorted(self._seats.at_edge, key=epoch_of)
+        growing = [seq for seq in at_edge if seq.num_computed_tokens == len(seq.block_tables[0]) * block_size]
         num_beams = 0
         if self._beams:
-            order, num_beams = plain_first(decodes)
-            decodes, starts = [decodes[index] for index in order], [starts[index] for index in order]
-        return Step.of_decodes(decodes, starts, num_beams), growing, prefills
+            decodes, num_beams = plain_first(decodes)
+        return Step.of_decodes(decodes, [seq.num_computed_tokens for seq in decodes], num_beams), growing
 
     def _add_drafts(self, step: Step, drafter: Drafter, budget: int) -> None:
         """Have decodes compute drafts behind their tokens, with what is left of budget, time and blocks."""
@@ -429,10 +416,11 @@ class Scheduler:
         self._num_planned += 1
         self._in_flight.append(step)
         num_decodes, num_chunks = step.num_decodes, len(step.sequences) - len(step.drafts)
-        for seq, start in zip(islice(step.sequences, num_decodes), step.starts, strict=False):
-            seq.num_computed_tokens = start + 1  # and samples one
+        self._seats.advance(step)
         for seq in step.beams:
-            seq.num_uncomputed_tokens -= 1  # it does not: the next is known when all beams of the search are computed
+            seq.num_computed_tokens += 1
+            seq.num_uncomputed_tokens -= 1  # the next token is known when all beams of the search are computed
+            self._seats.sort(seq)
         for seq, num, samples in zip(
             step.sequences[num_decodes:num_chunks],
             step.num_scheduled[num_decodes:num_chunks],
@@ -441,6 +429,7 @@ class Scheduler:
         ):
             seq.num_computed_tokens += num
             seq.num_uncomputed_tokens += (samples and not searches(seq)) - num
+            self._seats.sort(seq)
         for seq, drafts in step.drafted:
             seq.num_computed_tokens += 1 + len(drafts)
 
