@@ -415,7 +415,8 @@ class KVCache:
         names: list[bytes] = []
         for seq, start, end in computed:
             first, last = start // self.block_size, end // self.block_size
-            self._hash_blocks(seq, last)
+            if len(seq.block_hashes) < last:
+                self._hash_blocks(seq, last)
             for group, table in enumerate(seq.block_tables):
                 begin = max(first, seq.num_freed_blocks[group])
                 blocks += table[begin:last]

@@ -376,19 +376,20 @@ class Step:
         Some 256 of them take part in each step, so the loop does only what every one needs. Which blocks they fill, and
         which of them reach their lengths, is known since the step was planned.
         """
-        taken = list(zip(self.sequences[: len(token_ids)], token_ids, strict=True))
-        filled = self.filled
+        decodes, filled = self.sequences[: len(token_ids)], self.filled
         endings: Endings = []
         if self.has_ended or None in token_ids:
-            endings = [(seq, "failed") for seq, token in taken if token is None and seq.row is not None]
-            taken = [(seq, token) for seq, token in taken if token is not None and seq.row is not None]
+            going_on = [(seq, token) for seq, token in zip(decodes, token_ids, strict=True) if seq.row is not None]
+            endings = [(seq, "failed") for seq, token in going_on if token is None]
             failed = {seq for seq, _ in endings}
             filled = [one for one in filled if one[0].row is not None and one[0] not in failed]
-        for seq, token in taken:
+            decodes = [seq for seq, token in going_on if token is not None]
+            token_ids = [token for _, token in going_on if token is not None]
+        for seq, token in zip(decodes, token_ids, strict=True):
             seq.token_ids.append(token)  # type: ignore[arg-type]
             if token in seq.stop_token_ids:
                 endings.append((seq, "stop"))
-        self.got_tokens += [seq for seq, _ in taken]
+        self.got_tokens += decodes
         ended = {seq for seq, _ in endings}
         endings += [(seq, "length") for seq in self.last if seq.row is not None and seq not in ended]
         endings.sort(key=lambda one: one[0].epoch)
