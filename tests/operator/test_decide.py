@@ -91,7 +91,12 @@ CASES = {
     "TTFT over, blocked by the budget": Case(
         {"ttft_over": 500, "blocked_by": {"budget": 0.4}, "limits": structs.replace(PACED, max_num_batched_tokens=64)},
         Reason.TTFT_OVER,
-        {"max_num_batched_tokens": 128},
+        {"max_num_batched_tokens": 1024},
+    ),
+    "TTFT over, blocked by sequences, of which far too few run: all of the way at once": Case(
+        {"ttft_over": 500, "blocked_by": {"seqs": 0.4}, "limits": structs.replace(PACED, max_num_seqs=2)},
+        Reason.TTFT_OVER,
+        {"max_num_seqs": 14},
     ),
     "TTFT over, blocked by the step target, which may be longer": Case(
         {
@@ -167,6 +172,7 @@ def test_the_first_round_posts_objectives_and_step_target() -> None:
     decision = decided(make_evidence(posted=None), state=TunerState())
     assert (decision.action, decision.reason) == (Action.CHANGE, Reason.OBJECTIVES_SET)
     assert decision.limits == structs.replace(LIMITS, step_time_target_ms=34.0)
+    assert "Steps aim at 85% of 40 ms until the step model has settled" in decision.why
     assert (decision.state.objectives, decision.is_lease_at("replica 1")) == (POSTED, True)
 
 
@@ -186,6 +192,8 @@ def test_the_first_step_target_suits_the_kv_pool() -> None:
     small, large = (decided(seen(**first, kv_blocks=one), state=TunerState()) for one in (TIGHT, LARGE))
     assert small.limits == structs.replace(LIMITS, step_time_target_ms=15.05)
     assert large.limits == structs.replace(LIMITS, step_time_target_ms=38.85)
+    assert "Steps aim at 38% of 40 ms: with longer ones, the KV pool is full before" in small.why
+    assert "Steps aim at 97% of 40 ms, because some take longer than predicted" in large.why
     assert not small.state.guessed
 
 

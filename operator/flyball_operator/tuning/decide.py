@@ -34,9 +34,6 @@ TRIM_LOW, TRIM_HIGH = 0.7, 1.2
 TRIM_RAISE = 1.1
 """With room to spare, a trim below 1 is raised by this factor at a time: what was observed then need not be so now."""
 
-MOST_RAISE = 2.0
-"""The most that one raise takes with a plan. Without one, ``maxStepPercent``."""
-
 RECOMPUTED_SHARE = 0.01
 """More computed tokens than this share thrown away by preemption: the KV cache holds too many sequences."""
 
@@ -116,13 +113,15 @@ def _set_objectives(now: Situation) -> Decision | None:
     """Post the objectives, so that they are counted exactly, with the step-time target that they ask for."""
     if now.state.objectives == now.objectives:
         return None
-    values = {Knob.STEP_TIME: _first_target_ms(now)}
-    values = {knob: value for knob, value in values.items() if value != knob.of(now.limits)}
-    guessed = now.plan is None and now.objectives.itl_s is not None and not _is_tuned(now)
+    itl_s, target_ms = now.objectives.itl_s, _first_target_ms(now)
+    values = {} if target_ms == Knob.STEP_TIME.of(now.limits) else {Knob.STEP_TIME: target_ms}
+    guessed = now.plan is None and itl_s is not None and not _is_tuned(now)
     state = structs.replace(
         now.remembered, objectives=now.objectives, trim=1.0, bans=(), fallback=None, guessed=guessed
     )
-    why = "latency is counted against the objectives from now on, and steps are kept within what they allow"
+    why = "latency is counted against the objectives from now on"
+    if itl_s is not None and not _is_tuned(now):
+        why += f". {_why_aimed_at(target_ms / 1000, itl_s, now.plan)}"
     return now.change(Reason.OBJECTIVES_SET, why, values, Direction.CLAMP, state=state)
 
 
@@ -151,18 +150,28 @@ def _start_s(now: Situation, itl_s: float) -> float:
 
 def _set_planned_target(now: Situation) -> Decision | None:
     """Replace a first step-time target that was a guess, as soon as there is a plan."""
-    plan = now.plan
-    if not now.state.guessed or plan is None or math.isinf(plan.step_s):
+    plan, itl_s = now.plan, now.objectives.itl_s
+    if not now.state.guessed or plan is None or itl_s is None:
         return None
     state = structs.replace(now.remembered, guessed=False)
     aim_ms = rounded(Knob.STEP_TIME, now.spans[Knob.STEP_TIME].clamp(1000 * plan.aim_s))
     longer_ms = aim_ms - Knob.STEP_TIME.of(now.limits)
     if -STEP_DEAD_BAND * aim_ms < longer_ms < DEAD_BAND * aim_ms:
         return None
-    why = "now the step model has settled, this is what the objective allows"
-    if plan.aim_s < plan.step_s:
-        why = f"the step model has settled, and {_full_pool(plan)}"
+    why = f"the step model has settled. {_why_aimed_at(aim_ms / 1000, itl_s, plan)}"
     return now.change(Reason.STEP_TARGET_PLANNED, why, {Knob.STEP_TIME: aim_ms}, Direction.CLAMP, state=state)
+
+
+def _why_aimed_at(aim_s: float, itl_s: float, plan: Plan | None) -> str:
+    """Return a sentence on a step-time target for an inter-token objective."""
+    aim = f"Steps aim at {aim_s / itl_s:.0%} of {duration(itl_s)}"
+    if plan is None:
+        return f"{aim} until the step model has settled"
+    if plan.step_s > itl_s:
+        return f"No limits can keep {duration(itl_s)}, so steps are as short as costs little throughput"
+    if plan.aim_s < plan.step_s:
+        return f"{aim}: with longer ones, the KV pool is full before"
+    return f"{aim}, because some take longer than predicted"
 
 
 def _into_step(now: Situation) -> Decision | None:
@@ -373,21 +382,20 @@ def _relief(now: Situation, knob: Knob) -> Iterator[_Idea]:
         else:
             aim = plan.max_num_seqs if knob is Knob.MAX_NUM_SEQS else plan.max_num_batched_tokens
             if aim > value:
-                yield _Idea(knob, min(aim, MOST_RAISE * value), f"the step model allows {aim}")
+                # At once, as a part of the way may gain nothing: with 4 sequences where 60 are needed, so do 8.
+                yield _Idea(knob, aim, f"the step model allows {aim}")
 
 
 def _longer_steps(now: Situation, plan: Plan) -> Iterator[_Idea]:
     planned_ms = 1000 * plan.aim_s
-    why = "the inter-token objective allows longer steps" if plan.aim_s == plan.step_s else _full_pool(plan)
+    why = "the inter-token objective allows longer steps"
+    if plan.aim_s < plan.step_s:
+        why = f"with steps longer than {duration(plan.aim_s)}, the KV pool is full before"
     yield _Idea(Knob.STEP_TIME, planned_ms, why)
     if now.state.trim < 1.0 and now.itl.standing is Standing.CLEAR:
         trim = min(1.0, TRIM_RAISE * now.state.trim)
         aim_ms = planned_ms * trim / now.state.trim
         yield _Idea(Knob.STEP_TIME, aim_ms, "steps have room to be longer again", STEP_DEAD_BAND, trim)
-
-
-def _full_pool(plan: Plan) -> str:
-    return f"steps longer than {duration(plan.aim_s)} gain nothing, because the KV pool is full before"
 
 
 def _room_to_spare(now: Situation) -> Decision | None:
