@@ -1,25 +1,39 @@
-"""What a step of this machine's runtime costs, as a plant of the simulator; and how well the simulator then tells a run.
+"""What a step of this machine's runtime costs, as a plant of the simulator; how near that is to a real server.
 
-    python benchmarks/plant.py [--shape small] [--requests 600]
+    python benchmarks/plant.py [--requests 160] [--seconds 60] [--seed 1]
 
-First a mixed load, under limits that change all the time, is run through the engine, and each step's work and time are
-noted. The plant's coefficients are fitted to half of the steps, by least squares of the relative error, none negative; the
-other half says how far off they are. Then three loads arrive in real time, the same arrivals go through the simulator, and p50
-and p95 of TTFT and ITL are compared. Writes results/plant.json. `cpu` in simulation/flyball_simulation/plant.py is that fit.
+First and last, a mixed load under limits that change all the time is run through an engine in this process. Each step's work
+and time are noted. The plant's coefficients are fitted to half of the steps, by least squares of the relative error, none
+negative; the other half says how far off they are. Half of the learning load comes before the loads to compare and half behind
+them, so if the machine gets slower meanwhile, it does for both.
+
+In between, `flyball serve` runs, as processes of their own, whose engine has one thread. Single requests show what it takes
+outside of its steps: a time for each request and for each token of its prompt (HTTP, JSON), and a time between steps (messages
+between the processes, and what the engine does there). Then three loads arrive in real time over HTTP. The same arrivals go
+through the simulator, and p50 and p95 of TTFT and ITL are compared, as the client saw them. No request that is compared has a
+part in the fit.
+
+Takes about five minutes, on a machine that does nothing else. Writes results/plant.json.
 """
 
 import argparse
+import asyncio
 import random
 import statistics
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiohttp
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from common import make_checkpoint, save
+from contender import VOCABULARY, Answer, new_session, pods_of, replica, send, warm_up
+from flyball_operator.observed import Pod
 from flyball_protocol import LimitsChange, LimitsUpdate
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.request import Request
@@ -33,12 +47,16 @@ from flyball_simulation.plant import Disturbances, Plant
 from flyball_simulation.replica import percentile
 from flyball_simulation.result import Bounds
 from flyball_simulation.workload import Arrival
-from flyball_simulation.world import Setup, simulate
+from flyball_simulation.world import Setup, World
 
-MAX_MODEL_LEN, KV_TOKENS, MAX_SEQS, MAX_TOKENS = 4096, 65_536, 48, 512
+MAX_MODEL_LEN, KV_BYTES, MAX_SEQS, MAX_TOKENS = 4096, 256 << 20, 48, 512
+"""As the server of contender.py has them."""
+KV_TOKENS = KV_BYTES // (12 * 2 * 4 * 64 * 2)
 KNEES = (0, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 TARGET = 0.10
 """The simulator is to be this near, as a share of the measured value."""
+NUM_SIMULATIONS = 5
+"""Runs of the simulator that are taken together: they differ by the noise of the steps only."""
 
 
 class Step(NamedTuple):
@@ -47,6 +65,14 @@ class Step(NamedTuple):
     context_tokens: int
     attention_pairs: int
     seconds: float
+
+
+class Outside(NamedTuple):
+    """What a server takes outside of its steps, in seconds: once and for each prompt token of a request, and between steps."""
+
+    request_s: float
+    prompt_token_s: float
+    between_steps_s: float
 
 
 class Recorder:
@@ -78,15 +104,6 @@ class Recorder:
         return tokens
 
 
-@dataclass
-class Seen:
-    """What a request saw, in seconds."""
-
-    arrival_s: float
-    first_s: float | None = None
-    last_s: float = 0.0
-
-
 def make_engine(checkpoint: Path) -> tuple[Engine, Recorder]:
     config = EngineConfig(
         model=str(checkpoint),
@@ -96,7 +113,8 @@ def make_engine(checkpoint: Path) -> tuple[Engine, Recorder]:
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS,
         enable_prefix_caching=False,
-        kv_cache_memory_bytes=KV_TOKENS * 12 * 2 * 4 * 64 * 2,
+        kv_cache_memory_bytes=KV_BYTES,
+        num_threads=1,
         fair_share=False,
     )
     engine = start_engine(config)
@@ -104,21 +122,10 @@ def make_engine(checkpoint: Path) -> tuple[Engine, Recorder]:
     return engine, recorder
 
 
-def request(index: int, arrival: Arrival, rng: random.Random) -> Request:
-    return Request(
-        request_id=str(index),
-        prompt_token_ids=[rng.randrange(10, 8000) for _ in range(arrival.input_len)],
-        sampling=SamplingParams(temperature=0.0, max_tokens=arrival.output_len, ignore_eos=True),
-    )
-
-
-def learn(engine: Engine, num_requests: int) -> None:
+def learn(engine: Engine, num_requests: int, rng: random.Random) -> None:
     """Run a load of all sizes, under a token budget and a number of sequences that keep changing."""
-    rng = random.Random(0)
-    waiting = [
-        Arrival(0.0, rng.choice((16, 64, 200, 500, 1500, 3000)), rng.choice((4, 20, 80))) for _ in range(num_requests)
-    ]
-    revision, index = 0, 0
+    waiting = [_request(str(index), rng) for index in range(num_requests)]
+    revision = engine.limits().revision
     while waiting or engine.has_work():
         if revision % 25 == 0:
             num_seqs = rng.choice((1, 2, 4, 8, 16, 32, MAX_SEQS))
@@ -127,19 +134,24 @@ def learn(engine: Engine, num_requests: int) -> None:
             engine.post_limits(LimitsUpdate(revision=revision + 1, limits=change))
         revision += 1
         while waiting and engine.scheduler.num_waiting < 4:
-            engine.submit(request(index, waiting.pop(), rng))
-            index += 1
+            engine.submit(waiting.pop())
         engine.step()
-    everything = LimitsChange(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS)
-    engine.post_limits(LimitsUpdate(revision=revision + 1, limits=everything))
 
 
-def fit(steps: list[Step]) -> Plant:
+def _request(request_id: str, rng: random.Random) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=rng.choices(VOCABULARY, k=rng.choice((16, 64, 200, 500, 1500, 3000))),
+        sampling=SamplingParams(temperature=0.0, max_tokens=rng.choice((4, 20, 80)), ignore_eos=True),
+    )
+
+
+def fit(steps: Sequence[Step]) -> Plant:
     """Return the plant of the knee with the least relative error."""
-    return min((_fit_knee(steps, knee) for knee in KNEES), key=lambda plant: error(plant, steps))
+    return min((_fit_knee(steps, knee) for knee in KNEES), key=lambda plant: statistics.median(errors(plant, steps)))
 
 
-def _fit_knee(steps: list[Step], knee: int) -> Plant:
+def _fit_knee(steps: Sequence[Step], knee: int) -> Plant:
     table = np.array(steps, dtype=np.float64)
     num_tokens = table[:, 0] + table[:, 1]
     seconds = table[:, 4]
@@ -181,71 +193,90 @@ def _nonnegative(columns: NDArray[np.float64], target: NDArray[np.float64]) -> l
     return found
 
 
-def error(plant: Plant, steps: list[Step]) -> float:
-    """Return the median relative error."""
-    return statistics.median(errors(plant, steps))
-
-
-def errors(plant: Plant, steps: list[Step]) -> list[float]:
+def errors(plant: Plant, steps: Sequence[Step]) -> list[float]:
     return [abs(plant.seconds(*step[:4]) - step.seconds) / step.seconds for step in steps]
 
 
+class Load(NamedTuple):
+    """Mean lengths, the share of what the device can do, and how evenly requests come: gamma distributed gaps of this shape."""
+
+    input_len: int
+    output_len: int
+    share: float
+    shape: float
+
+
 LOADS = {
-    "chat": (Arrival(0.0, 220, 60), 0.6),
-    "long prompts": (Arrival(0.0, 1800, 30), 0.5),
-    "code, in bursts": (Arrival(0.0, 500, 10), 0.5),
+    "chat": Load(220, 60, 0.6, 1.0),
+    "long prompts": Load(1800, 30, 0.5, 1.0),
+    "code, in bursts": Load(500, 10, 0.5, 0.35),
 }
-"""Mean lengths, and the load as a share of what the device can do."""
 
 
-def arrivals(name: str, plant: Plant, seconds: float) -> list[Arrival]:
-    """Draw a load; bursts are gamma distributed gaps of shape 0.35."""
-    (_, mean_in, mean_out, _), load = LOADS[name]
-    cost_s = plant.seconds(mean_in, 0, 0, mean_in * mean_in // 2) + mean_out * plant.seconds(0, 8, 8 * mean_in, 0) / 8
-    rng, at_s, drawn = random.Random(name), 0.0, []
-    shape = 0.35 if "bursts" in name else 1.0
+def arrivals(load: Load, plant: Plant, seconds: float, rng: random.Random) -> list[Arrival]:
+    """Draw a load by what the plant says that a request costs among others."""
+    tokens, outputs = load.input_len, load.output_len
+    cost_s = plant.seconds(tokens, 0, 0, tokens * tokens // 2) + outputs * plant.seconds(0, 8, 8 * tokens, 0) / 8
+    at_s, drawn = 0.0, []
     while at_s < seconds:
-        size = [max(4, int(mean * rng.lognormvariate(0.0, 0.5))) for mean in (mean_in, mean_out)]
-        drawn.append(Arrival(at_s, min(size[0], 3500), min(size[1], 500)))
-        at_s += rng.gammavariate(shape, cost_s / load / shape)
+        num_tokens, num_outputs = (max(4, int(mean * rng.lognormvariate(0.0, 0.5))) for mean in (tokens, outputs))
+        drawn.append(Arrival(at_s, min(num_tokens, 3500), min(num_outputs, 500)))
+        at_s += rng.gammavariate(load.shape, cost_s / load.share / load.shape)
     return drawn
 
 
-def live(engine: Engine, load: list[Arrival]) -> tuple[list[float], list[float]]:
-    """Run a load as it arrives; return TTFT of each request and all gaps."""
-    rng, seen, gaps = random.Random(1), {}, []
-    requests = [request(index, one, rng) for index, one in enumerate(load)]
-    start_s, num_sent = time.perf_counter(), 0
-    while num_sent < len(load) or engine.has_work():
-        now_s = time.perf_counter() - start_s
-        while num_sent < len(load) and load[num_sent].at_s <= now_s:
-            seen[str(num_sent)] = Seen(load[num_sent].at_s)
-            engine.submit(requests[num_sent])
-            num_sent += 1
-        if not engine.has_work():
-            time.sleep(max(0.0, min(0.001, load[num_sent].at_s - now_s)))
-            continue
-        output = engine.step()
-        now_s = time.perf_counter() - start_s
-        for request_id in output.request_ids:
-            one = seen[request_id]
-            if one.first_s is None:
-                one.first_s = now_s
-            else:
-                gaps.append(now_s - one.last_s)
-            one.last_s = now_s
-    return [one.first_s - one.arrival_s for one in seen.values() if one.first_s is not None], gaps
+async def single_requests(session: aiohttp.ClientSession, one: Pod, rng: random.Random) -> list[tuple[int, Answer]]:
+    """Send requests of several lengths one after the other; return the lengths of their prompts with the answers."""
+    found = []
+    for num_tokens in (16, 16, 64, 256, 500) * 6:
+        found.append((num_tokens, await send(session, one, rng.choices(VOCABULARY, k=num_tokens), 24)))
+    return found
 
 
-def compare(name: str, engine: Engine, plant: Plant, noise: float, between_s: float, seconds: float) -> dict[str, Any]:
-    load = arrivals(name, plant, seconds)
-    ttft, gaps = live(engine, load)
+def outside_of(singles: Sequence[tuple[int, Answer]], plant: Plant) -> Outside:
+    """Return what single requests took beside the steps that the plant knows of."""
+    between_s = statistics.median(
+        gap_s - plant.seconds(0, 1, num_tokens + place + 1, 0)
+        for num_tokens, answer in singles
+        for place, gap_s in enumerate(answer.gaps_s)
+    )
+    rest_s = [
+        (answer.ttft_s or 0.0) - plant.seconds(num_tokens, 0, 0, num_tokens * (num_tokens + 1) // 2)
+        for num_tokens, answer in singles
+    ]
+    slope_s, request_s = np.polyfit([num_tokens for num_tokens, _ in singles], rest_s, 1)
+    return Outside(float(request_s), float(slope_s), between_s)
+
+
+async def ask_all(
+    session: aiohttp.ClientSession, one: Pod, load: Sequence[Arrival], rng: random.Random
+) -> list[Answer]:
+    """Send the requests of a load when they are due."""
+    prompts, sent = [rng.choices(VOCABULARY, k=arrival.input_len) for arrival in load], []
+    started_s = time.perf_counter()
+    for arrival, prompt in zip(load, prompts, strict=True):
+        await asyncio.sleep(arrival.at_s - (time.perf_counter() - started_s))
+        sent.append(asyncio.create_task(send(session, one, prompt, arrival.output_len)))
+    return list(await asyncio.gather(*sent))
+
+
+async def measure(
+    model: Path, loads: dict[str, list[Arrival]], rng: random.Random
+) -> tuple[list[tuple[int, Answer]], dict[str, list[Answer]]]:
+    """Return what a client of a real server saw: of single requests, and of each load."""
+    (one, *_) = pods_of(1)
+    with tempfile.TemporaryDirectory() as folder:
+        async with replica(one, model, (MAX_SEQS, MAX_TOKENS), Path(folder) / "log"), new_session() as session:
+            await warm_up(session, one)
+            singles = await single_requests(session, one, rng)
+            return singles, {name: await ask_all(session, one, load, rng) for name, load in loads.items()}
+
+
+def simulate(load: Sequence[Arrival], plant: Plant, noise: float, outside: Outside) -> tuple[list[float], list[float]]:
+    """Return TTFT of each request and all gaps, as a client would see them, of several runs."""
     setup = Setup(
         name="fit",
-        plant=Plant(
-            **{key: getattr(plant, key) for key in plant.__struct_fields__}
-            | {"overhead_s": plant.overhead_s + between_s}
-        ),
+        plant=structs.replace(plant, overhead_s=plant.overhead_s + outside.between_steps_s),
         disturbances=Disturbances(noise=noise),
         kv_tokens=KV_TOKENS,
         max_model_len=MAX_MODEL_LEN,
@@ -253,48 +284,82 @@ def compare(name: str, engine: Engine, plant: Plant, noise: float, between_s: fl
         max_num_batched_tokens=MAX_TOKENS,
         objectives=Bounds(),
     )
-    told = simulate(setup, load, Static(), label="replay", seed=0, duration_s=seconds)
-    measured = {
-        "ttft_p50_s": percentile(ttft, 0.5),
-        "ttft_p95_s": percentile(ttft, 0.95),
-        "itl_p50_s": percentile(gaps, 0.5),
-        "itl_p95_s": percentile(gaps, 0.95),
-    }
-    simulated = {key: getattr(told, key) for key in measured}
-    off = {key: simulated[key] / measured[key] - 1 for key in measured}
-    print(f"{name}: {len(load)} requests; " + ", ".join(f"{key} {value:+.1%}" for key, value in off.items()))
+    ttft_s: list[float] = []
+    gaps_s: list[float] = []
+    for seed in range(NUM_SIMULATIONS):
+        world = World(setup, list(load), Static(), seed)
+        world.run()
+        for arrival, outcome in zip(load, world.outcomes(), strict=True):
+            ttft_s.append((outcome.ttft_s or 0.0) + outside.request_s + outside.prompt_token_s * arrival.input_len)
+        gaps_s += [gap_s for one in world.replicas if one is not None for gap_s in one.gaps]
+    return ttft_s, gaps_s
+
+
+def compare(
+    load: Sequence[Arrival], answers: Sequence[Answer], told: tuple[list[float], list[float]]
+) -> dict[str, Any]:
+    problems = [answer.problem for answer in answers if answer.problem]
+    if problems:
+        raise SystemExit(f"{len(problems)} of {len(answers)} requests failed: {problems[0]}")
+    seen = [answer.ttft_s or 0.0 for answer in answers], [gap_s for answer in answers for gap_s in answer.gaps_s]
+    measured, simulated = _quantiles(*seen), _quantiles(*told)
+    off = {key: round(simulated[key] / measured[key] - 1, 4) for key in measured}
     return {"requests": len(load), "measured": measured, "simulated": simulated, "off": off}
+
+
+def _quantiles(ttft_s: list[float], gaps_s: list[float]) -> dict[str, float]:
+    return {
+        f"{what}_p{percent}_s": round(percentile(values, percent / 100) or 0.0, 6)
+        for what, values in (("ttft", ttft_s), ("itl", gaps_s))
+        for percent in (50, 95)
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="small")
-    parser.add_argument("--requests", type=int, default=600, help="of the load to learn from")
+    parser.add_argument("--requests", type=int, default=160, help="of the load to learn from")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load to compare")
+    parser.add_argument("--seed", type=int, default=1, help="of lengths, times and tokens")
     parser.add_argument("--folder", type=Path, default=Path("out/checkpoints"))
     args = parser.parse_args()
-    engine, recorder = make_engine(make_checkpoint(args.folder, args.shape))
-    started_s = time.perf_counter()
-    learn(engine, args.requests)
-    elapsed_s = time.perf_counter() - started_s
-    steps = recorder.steps[20:]
+    rng, model = random.Random(args.seed), make_checkpoint(args.folder, "small")
+    engine, recorder = make_engine(model)
+    learn(engine, 8, rng)
+    recorder.steps.clear()  # the first ones touch their memory
+    learn(engine, args.requests // 2, rng)
+    first = fit(recorder.steps)
+    loads = {name: arrivals(load, first, args.seconds, rng) for name, load in LOADS.items()}
+    print(f"{len(recorder.steps)} steps: {first}", flush=True)
+    singles, answers = asyncio.run(measure(model, loads, rng))
+    learn(engine, args.requests - args.requests // 2, rng)
+    steps = recorder.steps
     plant, rest = fit(steps[::2]), steps[1::2]
     off = sorted(errors(plant, rest))
-    between_s = max(0.0, (elapsed_s - sum(step.seconds for step in recorder.steps)) / len(recorder.steps))
-    print(f"{len(steps)} steps: {plant}")
     p50, p95 = off[len(off) // 2], off[int(0.95 * len(off))]
-    print(f"relative error p50 {p50:.1%}, p95 {p95:.1%}; {between_s * 1e6:.0f} us between steps")
+    bias = sum(plant.seconds(*step[:4]) for step in rest) / sum(step.seconds for step in rest) - 1
+    outside = outside_of(singles, plant)
+    print(f"{len(steps)} steps: {plant}\nrelative error p50 {p50:.1%}, p95 {p95:.1%}, of all together {bias:+.1%}")
+    print(", ".join(f"{name} {1e6 * value:.1f} us" for name, value in outside._asdict().items()))
     noise = min(0.3, 1.48 * p50)
-    compared = {name: compare(name, engine, plant, noise, between_s, args.seconds) for name in LOADS}
+    compared = {
+        name: compare(load, answers[name], simulate(load, plant, noise, outside)) for name, load in loads.items()
+    }
+    for name, one in compared.items():
+        print(
+            f"{name}: {one['requests']} requests; " + ", ".join(f"{key} {off:+.1%}" for key, off in one["off"].items())
+        )
+    worst = max(abs(off) for one in compared.values() for off in one["off"].values())
+    print(f"farthest off: {worst:.1%}, {'within' if worst <= TARGET else 'NOT within'} {TARGET:.0%}")
     save(
         "plant",
         {
-            "shape": args.shape,
+            "settings": {name: getattr(args, name) for name in ("requests", "seconds", "seed")},
             "num_steps": len(steps),
             "plant": {name: getattr(plant, name) for name in plant.__struct_fields__},
-            "between_steps_s": between_s,
-            "relative_error": {"p50": p50, "p95": p95},
+            "relative_error": {"p50": p50, "p95": p95, "of_all_together": bias},
+            "outside_of_steps": outside._asdict(),
             "target": TARGET,
+            "farthest_off": worst,
             "loads": compared,
         },
     )
