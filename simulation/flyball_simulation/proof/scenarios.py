@@ -93,6 +93,12 @@ def scenarios() -> list[Scenario]:
             lambda run, cell: _late(run, 0.90, cell.seconds - 240.0),
         ),
         Scenario(
+            "a start with far too few sequences",
+            "with 4 instead of 60, twice as many would gain nothing: from the fifth minute on, 90 % of the requests are good",
+            few_sequences(),
+            lambda run, cell: _late(run, 0.90, cell.seconds - 240.0),
+        ),
+        Scenario(
             "a cold start",
             "from the fourth minute on, 90 % of the requests are good",
             structs.replace(steady("chat, KV 390k", CHAT_390, "chat", "chat390", 0.7), minutes=LONG_MINUTES),
@@ -233,6 +239,14 @@ def decodes_alone() -> Cell:
     setup = structs.replace(CHAT_390, plant=plant, max_num_seqs=256, objectives=Bounds(ttft_s=30.0, itl_s=0.05))
     phase = Phase(mix="chat", rate=1.9, seconds=1.0)
     return Cell(name="decodes alone", setup=setup, phases=(phase,), minutes=25.0)
+
+
+def few_sequences() -> Cell:
+    """Two replicas that may run 256 sequences, and begin with 4."""
+    few = Limits(max_num_seqs=4, kv_cache_fraction=1.0, max_num_batched_tokens=CHAT_390.max_num_batched_tokens)
+    setup = structs.replace(CHAT_390, prior=BootPrior(revision=1, limits=few), replicas=2)
+    phase = Phase(mix="chat", rate=0.4 * CAPACITY["chat390"], seconds=1.0)
+    return Cell(name="far too few sequences", setup=setup, phases=(phase,), minutes=8.0, load=0.2)
 
 
 def not_monotone() -> Cell:
