@@ -78,6 +78,15 @@ class Answer:
     done: bool = False
 
 
+@dataclass(frozen=True)
+class Phase:
+    """What the clients saw for a while: p95 of the gaps between tokens, and of the time to first token."""
+
+    name: str
+    itl_ms: float
+    ttft_ms: float
+
+
 @dataclass
 class Tally:
     """What the clients saw."""
@@ -88,13 +97,19 @@ class Tally:
     failures: list[str] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
-    p95_ms: dict[str, float] = field(default_factory=dict)
+    phases: list[Phase] = field(default_factory=list)
     objective: str = "no objective was set"
+    _start: tuple[int, int] = (0, 0)
 
-    def end_of(self, phase: str, start: int) -> int:
-        """Note the p95 of the gaps since ``start``; return where those of the next phase begin."""
-        self.p95_ms[phase] = 1000 * percentile(self.gaps_s[start:], 95)
-        return len(self.gaps_s)
+    def begin(self) -> None:
+        """Leave out of the next phase what was seen up to now."""
+        self._start = len(self.ttft_s), len(self.gaps_s)
+
+    def end(self, name: str) -> None:
+        """Note a phase; the next one begins."""
+        first_s, gaps_s = self.ttft_s[self._start[0] :], self.gaps_s[self._start[1] :]
+        self.phases.append(Phase(name, 1000 * percentile(gaps_s, 95), 1000 * percentile(first_s, 95)))
+        self.begin()
 
 
 class Client:
@@ -336,38 +351,54 @@ async def send_traffic(
         traffic.create_task(client.chat(questions, pause_s=0.2))
     await asyncio.sleep(CALM_S)
     calm_ms = seen_itl_ms(screen.snapshot)
-    start = tally.end_of("while people chat", 0)
+    tally.end("while people chat")
     for index in range(NUM_READERS):
         traffic.create_task(client.read(random.Random(index)))
     screen.phase = "3/5  long prompts arrive, and the streams of the others stutter"
     await asyncio.sleep(BUSY_S)
-    start = tally.end_of("beside long prompts", start)
+    tally.end("beside long prompts")
     objective_ms = math.ceil(math.sqrt(calm_ms * seen_itl_ms(screen.snapshot)))
     operator.set_objective(objective_ms)
     screen.phase = f"4/5  the manifest now asks for an inter-token latency p95 of {objective_ms} ms"
     await until_met(screen, tally, objective_ms)
-    tally.end_of("under the objective", start)
+    tally.end("under the objective")
     screen.phase = "5/5  draining: answers under way are finished"
 
 
 async def until_met(screen: Screen, tally: Tally, objective_ms: int) -> None:
-    start_s = time.monotonic()
+    """Wait until the replicas' counts meet the objective. The clients' phase begins when the replicas begin to count."""
+    start_s, asked, num = time.monotonic(), screen.phase, 0
     while (after_s := time.monotonic() - start_s) < MEET_S:
         await asyncio.sleep(0.5)
+        if not num:
+            tally.begin()
         num, num_within = gaps_within(screen.snapshot, objective_ms)
         is_met = num >= ENOUGH_GAPS and num_within >= (1 - BUDGET) * num
-        tally.objective = f"{num_within / max(1, num):.1%} of {num} gaps are within the objective of {objective_ms} ms"
+        within = f"{num_within / max(1, num):.1%} of {num} gaps"
+        tally.objective = f"{within} are within the objective of {objective_ms} ms"
         tally.objective += f": met after {after_s:.0f} s" if is_met else f": not met in {after_s:.0f} s"
+        screen.phase = f"{asked}: {within} since then are shorter" if num else asked
         if is_met and after_s >= SHOW_S:
             break
 
 
+def story(phases: list[Phase]) -> Iterator[str]:
+    """Yield what the clients saw in each phase, and why; p95 of the time between two tokens, and to the first one."""
+    causes = (
+        "A step computes one token for each answer under way.",
+        "The same steps compute long prompts too, piece by piece, so they take longer.",
+        "Tuning limits how long a step takes, so the pieces are smaller, and long prompts wait a little longer.",
+    )
+    for phase, cause in zip(phases, causes, strict=False):
+        seen = f"{phase.itl_ms:.1f} ms between tokens, {phase.ttft_ms:.0f} ms to the first one (p95)"
+        yield f"  {phase.name}: {seen}. {cause}"
+
+
 def report(console: Console, tally: Tally, moves: list[str], exit_code: int) -> int:
-    ttft = f"TTFT p50 {percentile(tally.ttft_s, 50) * 1000:.0f} ms, p95 {percentile(tally.ttft_s, 95) * 1000:.0f} ms"
     console.rule("Summary")
-    console.print(f"{tally.num_answered} answers, {tally.num_tokens} tokens, {len(tally.failures)} failures; {ttft}")
-    phases = ", ".join(f"{p95_ms:.1f} ms {phase}" for phase, p95_ms in tally.p95_ms.items())
-    console.print(f"inter-token latency p95, as the clients saw it: {phases}", highlight=False)
+    console.print(f"{tally.num_answered} answers, {tally.num_tokens} tokens, {len(tally.failures)} failures")
+    for line in story(tally.phases):
+        console.print(line, highlight=False)
     console.print(f"{tally.objective}. What tuning did:", highlight=False)
     for move in moves:
         console.print(f"  {move}", highlight=False)

@@ -70,3 +70,17 @@ def test_gaps_are_counted_against_the_objective_in_force(demo: ModuleType) -> No
     num = 2 * counts.gaps.num
     assert demo.gaps_within(known, 40) == (num, num - 2 * counts.gaps.num_over)
     assert demo.gaps_within(known, 41) == demo.gaps_within(None, 40) == (0, 0)
+
+
+def test_a_phase_is_of_what_the_clients_saw_in_it(demo: ModuleType) -> None:
+    tally = demo.Tally()
+    tally.gaps_s += [0.5] * 20
+    tally.begin()
+    for name, gap_s in (("calm", 0.006), ("busy", 0.030), ("paced", 0.010)):
+        tally.gaps_s += [gap_s] * 20
+        tally.ttft_s += [10 * gap_s] * 20
+        tally.end(name)
+    calm, busy, paced = demo.story(tally.phases)
+    assert calm.startswith("  calm: 6.0 ms between tokens, 60 ms to the first one (p95). A step computes")
+    assert "30.0 ms" in busy and "long prompts" in busy
+    assert "10.0 ms" in paced and "Tuning limits" in paced
