@@ -76,6 +76,19 @@ def test_a_verdict_counts_slices() -> None:
     }
 
 
+def test_steps_with_a_whole_prompt_are_counted_at_least() -> None:
+    from closed_loop import CHAT, Speed, prompt_share
+
+    chat = [(least + most) / 2 for least, most in (CHAT[:2], CHAT[2:])]
+    assert 1155 / chat[0] == pytest.approx(5.0, rel=0.02) and 211 / chat[1] == pytest.approx(5.0, rel=0.02)
+    speed = Speed(long_prompt_s=1.28, gap_s=0.0084, prompt_token_s=0.000625, output_token_s=0.00093)
+    a_request_s = chat[0] * 0.000625 + chat[1] * 0.00093
+    per_s = 0.7 / a_request_s
+    others_per_s = (1.0 - per_s * chat[0] * 0.000625) / 0.0084
+    assert prompt_share(speed, 0.7) == pytest.approx(per_s / (per_s + others_per_s))
+    assert prompt_share(speed, 0.5) < 0.05 < prompt_share(speed, 0.7) < prompt_share(speed, 0.9) < 1.0
+
+
 def test_requests_count_in_the_slice_in_which_they_were_sent() -> None:
     from closed_loop_report import pooled, slices, summary
     from contender import Answer, Ask, Outcome
