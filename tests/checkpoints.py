@@ -209,6 +209,8 @@ OTHER_ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = 
     "olmoe": (OlmoeConfig, {"pad_token_id": 0, "num_experts": 6, "num_experts_per_tok": 2}),
 }
 
+ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES | OTHER_ARCHITECTURES
+
 
 def make_checkpoint(
     directory: Path,
@@ -219,12 +221,12 @@ def make_checkpoint(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint of ``arch``, a key of one of the dictionaries above, into ``directory``; returns it.
+    """Write a checkpoint of ``arch``, a key of ``ALL_ARCHITECTURES``, into ``directory``; returns it.
 
     ``overrides`` replace fields of the transformers config. A small ``max_shard_size`` ("100KB") gives several
     safetensors files with an index. The same arguments give the same weights.
     """
-    config_class, own_sizes = (ARCHITECTURES | MORE_ARCHITECTURES | OTHER_ARCHITECTURES)[arch]
+    config_class, own_sizes = ALL_ARCHITECTURES[arch]
     config = config_class(**{**_SIZES, **own_sizes, **overrides})
     model = _random_model(config, seed).to(dtype)
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=[EOS_ID, TURN_END_ID])

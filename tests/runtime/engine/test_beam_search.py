@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from checkpoints import ARCHITECTURES, MORE_ARCHITECTURES, make_checkpoint
+from checkpoints import ALL_ARCHITECTURES, make_checkpoint
 from engines import GREEDY, generate, kv_block_bytes, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsUpdate
 from flyball_runtime.core.beam_search import BeamSearch
@@ -93,7 +93,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [*ARCHITECTURES, *MORE_ARCHITECTURES])
+@pytest.mark.parametrize("arch", ALL_ARCHITECTURES)
 def test_every_architecture(arch: str, tmp_path: Path) -> None:
     case = make_case(tmp_path, arch, [17, 40])
     check(search(case.engine(enable_prefix_caching=False, max_num_batched_tokens=30), case.searches), case.expected)

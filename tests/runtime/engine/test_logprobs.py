@@ -8,7 +8,7 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from checkpoints import make_checkpoint
+from checkpoints import ALL_ARCHITECTURES, make_checkpoint
 from engines import kv_block_bytes, make_engine, random_prompts
 from flyball_runtime.core.request import Request, TokenLogprobs
 from flyball_runtime.core.sampling_params import SamplingParams
@@ -23,8 +23,11 @@ SETTINGS = [
     structs.replace(BASE, logprobs=5, allowed_token_ids=(4, 5, 6, 7), top_k=2),
 ]
 
+FAST = ["qwen3", "mistral"]
+SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ALL_ARCHITECTURES if arch not in FAST]
 
-@pytest.fixture(scope="module", params=["qwen3", "mistral"])
+
+@pytest.fixture(scope="module", params=[*FAST, *SLOW])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 

@@ -8,7 +8,7 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from checkpoints import make_checkpoint
+from checkpoints import ALL_ARCHITECTURES, make_checkpoint
 from engines import kv_block_bytes, make_engine, random_prompts
 from flyball_runtime.core.request import Request, TokenLogprobs
 from flyball_runtime.core.sampling_params import SamplingParams
@@ -19,8 +19,11 @@ PROMPTS = [*random_prompts([1, 2, 17, 40, 100]), random_prompts([100])[0][:64]]
 BASE = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0)
 SETTINGS = [structs.replace(BASE, prompt_logprobs=count) for count in (3, 0, None, 20, 5, 1)]
 
+FAST = ["qwen3 windows", "mistral"]
+SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ALL_ARCHITECTURES if arch not in FAST]
 
-@pytest.fixture(scope="module", params=["qwen3 windows", "mistral"])
+
+@pytest.fixture(scope="module", params=[*FAST, *SLOW])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 

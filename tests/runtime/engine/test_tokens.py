@@ -1,5 +1,7 @@
 """Greedy tokens equal those of transformers, however the scheduler cuts the work up; on a GPU too (``-m gpu``)."""
 
+import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -7,20 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import ARCHITECTURES, MORE_ARCHITECTURES, OTHER_ARCHITECTURES, make_checkpoint
+from checkpoints import ALL_ARCHITECTURES, ARCHITECTURES, make_checkpoint
 from engines import GREEDY, Oracle, Reference, generate, have_drafted, kv_block_bytes, make_engine, random_prompts
+from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.kv_layout import KVGroup, KVLayout
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.speculation import SpeculativeConfig
+from flyball_runtime.core.stats import StepStats
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.scheduler.drafts import FIRST_ACCEPTANCE
 
 LENGTHS = [1, 5, 16, 17, 40, 100]
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
-SLOW = [*MORE_ARCHITECTURES, *OTHER_ARCHITECTURES]
-ALL = [*ARCHITECTURES, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SLOW)]
+SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ALL_ARCHITECTURES if arch not in ARCHITECTURES]
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Case:
         return make_engine(self.path, device=self.device, **settings)
 
 
-@pytest.fixture(scope="module", params=ALL)
+@pytest.fixture(scope="module", params=[*ARCHITECTURES, *SLOW])
 def cpu_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     prompts = random_prompts(LENGTHS)
@@ -171,6 +174,80 @@ def test_drafts_from_the_sequence_itself(case: Case) -> None:
     engine.governor.tokens_per_s = lambda *_: None
     assert generate(engine, prompts, sampling) == generate(case.engine(), prompts, sampling)
     assert engine.scheduler._drafter is not None and engine.scheduler._drafter.acceptance != FIRST_ACCEPTANCE
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_all_at_once(case: Case, ahead: bool) -> None:
+    """Chunks, prefix hits, forks, blocks in host memory, preemptions, a hundred resizes, drafts and cancellations."""
+    rng = random.Random(ahead)
+    engine = case.engine(
+        max_num_seqs=6,
+        max_num_batched_tokens=40,
+        max_model_len=144,
+        kv_cache_memory_bytes=_bytes_of_blocks(case, 18),
+        swap_space_bytes=_bytes_of_blocks(case, 60),
+        kv_drain_timeout_s=0.0,
+        async_scheduling=ahead,
+        speculative_config=None if ahead else SpeculativeConfig(num_speculative_tokens=5),
+    )
+    if not ahead:
+        known = [prompt + output for prompt, output in zip(case.prompts, case.expected, strict=True)]
+        have_drafted(engine, Oracle(5, known))
+    waiting = _requests(case, rng)
+    outputs: dict[str, list[int]] = {one.request_id: [] for one in waiting}
+    seen: Counter[str] = Counter()
+    while engine.has_work() or waiting or seen["resizes"] < 100:
+        if waiting and engine.scheduler.num_waiting < 4:
+            assert engine.submit(waiting.pop()) is None
+        if seen["resizes"] < 100 and rng.random() < 0.7:
+            seen["resizes"] += 1
+            fraction = rng.uniform(engine.scheduler.envelope.min_kv_cache_fraction, 1.0)
+            update = LimitsUpdate(revision=seen["resizes"], limits=LimitsChange(kv_cache_fraction=fraction))
+            assert engine.post_limits(update).status in (LimitsStatus.APPLIED, LimitsStatus.DEFERRED)
+        engine.tick()
+        if not engine.has_work():
+            continue
+        output = engine.step()
+        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            outputs[request_id].append(token_id)
+        for request_id in outputs:
+            if request_id.endswith("cancelled") and rng.random() < 0.05 and engine.abort(request_id) is not None:
+                seen["cancelled"] += 1
+        seen += _counts(output.stats)
+    for request_id, tokens in outputs.items():
+        expected = case.expected[int(request_id.split()[0])]
+        assert tokens == expected[: len(tokens)]
+        assert tokens == expected or request_id.endswith("cancelled")
+    happened = ["cancelled", "hits", "host hits", "swapped out", "swapped in", "preempted"]
+    assert [one for one in (*happened, *(() if ahead else ("accepted", "rejected"))) if not seen[one]] == []
+    assert engine.kv_cache.counts().used == 0
+
+
+def _requests(case: Case, rng: random.Random) -> list[Request]:
+    """Return each prompt six times, half of the time as two choices, of which one in three is to be cancelled."""
+    requests = []
+    for number in rng.sample(range(6 * len(case.prompts)), 6 * len(case.prompts)):
+        at, is_forked = number % len(case.prompts), rng.random() < 0.5
+        for choice in range(1 + is_forked):
+            name = f"{at} of {number}.{choice}{' cancelled' if rng.random() < 1 / 3 else ''}"
+            group = str(number) if is_forked else None
+            prompt = case.prompts[at]
+            requests.append(Request(request_id=name, prompt_token_ids=prompt, sampling=GREEDY, fork_group=group))
+    return requests
+
+
+def _counts(stats: StepStats) -> Counter[str]:
+    return Counter(
+        {
+            "hits": stats.num_prefix_hit_tokens,
+            "host hits": stats.num_host_hit_tokens,
+            "swapped out": stats.num_swapped_out_blocks,
+            "swapped in": stats.num_swapped_in_blocks,
+            "preempted": stats.num_preemptions,
+            "accepted": stats.num_accepted_tokens,
+            "rejected": stats.num_draft_tokens - stats.num_accepted_tokens,
+        }
+    )
 
 
 def _bytes_of_blocks(case: Case, num_blocks: int) -> int:
