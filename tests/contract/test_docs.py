@@ -413,3 +413,13 @@ def test_every_picture_can_be_shown_by_itself(picture: Path) -> None:
 def test_the_table_of_models_has_every_architecture() -> None:
     named = re.findall(r"^\| `(\w+ForCausalLM)` \|", (ROOT / "docs/serving.md").read_text(), re.MULTILINE)
     assert tuple(named) == SUPPORTED_ARCHITECTURES
+
+
+def test_what_the_pages_count_is_what_there_is() -> None:
+    """In README and in the comparison with other servers."""
+    readme, clients = PAGES[0].read_text(), (DOCS / "clients.md").read_text()
+    num_metrics = sum(row[2] == "yes" for row in rows_of_vllm())
+    assert re.findall(r"exports (\d+) of\s+\[vLLM's metrics\]", readme) == [str(num_metrics)]
+    counted = re.findall(r"^\| Models \| (\d+) architectures", readme, re.MULTILINE)
+    counted += re.findall(r"^\| Architectures \| (\d+),", clients, re.MULTILINE)
+    assert counted == [str(len(SUPPORTED_ARCHITECTURES))] * 2
