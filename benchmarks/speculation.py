@@ -1,6 +1,6 @@
-"""What n-gram drafts are worth (``--speculative-config``): the same engine with them and without, in turns.
+"""What drafts are worth (``--speculative-config``), from n-grams and of a draft model: engines with and without, in turns.
 
-    python benchmarks/speculation.py [--shape small] [--load 1x64x256 ...] [--runs 5]
+    python benchmarks/speculation.py [--shape small] [--load 1x64x192 ...] [--runs 5]
 
 A load is NUM x INPUT x OUTPUT tokens, all submitted at once. The model computes what one of its shape does, and its weights
 are set so that the next token depends on the last one alone, in three kinds of text:
@@ -8,27 +8,35 @@ are set so that the next token depends on the last one alone, in three kinds of 
 - repeated: a token always has the same successor, and 64 tokens make a circle. Every draft is right.
 - ambiguous: two successors, equally likely, among 32 tokens. There is always a draft, and most of its tokens are wrong, or
   behind a wrong one.
-- free: 7,000 successors. There is hardly ever a draft; what is left is the time of looking for one.
+- free: 7,000 successors. N-grams hardly ever give a draft, and drafts of a draft model are wrong.
 
-``mixed`` gives half of the clients repeated text and half free text. Prompts and seeds are fresh in each run. Both modes
-answer the same prompts with the same seeds, and their tokens are compared. ``on_over_off`` is the ratio of the medians of
-output tokens per second. Writes results/speculation.json.
+``mixed`` gives half of the clients repeated text and half free text. The draft model has the shape ``tiny`` and knows one
+successor of each token: it is always right, half of the time, and never. How often a real one is right depends on the two
+models; what a share of accepted tokens is worth is what this shows.
+
+Prompts and seeds are fresh in each run. Both modes answer the same prompts with the same seeds, and their tokens are compared.
+``on_over_off`` is the ratio of the medians of output tokens per second, ``accepted`` the share of drafted tokens. Where drafts
+do not pay, the engine makes few, which the figures show too. Writes results/speculation.json.
 """
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from common import make_checkpoint, save
 from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.core.stats import StepOutput
 from flyball_runtime.llm import LLM
 from modes import Requests, on_over_off
 
-LOADS = ("1x64x256", "4x64x256", "16x64x128")
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-MODES = {"off": None, "on": SPECULATION}
+LOADS = ("1x64x192", "8x64x128")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 4}
+DRAFT_SHAPE = "tiny"
 
 REPEATED, AMBIGUOUS, FREE = range(10, 74), range(100, 132), range(1000, 8000)
 KINDS = {"repeated": (REPEATED,), "ambiguous": (AMBIGUOUS,), "free": (FREE,), "mixed": (REPEATED, FREE)}
@@ -45,13 +53,16 @@ def successors(token_id: int) -> Sequence[int]:
     return FREE
 
 
-def make_chain(folder: Path, shape: str, dtype: str) -> Path:
-    """Write a checkpoint whose layers add nothing, and whose head gives the successors; an existing one is reused."""
+def make_chain(folder: Path, shape: str, dtype: str, most: int | None = None) -> Path:
+    """Write a checkpoint whose layers add nothing, and whose head gives the successors; an existing one is reused.
+
+    ``most``: how many successors of a token it knows; None: all.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
     source = make_checkpoint(folder, shape, dtype=dtype)
-    path = folder / f"{source.name}-chain"
+    path = folder / f"{source.name}-chain{most or ''}"
     if (path / "model.safetensors").exists():
         return path
     weights = load_file(source / "model.safetensors")
@@ -62,7 +73,7 @@ def make_chain(folder: Path, shape: str, dtype: str) -> Path:
     hidden_size = embedding.shape[1]  # behind the norm, the one number that is not 0 is its square root
     for at, token_id in enumerate((*REPEATED, *AMBIGUOUS, FREE[0])):
         embedding[token_id, at] = 1.0
-        head[torch.tensor(successors(token_id)), at] = LOGIT / hidden_size**0.5
+        head[torch.tensor(successors(token_id)[:most]), at] = LOGIT / hidden_size**0.5
     embedding[FREE[0] : FREE[-1] + 1] = embedding[FREE[0]].clone()
     path.mkdir()
     for file in source.iterdir():
@@ -79,7 +90,7 @@ def make_prompt(kind: range, length: int, rng: random.Random) -> list[int]:
     return tokens
 
 
-def measure(llms: dict[str, LLM], kind: str, load: str, runs: int) -> dict[str, Any]:
+def measure(name: str, llms: dict[str, LLM], kind: str, load: str, runs: int) -> dict[str, Any]:
     num, input_len, output_len = map(int, load.split("x"))
 
     def requests(index: int) -> Requests:
@@ -88,7 +99,28 @@ def measure(llms: dict[str, LLM], kind: str, load: str, runs: int) -> dict[str, 
         seeds = range(1000 * index, 1000 * index + num)
         return prompts, [SamplingParams(max_tokens=output_len, ignore_eos=True, seed=seed) for seed in seeds]
 
-    return on_over_off(f"{kind} {load}", llms, runs, requests)
+    counts: Counter[str] = Counter()
+    with counted(llms["on"], counts):
+        result = on_over_off(f"{name} {kind} {load}", llms, runs, requests)
+    return result | {"drafted": counts["drafted"], "accepted": counts["accepted"] / max(1, counts["drafted"])}
+
+
+@contextmanager
+def counted(llm: LLM, counts: Counter[str]) -> Iterator[None]:
+    """Count the drafted and the accepted tokens of all steps, the warm-up's too."""
+    plain = llm.engine.step
+
+    def step() -> StepOutput:
+        output = plain()
+        counts["drafted"] += output.stats.num_draft_tokens
+        counts["accepted"] += output.stats.num_accepted_tokens
+        return output
+
+    llm.engine.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        llm.engine.step = plain  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -101,17 +133,24 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=Path("out/checkpoints"))
     args = parser.parse_args()
     path = make_chain(args.checkpoints, args.shape, args.dtype)
-    llms = {
-        mode: LLM(
+    draft = make_chain(args.checkpoints, DRAFT_SHAPE, args.dtype, most=1)
+
+    def engine(config: dict[str, object] | None) -> LLM:
+        return LLM(
             path, dtype=args.dtype, max_model_len=2048, kv_cache_memory_bytes=2**29, enable_prefix_caching=False,
             speculative_config=config,
-        )
-        for mode, config in MODES.items()
-    }  # fmt: skip
-    results = {
-        kind: {load: measure(llms, kind, load, args.runs) for load in args.load or LOADS} for kind in args.kind or KINDS
-    }
-    save("speculation", {"shape": args.shape, "dtype": args.dtype, "runs": args.runs, **SPECULATION, "kinds": results})
+        )  # fmt: skip
+
+    off = engine(None)
+    results = {}
+    for name, config in {"ngram": NGRAM, "draft_model": DRAFT_MODEL | {"model": str(draft)}}.items():
+        llms = {"off": off, "on": engine(config)}
+        results[name] = {
+            kind: {load: measure(name, llms, kind, load, args.runs) for load in args.load or LOADS}
+            for kind in args.kind or KINDS
+        }
+    settings = {"ngram": NGRAM, "draft_model": DRAFT_MODEL | {"shape": DRAFT_SHAPE}}
+    save("speculation", {"shape": args.shape, "dtype": args.dtype, "runs": args.runs, **settings, "results": results})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """What host memory for evicted KV blocks is worth (``--swap-space``): chats whose tokens exceed the KV cache, in turns.
 
-    python benchmarks/swap.py [--shape small] [--chats 24] [--turns 4] [--runs 5]
+    python benchmarks/swap.py [--shape small] [--chats 24] [--turns 4] [--runs 6]
 
-``off`` and ``on`` are one engine each, with a KV cache that holds a part of all chats. A turn of a chat sends all that was said
-so far and ``--input`` tokens more, and gets ``--output`` tokens; all chats have their turn at once, then all have the next one.
-So a chat comes back when the others have taken its blocks. Prompts are fresh in each run, and both modes answer the same
-ones; the first mode goes first in every other run. For each mode: prompt tokens that were found, output tokens a second,
-and the time to the first token, which includes the wait of one chat for the others. Writes results/swap.json.
+``off`` and ``on`` are one engine each, with a KV cache that holds a part of all chats. ``larger`` has no host memory either,
+but a KV cache of as many tokens as both of ``on`` together: on a CPU, where they are the same memory, that is the other use of
+it. A turn of a chat sends all that was said so far and ``--input`` tokens more, and gets ``--output`` tokens; all chats have
+their turn at once, then all have the next one. So a chat comes back when the others have taken its blocks. Prompts are fresh in
+each run (``--seed``), and all modes answer the same ones, each of them first in every third run. For each mode: prompt tokens
+that were found, output tokens a second, and the time to the first token, which includes the wait of one chat for the others.
+Writes results/swap.json.
 """
 
 import argparse
@@ -69,7 +71,8 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--kv-tokens", type=int, default=4096, help="tokens that the KV cache holds")
     parser.add_argument("--swap-tokens", type=int, default=32768, help="tokens that host memory holds")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--checkpoints", type=Path, default=Path("out/checkpoints"))
     args = parser.parse_args()
@@ -79,22 +82,28 @@ def main() -> None:
     engines = {
         mode: LLM(
             path, dtype=args.dtype, max_model_len=2048, max_num_seqs=8,
-            kv_cache_memory_bytes=args.kv_tokens * token_bytes, swap_space_bytes=num_tokens * token_bytes,
+            kv_cache_memory_bytes=num_kv * token_bytes, swap_space_bytes=num_swap * token_bytes,
         ).engine
-        for mode, num_tokens in {"off": 0, "on": args.swap_tokens}.items()
+        for mode, (num_kv, num_swap) in {
+            "off": (args.kv_tokens, 0),
+            "on": (args.kv_tokens, args.swap_tokens),
+            "larger": (args.kv_tokens + args.swap_tokens, 0),
+        }.items()
     }  # fmt: skip
     figures: dict[str, dict[str, list[float]]] = {mode: {} for mode in engines}
     num_different = 0
     for index in range(args.runs + 1):  # the first is a warm-up
-        rng = random.Random(f"{index} {time.time_ns()}")
+        rng = random.Random(f"{args.seed} {index}")
         prompts = [[rng.randrange(10, 8000) for _ in range(args.input)] for _ in range(args.chats)]
         said = {}
-        for mode in list(engines)[:: 1 if index % 2 else -1]:
+        first = index % len(engines)
+        for mode in [*engines][first:] + [*engines][:first]:
             result = run(engines[mode], prompts, args.turns, args.input, args.output)
             said[mode] = result.pop("said")
             for name, value in result.items() if index else ():
                 figures[mode].setdefault(name, []).append(value)
-        num_different += sum(one != other for one, other in zip(said["off"], said["on"], strict=True))
+        for mode in ("on", "larger"):
+            num_different += sum(one != other for one, other in zip(said["off"], said[mode], strict=True))
     medians = {mode: {name: median_of(values) for name, values in one.items()} for mode, one in figures.items()}
     for mode, one in medians.items():
         print(mode, {name: round(value["median"], 4) for name, value in one.items()})
