@@ -60,6 +60,7 @@ CLIENTS = {
     "guidellm": Client("guidellm==0.8.1", script("guidellm"), shares_torch=True),
     "jsonschema": Client("jsonschema==4.26.0 lark==1.3.1", script("structured")),
     "aiperf": Client("aiperf==0.13.0", script("aiperf")),
+    "lm-eval": Client("lm-eval==0.4.13 lm-eval[api,hf]", script("lm_eval"), shares_torch=True),
 }
 
 

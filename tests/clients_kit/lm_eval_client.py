@@ -49,7 +49,7 @@ def evaluate(backend: str, /, **model_args: object) -> dict[str, list[list[Any]]
     """Return what came back for each sample, by task."""
     command = [Path(sys.executable).with_name("lm-eval"), "run", "--model", backend, "--tasks", *TASKS]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in model_args.items())]
-    command += ["--include_path", ".", "--log_samples", "--output_path", backend]
+    command += ["--include_path", ".", "--log_samples", "--output_path", backend, "--device", "cpu"]
     variables = os.environ | {"OPENAI_API_KEY": os.environ["API_KEY"], "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, check=True, env=variables)
     samples = {}
@@ -63,7 +63,9 @@ def evaluate(backend: str, /, **model_args: object) -> dict[str, list[list[Any]]
 def check(name: str, ours: list[Any], theirs: list[Any], tolerance: float) -> None:
     assert len(ours) == len(theirs) >= NUM_TEXTS
     largest = max(abs(float(one) - float(other)) for one, other in zip(ours, theirs, strict=True))
-    print(f"{name}: {len(ours)} log likelihoods, from {min(map(float, theirs)):.1f}; they differ by at most {largest:.1e}")
+    print(
+        f"{name}: {len(ours)} log likelihoods, from {min(map(float, theirs)):.1f}; they differ by at most {largest:.1e}"
+    )
     assert largest <= tolerance
 
 
@@ -72,7 +74,7 @@ url = os.environ["BASE_URL"] + "/completions"
 served = evaluate(
     "local-completions", model="test", base_url=url, tokenizer=CHECKPOINT, num_concurrent=4, max_length=MAX_LENGTH
 )
-local = evaluate("hf", pretrained=CHECKPOINT, dtype="float32", device="cpu", max_length=MAX_LENGTH)
+local = evaluate("hf", pretrained=CHECKPOINT, dtype="float32", max_length=MAX_LENGTH)
 answers = [(float(logprob), is_greedy) for logprob, is_greedy in served["next_words"]]
 expected = [(float(logprob), is_greedy) for logprob, is_greedy in local["next_words"]]
 check("answers", [one for one, _ in answers], [one for one, _ in expected], 1e-4)
