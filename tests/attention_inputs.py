@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from flyball_kernels import kv_cache
+
 
 def attention_inputs(
     query_lens: list[int],
@@ -13,8 +15,12 @@ def attention_inputs(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    int8: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the tensors of one call. Slots that hold no token are NaN, and so are the unused blocks."""
+    """Return the tensors of one call. Slots that hold no token are NaN, and so are the unused blocks.
+
+    ``int8``: keys and values are rounded to 8 bits; what is NaN are the scales.
+    """
     num_blocks = [-(-length // block_size) for length in context_lens]
     ids = torch.randperm(sum(num_blocks) + 3)
     shape = (len(ids), block_size, num_kv_heads, head_dim)
@@ -30,9 +36,17 @@ def attention_inputs(
     cu_query_lens = torch.tensor([0, *query_lens]).cumsum(0).int()
     return {
         "query": torch.randn(sum(query_lens), num_q_heads, head_dim).to(dtype),
-        "k_cache": caches[0],
-        "v_cache": caches[1],
+        "k_cache": rounded_cache(caches[0]) if int8 else caches[0],
+        "v_cache": rounded_cache(caches[1]) if int8 else caches[1],
         "block_tables": tables,
         "cu_query_lens": cu_query_lens,
         "context_lens": torch.tensor(context_lens, dtype=torch.int32),
     }
+
+
+def rounded_cache(cache: Tensor) -> Tensor:
+    """Return the cache in int8."""
+    shape = (*cache.shape[:3], cache.shape[3] + kv_cache.SCALE_BYTES)
+    rounded = torch.randint(-128, 128, shape, dtype=torch.int8)
+    kv_cache.write(rounded, torch.arange(cache.shape[0] * cache.shape[1]), cache.flatten(0, 1))
+    return rounded

@@ -1,3 +1,4 @@
+import math
 from functools import partial
 from pathlib import Path
 
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 import flyball_kernels
-from attention_inputs import attention_inputs
+from attention_inputs import attention_inputs, rounded_cache
 from flyball_kernels import Backend
 from flyball_kernels.paged_attention import kernel, reference
 from kernel_checks import CPP, DEVICE, TOLERANCES, assert_close, assert_guards_intact, guarded, poisoned
@@ -285,6 +286,98 @@ def test_dot_is_refused_where_there_is_none():
         )
 
 
+check_int8 = partial(check, paged_attention, int8=True)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 15, 16, 20, 33, 64, 80, 96, 128, 256])
+def test_head_sizes_of_int8(dtype, head_dim):
+    check_int8([1, 9, 40, 3], [70, 9, 141, 65], head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (3, 1), (8, 1), (16, 2), (9, 1), (14, 2), (100, 1)])
+def test_head_groups_of_int8(heads):
+    check_int8([1, 20, 3], [130, 20, 77], num_q_heads=heads[0], num_kv_heads=heads[1])
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 128])
+@pytest.mark.parametrize("sliding_window", [None, 1, 2, 15, 64, 100])
+def test_blocks_and_windows_of_int8(block_size, sliding_window):
+    check_int8(*RAGGED, block_size=block_size, sliding_window=sliding_window)
+
+
+@pytest.mark.parametrize("context_len", [15, 16, 17, 63, 64, 65, 511, 512, 513, 1500])
+def test_contexts_of_int8(context_len):
+    check_int8([1, 2, 13], [context_len, context_len, context_len])
+
+
+@pytest.mark.parametrize("context_len", [*range(60, 70), 127, 129, 1500])
+def test_contexts_of_bf16_on_int8(dot, context_len):
+    check_int8([13, 40, 60, 1], [context_len] * 4, dot=dot, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 15, 20, 33, 72])
+def test_head_sizes_of_bf16_on_int8(dot, head_dim):
+    check_int8([1, 9, 40, 3], [70, 9, 141, 65], head_dim=head_dim, dot=dot, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5, 50.0])
+def test_softcap_and_sinks_of_int8(dtype, softcap):
+    sinks = torch.tensor([0.5, -200.0, 3.0, 0.0, 1.0, 300.0])
+    check_int8([1, 7, 90], [600, 65, 200], softcap=softcap, sinks=sinks, sliding_window=100, dtype=dtype)
+
+
+def test_rounding_to_int8_moves_an_output_no_further_than_its_bound(dtype):
+    """Each score moves by half a unit of its key times the sum of the query's magnitudes; with e the largest of them, each
+    weight by a factor within exp(+-2e) (numerator and sum), and each value by half a unit of its own."""
+    lens = [1, 7, 90], [600, 65, 200]
+    torch.manual_seed(0)
+    exact = attention_inputs(*lens, dtype=dtype)
+    rounded = {**exact, **{name: rounded_cache(exact[name]) for name in ("k_cache", "v_cache")}}
+    run = partial(paged_attention, scale=0.125, max_query_len=90)
+    most_key, most_value = (exact[name].nan_to_num().abs().max().item() for name in ("k_cache", "v_cache"))
+    most_query = exact["query"].float().abs().sum(-1).max().item()
+    weights = math.exp(2 * 0.125 * most_query * most_key / 254) - 1
+    bound = most_value * (weights + 1 / 254) + most_value * 2**-7 * (dtype != torch.float32)
+    moved = (run(**rounded).float() - run(**exact).float()).abs().max().item()
+    assert 0 < moved < bound
+    assert moved < 0.05  # in fact far less: the errors of elements and keys cancel
+
+
+def test_weights_of_an_int8_cache_sum_to_one(dot):
+    inputs = attention_inputs([1, 50, 90], [300, 50, 777], dtype=torch.bfloat16)
+    inputs["v_cache"][:] = 3.0
+    inputs["k_cache"], inputs["v_cache"] = rounded_cache(inputs["k_cache"]), rounded_cache(inputs["v_cache"])
+    out = paged_attention(**inputs, scale=0.125, max_query_len=90, dot=dot)
+    torch.testing.assert_close(out, torch.full_like(out, 3.0), rtol=0, atol=0)
+
+
+def test_an_int8_cache_of_zeros_gives_zeros(dtype):
+    inputs = attention_inputs([1, 50], [300, 50], dtype=dtype)
+    for name in ("k_cache", "v_cache"):
+        inputs[name] = torch.zeros_like(rounded_cache(inputs[name]))
+    assert not paged_attention(**inputs, scale=0.125, max_query_len=50).any()
+
+
+def test_int8_of_a_token_is_the_same_bits_in_any_chunk(dot):
+    inputs = attention_inputs([200], [200], dtype=torch.bfloat16, int8=True)
+    whole = paged_attention(**inputs, scale=0.125, max_query_len=200, dot=dot)
+    for begin, end in ((0, 50), (50, 61), (61, 200)):
+        lens = {"cu_query_lens": torch.tensor([0, end - begin]).int(), "context_lens": torch.tensor([end]).int()}
+        chunk = {**inputs, "query": inputs["query"][begin:end], **lens}
+        out = paged_attention(**chunk, scale=0.125, max_query_len=200, dot=dot)
+        torch.testing.assert_close(out, whole[begin:end], rtol=0, atol=0)
+
+
+def test_an_int8_cache_must_have_room_for_scales():
+    inputs = attention_inputs([1], [1], int8=True)
+    with pytest.raises(ValueError, match=r"k_cache has shape \[4, 16, 2, 67\]; it must be \[any, any, any, 68\]"):
+        paged_attention(**{**inputs, "k_cache": inputs["k_cache"][..., 1:].contiguous()}, scale=1.0, max_query_len=1)
+    with pytest.raises(ValueError, match=r"v_cache is torch\.float32; it must be torch\.int8"):
+        paged_attention(**{**inputs, "v_cache": inputs["v_cache"].float()}, scale=1.0, max_query_len=1)
+    with pytest.raises(ValueError, match="is for the cpp and torch backends, and this is triton"):
+        flyball_kernels.paged_attention(**inputs, scale=1.0, max_query_len=1, backend=Backend("triton"))
+
+
 def test_no_sequences(run):
     check(run, [], [])
 
@@ -378,6 +471,20 @@ def test_a_sequence_of_nan_leaves_the_others_alone(run, dtype):
     for block in inputs["block_tables"][bad, : -(-RAGGED[1][bad] // 16)].tolist():
         inputs["k_cache"][block] = inputs["v_cache"][block] = float("nan")
     run(**inputs, scale=0.125, max_query_len=130, sliding_window=None, out=dirty)
+    rows = slice(inputs["cu_query_lens"][bad], inputs["cu_query_lens"][bad + 1])
+    assert dirty[rows].isnan().all()
+    dirty[rows] = clean[rows]
+    torch.testing.assert_close(dirty, clean, rtol=0, atol=0)
+
+
+def test_a_sequence_of_nan_scales_leaves_the_others_alone(dtype):
+    inputs = attention_inputs(*RAGGED, dtype=dtype, int8=True)
+    run = partial(paged_attention, scale=0.125, max_query_len=130)
+    clean, bad = run(**inputs), 3
+    blocks = inputs["block_tables"][bad, : -(-RAGGED[1][bad] // 16)].long()
+    for name in ("k_cache", "v_cache"):
+        inputs[name][blocks] = rounded_cache(torch.full((len(blocks), 16, 2, 64), float("nan")))
+    dirty = run(**inputs)
     rows = slice(inputs["cu_query_lens"][bad], inputs["cu_query_lens"][bad + 1])
     assert dirty[rows].isnan().all()
     dirty[rows] = clean[rows]

@@ -33,6 +33,7 @@ constexpr float kLog2e = 1.44269504088896f;
 using Vec = float __attribute__((vector_size(4 * kLanes)));
 using VecI = int32_t __attribute__((vector_size(4 * kLanes)));
 using VecU = uint32_t __attribute__((vector_size(4 * kLanes)));
+using VecI8 = int8_t __attribute__((vector_size(kLanes)));
 using VecU16 = uint16_t __attribute__((vector_size(2 * kLanes)));
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -67,6 +68,16 @@ inline Vec load(const c10::Half* from) {
   Vec v;
   for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(from[i]);
   return v;
+#endif
+}
+
+inline Vec load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_raw<__m128i>(from)));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  return __builtin_convertvector(load_raw<VecI8>(from), Vec);
 #endif
 }
 

@@ -6,6 +6,7 @@
 // (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
 // exact in all. Int8 (int8.h) and Int4 (int4.h) are for weights that have been rounded. See benchmarks/linear.py.
 #include "../cpu/dot.h"
+#include "../cpu/rounding.h"
 #include "../cpu/tensors.h"
 #include "../cpu/transpose.h"
 #include "amx.h"

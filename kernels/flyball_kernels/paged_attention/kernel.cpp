@@ -25,9 +25,11 @@ struct Task {
   }
 };
 
-template <class T>
+// Of queries and outputs T, and of a cache of C.
+template <class T, class C>
 struct Attention {
-  const T *query, *k_cache, *v_cache;
+  const T* query;
+  KVCache<const C> k_cache, v_cache;
   T* out;
   const int32_t *block_tables, *cu_query_lens, *context_lens;
   int64_t num_sequences, max_blocks, block_size, num_q_heads, num_kv_heads, head_dim;
@@ -87,20 +89,23 @@ struct Attention {
     return tasks;
   }
 
-  KeyTile<T> locate(const Task& t, int64_t start) const {
-    KeyTile<T> tile;
+  KeyTile<C> locate(const Task& t, int64_t start) const {
+    KeyTile<C> tile;
     tile.start = start;
     tile.end = std::min(start + kTileKeys, t.last_key);
     const int32_t* table = block_tables + t.sequence * max_blocks;
-    for (int64_t key = start, i = 0; key < tile.end;) {
-      const int64_t slot = table[key / block_size] * block_size + key % block_size;
-      const int64_t block_end = std::min(tile.end, (key / block_size + 1) * block_size);
-      for (int64_t offset = (slot * num_kv_heads + t.kv_head) * head_dim; key < block_end; ++key, ++i) {
-        tile.keys[i] = k_cache + offset;
-        tile.values[i] = v_cache + offset;
-        offset += num_kv_heads * head_dim;
+    for (int64_t i = 0; i < tile.size();) {
+      const int64_t block = table[(start + i) / block_size], offset = (start + i) % block_size;
+      const int64_t n = std::min(tile.size() - i, block_size - offset);
+      if constexpr (kIsInt8<C>)
+        tile.scales.read(i, n, k_cache.scale(block, offset, t.kv_head), v_cache.scale(block, offset, t.kv_head));
+      const C *key = k_cache.vector(block, offset, t.kv_head), *value = v_cache.vector(block, offset, t.kv_head);
+      for (int64_t end = i + n; i < end; ++i) {
+        tile.keys[i] = std::exchange(key, key + k_cache.token_stride());
+        tile.values[i] = std::exchange(value, value + v_cache.token_stride());
       }
     }
+    if constexpr (kIsInt8<C>) tile.scales.fill_last_vector(tile.size());
     return tile;
   }
 
@@ -118,29 +123,30 @@ struct Attention {
   }
 
   // The tile's keys that a token sees are those from first_key on, before last_key.
-  int64_t last_key(const Task& t, const KeyTile<T>& tile, int64_t row) const {
+  int64_t last_key(const Task& t, const KeyTile<C>& tile, int64_t row) const {
     return position(t) + row / group() + 1 - tile.start;
   }
-  int64_t first_key(const Task& t, const KeyTile<T>& tile, int64_t row) const { return last_key(t, tile, row) - window; }
+  int64_t first_key(const Task& t, const KeyTile<C>& tile, int64_t row) const { return last_key(t, tile, row) - window; }
 
   // Scores of the keys [begin, end) become weights.
   template <class E>
-  void soften(const Task& t, const KeyTile<T>& tile, const Workspace<E>& work, int64_t row, int64_t rows, int64_t begin,
+  void soften(const Task& t, const KeyTile<C>& tile, const Workspace<E>& work, int64_t row, int64_t rows, int64_t begin,
               int64_t end) const {
     for (int64_t i = 0; i < rows; ++i) {
       float* scores = work.scores + i * kTileKeys;
       if (kDepth<E> > 1) scale_row(scores, begin, end, query_scale());
+      if constexpr (kIsInt8<C>) scale_row(scores, begin, end, tile.scales.keys);
       if (softcap > 0.0f) bound_row(scores, begin, end, softcap * kLog2e);
-      soften_row(work, row + i, i, first_key(t, tile, row + i), last_key(t, tile, row + i), begin, end);
+      soften_row(work, tile.scales, row + i, i, first_key(t, tile, row + i), last_key(t, tile, row + i), begin, end);
     }
   }
 
-  void visit_directly(const Task& t, const KeyTile<T>& tile, const KeyTile<T>& next, const Workspace<float>& work,
+  void visit_directly(const Task& t, const KeyTile<C>& tile, const KeyTile<C>& next, const Workspace<float>& work,
                       int64_t rows) const {
     score_few_rows(rows, tile, work.query, work.dim, work.scores);
     soften(t, tile, work, 0, rows, 0, tile.size());
     // the next tile's keys are fetched meanwhile; after the last tile, something that is there already
-    const T* const* coming = next.size() > 0 ? next.keys : tile.keys;
+    const C* const* coming = next.size() > 0 ? next.keys : tile.keys;
     const int64_t last = std::max<int64_t>(next.size(), 1) - 1;
     weigh(work, 0, rows, 0, tile.size(), [&]<int V>(int64_t j, int64_t d) {
       prefetch<V * kLanes>(coming[std::min(j, last)] + d);
@@ -150,7 +156,7 @@ struct Attention {
 
   // Strip by strip, because a strip's scores then stay in the nearest cache. Keys that a strip does not see are left out.
   template <class E>
-  void visit_packed(const Task& t, const KeyTile<T>& tile, const Workspace<E>& work, int64_t rows) const {
+  void visit_packed(const Task& t, const KeyTile<C>& tile, const Workspace<E>& work, int64_t rows) const {
     pack_keys(tile, head_dim, work.keys);
     pack_values(tile, head_dim, work.dim, work.values);
     for_each_strip(rows, [&](int64_t row, int64_t height) {
@@ -193,9 +199,9 @@ struct Attention {
   void work_on(const Task& t, const Workspace<E>& work, int64_t rows) const {
     load_query(t, work, rows);
     work.reset(rows);
-    KeyTile<T> tile = locate(t, t.first_key);
+    KeyTile<C> tile = locate(t, t.first_key);
     while (tile.size() > 0) {
-      const KeyTile<T> next = locate(t, tile.end);
+      const KeyTile<C> next = locate(t, tile.end);
       if constexpr (kDepth<E> == 1) {
         if (reads_cache_directly(rows)) visit_directly(t, tile, next, work, rows);
         else visit_packed(t, tile, work, rows);
@@ -258,15 +264,21 @@ void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v
                      const std::optional<Tensor>& sinks, std::optional<bool> dot, const Tensor& out) {
   TORCH_CHECK_VALUE(!dot.value_or(false) || (has_dot() && query.scalar_type() == at::kBFloat16),
                     "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16");
-  dispatch(query, "paged_attention", [&]<class T>(T*) {
-    const Attention<T> attention{
-        data<const T>(query), data<const T>(k_cache), data<const T>(v_cache), data<T>(out),
+  const auto attend = [&]<class T, class C>(T*, C*) {
+    const int64_t block_size = k_cache.size(1), num_kv_heads = k_cache.size(2), head_dim = query.size(2);
+    const Attention<T, C> attention{
+        data<const T>(query), {data<const C>(k_cache), block_size, num_kv_heads, head_dim},
+        {data<const C>(v_cache), block_size, num_kv_heads, head_dim}, data<T>(out),
         data<const int32_t>(block_tables), data<const int32_t>(cu_query_lens), data<const int32_t>(context_lens),
-        context_lens.size(0), block_tables.size(1), k_cache.size(1), query.size(1), k_cache.size(2), query.size(2),
+        context_lens.size(0), block_tables.size(1), block_size, query.size(1), num_kv_heads, head_dim,
         sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale),
         static_cast<float>(softcap.value_or(0.0)), data_or_null<float>(sinks), dot.value_or(has_fast_dot())};
     attention.check(query.size(0), k_cache.size(0));
     attention();
+  };
+  dispatch(query, "paged_attention", [&]<class T>(T* type) {
+    if (k_cache.scalar_type() == at::kChar) attend(type, static_cast<int8_t*>(nullptr));
+    else attend(type, type);
   });
 }
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from flyball_kernels import kv_cache
+
 
 def paged_attention(
     query: Tensor,
@@ -30,7 +32,8 @@ def paged_attention(
 def _gather(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
     block_size = cache.shape[1]
     num_blocks = -(-context_len // block_size)
-    return cache[block_table[:num_blocks].long()].flatten(0, 1)[:context_len]  # [context_len, num_kv_heads, head_dim]
+    vectors = kv_cache.read(cache[block_table[:num_blocks].long()])
+    return vectors.flatten(0, 1)[:context_len]  # [context_len, num_kv_heads, head_dim]
 
 
 def _attend(
@@ -45,7 +48,7 @@ def _attend(
     query_len, num_q_heads, _ = query.shape
     context_len, num_kv_heads, _ = keys.shape
     group = num_q_heads // num_kv_heads
-    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

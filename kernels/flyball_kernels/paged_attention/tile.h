@@ -2,12 +2,14 @@
 //
 // A row is one (token, query head); the rows of a tile share a KV head. Keys and values are read in place from the
 // cache, through one pointer per token, so any block size will do. Operands are fp32, or pairs of bf16 for which the
-// softmax weights are rounded to bf16, as in FlashAttention. Sums are fp32; scores are in base 2.
+// softmax weights are rounded to bf16, as in FlashAttention. Sums are fp32; scores are in base 2. Whole numbers of an int8
+// cache are exact as either operand: scores are multiplied by the keys' scales, and weights by the values'.
 #pragma once
 
 #include <utility>
 
 #include "../cpu/dot.h"
+#include "../cpu/kv_cache.h"
 #include "../cpu/transpose.h"
 
 namespace flyball {
@@ -92,12 +94,32 @@ inline void prefetch(const T* from) {
   for (int64_t i = 0; i < N; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
 }
 
+// Scales of a tile's keys and values in an int8 cache; other caches have none.
+template <class C>
+struct Scales {};
+
+template <>
+struct Scales<int8_t> {
+  float keys[kTileKeys], values[kTileKeys];
+
+  // Takes over those of n tokens, the i-th and following ones of the tile.
+  void read(int64_t i, int64_t n, const int8_t* of_keys, const int8_t* of_values) {
+    std::memcpy(keys + i, of_keys, n * sizeof(float));
+    std::memcpy(values + i, of_values, n * sizeof(float));
+  }
+  void fill_last_vector(int64_t size) {
+    std::fill(keys + size, keys + round_up(size, kLanes), 0.0f);
+    std::fill(values + size, values + round_up(size, kLanes), 0.0f);
+  }
+};
+
 // The keys [start, end) of one KV head: where each token's key and value are.
-template <class T>
+template <class C>
 struct KeyTile {
   int64_t start, end;
-  const T* keys[kTileKeys];
-  const T* values[kTileKeys];
+  const C* keys[kTileKeys];
+  const C* values[kTileKeys];
+  [[no_unique_address]] Scales<C> scales;
 
   int64_t size() const { return end - start; }
 };
@@ -173,10 +195,15 @@ inline Vec load_operands(const T* from, int64_t n) {
   if constexpr (kDepth<E> == 1) {
     return load_up_to(from, n);
   } else {
-    if (n >= 2 * kLanes) return load_raw<Vec>(from);
-    T padded[2 * kLanes] = {};
-    std::memcpy(padded, from, n * sizeof(T));
-    return load_raw<Vec>(padded);
+    if (!kIsInt8<T> && n >= 2 * kLanes) return load_raw<Vec>(from);
+    c10::BFloat16 pairs[2 * kLanes] = {};
+    if constexpr (kIsInt8<T>) {
+      store_rounded(pairs, load_up_to(from, n));
+      if (n > kLanes) store_rounded(pairs + kLanes, load_up_to(from + kLanes, n - kLanes));
+    } else {
+      std::memcpy(pairs, from, n * sizeof(T));
+    }
+    return load_raw<Vec>(pairs);
   }
 }
 
@@ -240,6 +267,10 @@ inline void scale_row(float* scores, int64_t begin, int64_t end, float scale) {
   for (int64_t j = begin; j < end; j += kLanes) store(scores + j, load(scores + j) * scale);
 }
 
+inline void scale_row(float* scores, int64_t begin, int64_t end, const float* scales) {
+  for (int64_t j = begin; j < end; j += kLanes) store(scores + j, load(scores + j) * load(scales + j));
+}
+
 // Stores kLanes weights from the j-th on, rounded if they are pairs, and returns what it stored.
 template <class E>
 inline Vec store_weights(E* weights, int64_t j, Vec weight) {
@@ -251,11 +282,24 @@ inline Vec store_weights(E* weights, int64_t j, Vec weight) {
   }
 }
 
+template <class E, class C>
+inline Vec store_weights(E* weights, int64_t j, Vec weight, const Scales<C>&) {
+  return store_weights(weights, j, weight);
+}
+
+// The same for an int8 cache: what is stored, and rounded, are the products with the values' scales.
+template <class E>
+inline Vec store_weights(E* weights, int64_t j, Vec weight, const Scales<int8_t>& scales) {
+  const Vec scale = load(scales.values + j), stored = store_weights(weights, j, weight * scale);
+  if constexpr (kDepth<E> == 1) return weight;
+  else return scale > 0.0f ? stored / scale : weight;
+}
+
 // Turns scores of the row, the i-th of its strip, into weights relative to its new maximum, and scales what was summed
 // before to it. Keys outside [first, last) are hidden from the row, and so is what fills the last vector.
-template <class E>
-inline void soften_row(const Workspace<E>& work, int64_t row, int64_t i, int64_t first, int64_t last, int64_t begin,
-                       int64_t end) {
+template <class E, class C>
+inline void soften_row(const Workspace<E>& work, const Scales<C>& scales, int64_t row, int64_t i, int64_t first, int64_t last,
+                       int64_t begin, int64_t end) {
   float* scores = work.scores + i * kTileKeys;
   E* weights = work.weights + i * kTileKeys;
   const int64_t stop = begin + round_up(end - begin, kLanes);
@@ -268,7 +312,8 @@ inline void soften_row(const Workspace<E>& work, int64_t row, int64_t i, int64_t
     for (int64_t j = begin; j < stop; j += kLanes) store_weights(weights, j, Vec{});
     return;
   }
-  for (int64_t j = begin; j < stop; j += kLanes) total += store_weights(weights, j, exp2(load(scores + j) - new_max));
+  for (int64_t j = begin; j < stop; j += kLanes)
+    total += store_weights(weights, j, exp2(load(scores + j) - new_max), scales);
   if (new_max != work.max[row]) {
     const float correction = exp2(splat(work.max[row] - new_max))[0];
     for (int64_t d = 0; d < work.dim; d += kLanes) {

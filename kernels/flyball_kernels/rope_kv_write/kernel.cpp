@@ -1,4 +1,6 @@
 // One pass from the QKV projection to a rotated query and a written cache; see reference.py for what it composes.
+#include "../cpu/kv_cache.h"
+#include "../cpu/rounding.h"
 #include "../cpu/tensors.h"
 #include "../rms_norm/norm.h"
 #include "rotate.h"
@@ -29,12 +31,24 @@ struct Heads {
   }
 };
 
+// Rounds a token's vectors, one of each head, into its slot.
+template <class T>
+void round_into(const KVCache<int8_t>& cache, int64_t slot, const T* vectors) {
+  const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
+  for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
+    const float scale = round_vector(vectors + h * cache.head_dim, cache.head_dim, cache.vector(block, offset, h));
+    std::memcpy(cache.scale(block, offset, h), &scale, sizeof(scale));
+  }
+}
+
 Tensor rope_kv_write(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin_cache, const Tensor& k_cache,
                      const Tensor& v_cache, const Tensor& slot_mapping, const std::optional<Tensor>& q_norm,
                      const std::optional<Tensor>& k_norm, double eps, double norm_offset) {
   const Tensor rows = qkv.contiguous(), table = cos_sin_cache.contiguous();
   const Tensor at = positions.contiguous(), slots = slot_mapping.contiguous();
-  const int64_t num_tokens = rows.size(0), width = rows.size(1), num_kv = k_cache.size(2), head_dim = k_cache.size(3);
+  const int64_t num_tokens = rows.size(0), width = rows.size(1), num_kv = k_cache.size(2);
+  const bool rounds = k_cache.scalar_type() == at::kChar;
+  const int64_t head_dim = k_cache.size(3) - (rounds ? sizeof(float) : 0), block_size = k_cache.size(1);
   const int64_t num_q = width / head_dim - 2 * num_kv, kv_width = num_kv * head_dim, rotary_dim = table.size(1);
   check_below("positions", data<const int64_t>(at), num_tokens, table.size(0));
   check_below("slot_mapping", data<const int64_t>(slots), num_tokens, k_cache.size(0) * k_cache.size(1));
@@ -45,10 +59,20 @@ Tensor rope_kv_write(const Tensor& qkv, const Tensor& positions, const Tensor& c
                               static_cast<float>(eps), static_cast<float>(norm_offset)};
       const int64_t *position = data<const int64_t>(at), *slot = data<const int64_t>(slots);
 #pragma omp parallel for if (rows.numel() > kParallelGrain)
-      for (int64_t i = 0; i < num_tokens; ++i)
-        heads.token(data<const T>(rows) + i * width, data<const C>(table) + position[i] * rotary_dim,
-                    data<T>(query) + i * num_q * head_dim, data<T>(k_cache) + slot[i] * kv_width,
-                    data<T>(v_cache) + slot[i] * kv_width);
+      for (int64_t i = 0; i < num_tokens; ++i) {
+        const T* from = data<const T>(rows) + i * width;
+        const C* cos_sin = data<const C>(table) + position[i] * rotary_dim;
+        T* to = data<T>(query) + i * num_q * head_dim;
+        if (!rounds) {
+          heads.token(from, cos_sin, to, data<T>(k_cache) + slot[i] * kv_width, data<T>(v_cache) + slot[i] * kv_width);
+          continue;
+        }
+        struct Vectors;
+        T* key = reinterpret_cast<T*>(scratch<Vectors>(2 * kv_width));
+        heads.token(from, cos_sin, to, key, key + kv_width);
+        round_into({data<int8_t>(k_cache), block_size, num_kv, head_dim}, slot[i], key);
+        round_into({data<int8_t>(v_cache), block_size, num_kv, head_dim}, slot[i], key + kv_width);
+      }
     });
   });
   return query;

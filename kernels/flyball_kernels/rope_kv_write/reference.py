@@ -2,6 +2,7 @@
 
 from torch import Tensor, cat
 
+from flyball_kernels import kv_cache
 from flyball_kernels.rms_norm.reference import rms_norm
 
 
@@ -18,10 +19,10 @@ def rope_kv_write(
     norm_offset: float = 0.0,
 ) -> Tensor:
     query, key, value = split_norm_rope(
-        qkv, positions, cos_sin_cache, k_cache.shape[2], k_cache.shape[3], q_norm, k_norm, eps, norm_offset
+        qkv, positions, cos_sin_cache, k_cache.shape[2], kv_cache.head_dim_of(k_cache), q_norm, k_norm, eps, norm_offset
     )
-    k_cache.flatten(0, 1)[slot_mapping] = key
-    v_cache.flatten(0, 1)[slot_mapping] = value
+    kv_cache.write(k_cache, slot_mapping, key)
+    kv_cache.write(v_cache, slot_mapping, value)
     return query
 
 

@@ -1,0 +1,38 @@
+// The paged KV cache as the ops address it.
+//
+// Its elements are those of the model, or int8. A block of int8 holds its vectors as whole numbers,
+// [block_size, num_kv_heads, head_dim], and behind them their scales, fp32 [num_kv_heads, block_size]: its bytes are all
+// that there is to it, wherever they are copied.
+#pragma once
+
+#include <type_traits>
+
+#include "vec.h"
+
+namespace flyball {
+
+template <class C>
+constexpr bool kIsInt8 = std::is_same_v<std::remove_const_t<C>, int8_t>;
+
+template <class C>
+struct KVCache {
+  C* data;
+  int64_t block_size, num_kv_heads, head_dim;
+
+  int64_t block_numel() const {
+    return block_size * num_kv_heads * (head_dim + (kIsInt8<C> ? static_cast<int64_t>(sizeof(float)) : 0));
+  }
+  // The vector of a token in a head; that of the next token is token_stride() behind it, until the block ends.
+  C* vector(int64_t block, int64_t offset, int64_t head) const {
+    return data + block * block_numel() + (offset * num_kv_heads + head) * head_dim;
+  }
+  int64_t token_stride() const { return num_kv_heads * head_dim; }
+  // Where the bytes of its scale are; those of the next token follow.
+  C* scale(int64_t block, int64_t offset, int64_t head) const
+    requires kIsInt8<C>
+  {
+    return vector(block, block_size, 0) + (head * block_size + offset) * static_cast<int64_t>(sizeof(float));
+  }
+};
+
+}  // namespace flyball
