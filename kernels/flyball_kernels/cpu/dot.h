@@ -36,6 +36,18 @@ inline void store(Bf16Pair* to, V pairs) {
 // Pairs of two vectors that hold bf16 values.
 inline VecU pair_up(Vec first, Vec second) { return (VecU)first >> 16 | (VecU)second; }
 
+// One vector after the other, rounded to bf16.
+inline Vec join(Vec first, Vec second) {
+#if defined(__AVX512BF16__)
+  return (Vec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#else
+  c10::BFloat16 both[2 * kLanes];
+  store(both, first);
+  store(both + kLanes, second);
+  return load_raw<Vec>(both);
+#endif
+}
+
 inline Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 
 #if defined(__AVX512BF16__)

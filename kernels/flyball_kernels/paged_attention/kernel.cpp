@@ -89,6 +89,14 @@ struct Attention {
     return tasks;
   }
 
+  // They are read when the tile is located, before anything else could have fetched them.
+  void prefetch_scales(const Task& t, int64_t key) const {
+    if (key >= t.last_key) return;
+    const int64_t block = block_tables[t.sequence * max_blocks + key / block_size], offset = key % block_size;
+    __builtin_prefetch(k_cache.scale(block, offset, t.kv_head));
+    __builtin_prefetch(v_cache.scale(block, offset, t.kv_head));
+  }
+
   KeyTile<C> locate(const Task& t, int64_t start) const {
     KeyTile<C> tile;
     tile.start = start;
@@ -97,8 +105,10 @@ struct Attention {
     for (int64_t i = 0; i < tile.size();) {
       const int64_t block = table[(start + i) / block_size], offset = (start + i) % block_size;
       const int64_t n = std::min(tile.size() - i, block_size - offset);
-      if constexpr (kIsInt8<C>)
+      if constexpr (kIsInt8<C>) {
         tile.scales.read(i, n, k_cache.scale(block, offset, t.kv_head), v_cache.scale(block, offset, t.kv_head));
+        prefetch_scales(t, start + i + kTileKeys);
+      }
       const C *key = k_cache.vector(block, offset, t.kv_head), *value = v_cache.vector(block, offset, t.kv_head);
       for (int64_t end = i + n; i < end; ++i) {
         tile.keys[i] = std::exchange(key, key + k_cache.token_stride());

@@ -195,15 +195,11 @@ inline Vec load_operands(const T* from, int64_t n) {
   if constexpr (kDepth<E> == 1) {
     return load_up_to(from, n);
   } else {
-    if (!kIsInt8<T> && n >= 2 * kLanes) return load_raw<Vec>(from);
-    c10::BFloat16 pairs[2 * kLanes] = {};
-    if constexpr (kIsInt8<T>) {
-      store_rounded(pairs, load_up_to(from, n));
-      if (n > kLanes) store_rounded(pairs + kLanes, load_up_to(from + kLanes, n - kLanes));
-    } else {
-      std::memcpy(pairs, from, n * sizeof(T));
-    }
-    return load_raw<Vec>(pairs);
+    if constexpr (kIsInt8<T>) return join(load_up_to(from, n), n > kLanes ? load_up_to(from + kLanes, n - kLanes) : Vec{});
+    if (n >= 2 * kLanes) return load_raw<Vec>(from);
+    T padded[2 * kLanes] = {};
+    std::memcpy(padded, from, n * sizeof(T));
+    return load_raw<Vec>(padded);
   }
 }
 
