@@ -1,14 +1,18 @@
 """Engines on tiny checkpoints, and what transformers says of the same prompts."""
 
 import random
+import sys
 from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from flyball_kernels.linear.reference import round_rows
+from flyball_runtime.core.checkpoint import KVDType
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.kv_layout import KVLayout
 from flyball_runtime.core.request import Finished, Request, Sequence
@@ -34,11 +38,11 @@ def make_engine(path: Path, on_progress: Callable[[], object] = lambda: None, **
     return start_engine(config, on_progress=on_progress)
 
 
-def kv_block_bytes(path: Path, max_model_len: int = 256) -> int:
-    """Bytes of the KV blocks, one in each group of layers, of 16 tokens in fp32."""
+def kv_block_bytes(path: Path, max_model_len: int = 256, kv_dtype: KVDType = "float32") -> int:
+    """Bytes of the KV blocks, one in each group of layers, of 16 tokens."""
     config = describe_model(path, "auto")
     layout = KVLayout.of(config.sliding_windows, max_model_len)
-    return 16 * len(layout.groups) * layout.num_tensors * config.kv_bytes_per_layer("float32")
+    return 16 * len(layout.groups) * layout.num_tensors * config.kv_bytes_per_layer(kv_dtype)
 
 
 def random_prompts(lengths: list[int], seed: int = 0, vocab_size: int = 384) -> list[list[int]]:
@@ -116,11 +120,29 @@ def have_drafted(engine: Engine, oracle: Oracle) -> None:
     engine.governor.tokens_per_s = lambda *_: None
 
 
-class Reference:
-    """Greedy tokens of transformers, one prompt at a time."""
+INT8_KV = {"kv_cache_dtype": "int8_per_token_head"}
+ROUNDED_KV = "flyball_rounded_kv"
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+def _attend_rounded(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+) -> Any:
+    """Attend as the model's own code does, to keys and values rounded to 8 bits, each token's and head's by itself."""
+    values = [round_rows(x.flatten(0, 2)) for x in (key, value)]
+    key, value = ((one.values * one.scales[:, None]).view_as(key) for one in values)
+    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, *rest, **named)
+
+
+AttentionInterface.register(ROUNDED_KV, _attend_rounded)
+AttentionMaskInterface.register(ROUNDED_KV, eager_mask)
+
+
+class Reference:
+    """Greedy tokens of transformers, one prompt at a time; ``int8_kv``: with keys and values rounded to 8 bits."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, *, int8_kv: bool = False) -> None:
+        attention = {"attn_implementation": ROUNDED_KV} if int8_kv else {}
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **attention).eval()
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 24) -> list[list[int]]:
         return [self._generate(prompt, max_tokens) for prompt in prompts]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import make_checkpoint
-from engines import GREEDY, Reference, generate, make_engine, random_prompts
+from engines import GREEDY, INT8_KV, Reference, generate, make_engine, random_prompts
 from flyball_kernels import Backend
 from flyball_kernels.linear.reference import Grouped, round_groups, round_rows, unrounded
 from flyball_runtime.core.config import EngineConfig
@@ -220,6 +220,14 @@ def test_the_perplexity_of_a_trained_model_hardly_grows(texts: list[str]) -> Non
     print(exact, nats_per_token(texts, dtype="bfloat16"), rounded)
     assert rounded != exact
     assert math.exp(rounded - exact) < 1.01
+
+
+def test_the_perplexity_with_keys_and_values_in_8_bits_hardly_grows(texts: list[str]) -> None:
+    exact = nats_per_token(texts, dtype="float32")
+    rounded = [nats_per_token(texts, dtype=dtype, **INT8_KV) for dtype in ("float32", "bfloat16")]
+    print(exact, nats_per_token(texts, dtype="bfloat16"), *rounded)
+    assert exact not in rounded
+    assert max(math.exp(one - exact) for one in rounded) < 1.01
 
 
 def test_the_perplexity_in_4_bits_grows_little(texts: list[str]) -> None:

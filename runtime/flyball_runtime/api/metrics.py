@@ -203,6 +203,7 @@ class MetricsCollector(Collector):
             "model_name": self.model_name,
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_kv_blocks),
+            "cache_dtype": info.kv_cache_dtype,
         }
         yield _info("vllm:cache_config_info", "Always 1; the KV cache's settings, under vLLM's name.", config)
 

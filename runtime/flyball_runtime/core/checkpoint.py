@@ -11,6 +11,10 @@ from flyball_runtime.core.quantization import Stored, read_quantization
 
 DType = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+KVDType = DType | Literal["int8"]
+"""Of the vectors in the KV cache. int8: whole numbers, with an fp32 scale for each token and head."""
+
+KV_SCALE_BYTES = 4
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -47,9 +51,10 @@ class ServedModel(ABC):
         """Tokens to prepare for unless told."""
         return self.max_context_len
 
-    def kv_bytes_per_layer(self, dtype: DType) -> int:
+    def kv_bytes_per_layer(self, dtype: KVDType) -> int:
         """Bytes of keys and values of one token in one layer."""
-        return 2 * self.num_key_value_heads * self.head_dim * DTYPE_BYTES[dtype]
+        vector_bytes = self.head_dim + KV_SCALE_BYTES if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.num_key_value_heads * vector_bytes
 
 
 @dataclass(frozen=True)

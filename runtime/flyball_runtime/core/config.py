@@ -9,6 +9,7 @@ from typing import get_args
 import msgspec
 
 from flyball_protocol import BootPrior
+from flyball_runtime.core.checkpoint import DType, KVDType
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.lora import LoraConfig
 from flyball_runtime.core.quantization import Quantization
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 MODEL_IMPLS = ("auto", "flyball", "transformers")
 QUANTIZATIONS = get_args(Quantization)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = ("auto", "int8_per_token_head")
 DEVICES = ("auto", "cpu", "cuda")
 KERNEL_BACKENDS = ("auto", "cpp", "torch", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority", "sjf", "srpf", "edf", "dpr")
@@ -49,6 +51,8 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's total memory for weights, activations and KV cache, in (0, 1].
         kv_cache_memory_bytes: size of the KV cache at the start; None derives it from the device's memory.
         kv_cache_memory_max_bytes: what live limits may raise it to; None is its size at the start.
+        kv_cache_dtype: of keys and values in the KV cache; auto is that of the weights, int8_per_token_head rounds to 8 bits
+            with a scale for each token and head.
         kv_drain_timeout_s: how long running sequences hold up a lowered KV limit before some are preempted for it.
         block_size: tokens per KV block.
         async_scheduling: the next step is planned while one runs, and runs without a pause after it.
@@ -78,6 +82,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_max_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
     kv_drain_timeout_s: float = 30.0
     block_size: int = 16
     enable_prefix_caching: bool = True
@@ -100,6 +105,7 @@ class EngineConfig:
         _check_choice("model-impl", self.model_impl, MODEL_IMPLS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("quantization", self.quantization, QUANTIZATIONS)
+        _check_choice("kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("kernel-backend", self.kernel_backend, KERNEL_BACKENDS)
         _check_choice("scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
@@ -135,6 +141,10 @@ class EngineConfig:
                     "--speculative-config and --async-scheduling exclude each other: tokens are drafted from those of the "
                     "step before, which the next step would not wait for. Leave one of them out."
                 )
+
+    def kv_dtype(self, dtype: DType) -> KVDType:
+        """Return the dtype of the KV cache of a model with weights of ``dtype``."""
+        return dtype if self.kv_cache_dtype == "auto" else "int8"
 
     def step_tokens(self, device: str, max_model_len: int) -> int:
         """Return the most tokens that one step computes on a device: cpu or cuda."""

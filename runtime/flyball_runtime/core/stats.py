@@ -124,6 +124,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         num_swap_slots: how many KV blocks host memory holds.
         block_copy_s: seconds that copying one of them in one direction takes, as measured; 0.0 if nobody said.
         quantization: of linear layers: none, int8 or int4.
+        kv_cache_dtype: of keys and values: auto is ``dtype``, int8_per_token_head rounds them.
     """
 
     model: str
@@ -146,10 +147,18 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     num_swap_slots: int = 0
     block_copy_s: float = 0.0
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def kv_dtype(self) -> str:
+        """What keys and values are kept in."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def key(self) -> str:
         """What step times depend on; see ``Evidence.key``."""
         model = f"{self.model}+{self.draft_model}" if self.draft_model else self.model
         dtype = self.dtype if self.quantization == "none" else f"{self.dtype}+{self.quantization}"
+        if self.kv_cache_dtype != "auto":
+            dtype += f"+kv_{self.kv_cache_dtype}"
         return f"{model}/{dtype}/{self.device_name or self.device}/{__version__}"

@@ -10,14 +10,14 @@ from msgspec import structs
 from torch import Tensor
 
 from flyball_protocol.quoting import one_line
-from flyball_runtime.core.checkpoint import DType, ServedModel
+from flyball_runtime.core.checkpoint import DType, KVDType, ServedModel
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields, read_json_object
 from flyball_runtime.engine.engine import Progress
 from flyball_runtime.engine.physical_pool import make_pool
 from flyball_runtime.engine.rows import Rows
 from flyball_runtime.model.hub import resolve_model_path
-from flyball_runtime.model.loader import TORCH_DTYPES, describe_model, kernel_backend, load_model
+from flyball_runtime.model.loader import TORCH_DTYPES, describe_model, kernel_backend, kv_torch_dtype, load_model
 from flyball_runtime.model.sampler import SamplingTensors
 from flyball_runtime.model.transformer import KVTensors
 from flyball_runtime.scheduler import BatchPlan
@@ -52,6 +52,7 @@ class DraftModel:
         *,
         served_path: Path,
         dtype: DType,
+        kv_dtype: KVDType,
         device: torch.device,
         backend: str,
         max_model_len: int,
@@ -60,18 +61,18 @@ class DraftModel:
         self._config = describe_model(path, "auto")
         _check_fit(model, self._config, served, max_model_len)
         _check_vocabulary(model, path, served_path)
-        self._dtype = TORCH_DTYPES[dtype]
+        self._kv_dtype = kv_torch_dtype(kv_dtype)
         self._device = device
         self.model = load_model(
             path,
             self._config,
-            dtype=self._dtype,
+            dtype=TORCH_DTYPES[dtype],
             device=device,
             backend=kernel_backend(backend, device),
             max_model_len=max_model_len,
         )
         self.drafting_s = 0.0
-        self.kv_bytes_per_token = self.model.layout.num_tensors * self._config.kv_bytes_per_layer(dtype)
+        self.kv_bytes_per_token = self.model.layout.num_tensors * self._config.kv_bytes_per_layer(kv_dtype)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Make the KV tensors."""
@@ -80,7 +81,7 @@ class DraftModel:
             self.model.layout.num_tensors,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=self._dtype,
+            dtype=self._kv_dtype,
             device=self._device,
         )
 

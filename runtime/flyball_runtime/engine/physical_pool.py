@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flyball_runtime.core.checkpoint import ServedModel
+from flyball_runtime.core.checkpoint import KV_SCALE_BYTES, ServedModel
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.model.transformer import KVTensors
 from flyball_runtime.scheduler import BlockCopy
@@ -17,6 +17,8 @@ from flyball_runtime.scheduler import BlockCopy
 
 class PhysicalPool(Protocol):
     """Pairs of K and V, ``[num_blocks, block_size, num_kv_heads, head_dim]`` each, uninitialised (see ``KVLayout``).
+
+    In int8 a block also holds the scales of its vectors, for which the last dimension is larger (see ``KVTensors``).
 
     Attributes:
         tensors: addresses for as many blocks as there may ever be; those past the last ``resize`` hold nothing.
@@ -41,7 +43,7 @@ class SoftPool:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        shape = _shape(config, num_blocks, block_size, dtype)
 
         def empty() -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -62,7 +64,7 @@ class MmapPool:
     """
 
     def __init__(self, config: ServedModel, num_tensors: int, num_blocks: int, block_size: int, dtype: torch.dtype):
-        shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        shape = _shape(config, num_blocks, block_size, dtype)
         self._bytes_per_block = math.prod(shape[1:]) * dtype.itemsize
         self._maps: list[mmap.mmap] = []
 
@@ -85,6 +87,11 @@ class MmapPool:
         for memory in self._maps:
             if start < len(memory):
                 memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)
+
+
+def _shape(config: ServedModel, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    vector_size = config.head_dim + (KV_SCALE_BYTES if dtype == torch.int8 else 0)
+    return num_blocks, block_size, config.num_key_value_heads, vector_size
 
 
 def can_return_memory(device: torch.device) -> bool:

@@ -33,7 +33,15 @@ from flyball_runtime.engine.swap_space import SwapSpace, resolve_num_slots
 from flyball_runtime.grammar.cache import GrammarCache
 from flyball_runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
 from flyball_runtime.model.linear import Place
-from flyball_runtime.model.loader import TORCH_DTYPES, describe_model, kernel_backend, load_model, resolve_dtype
+from flyball_runtime.model.loader import (
+    TORCH_DTYPES,
+    check_can_hold,
+    describe_model,
+    kernel_backend,
+    kv_torch_dtype,
+    load_model,
+    resolve_dtype,
+)
 from flyball_runtime.model.logprobs import SampledLogprobs
 from flyball_runtime.model.pooled import PooledStates, Sums
 from flyball_runtime.model.prompt_logprobs import PromptLogprobs
@@ -97,9 +105,12 @@ class ModelRunner:
         self._device = resolve_device(config.device)
         self._dtype_name = resolve_dtype(config.dtype, self._model_config)
         self._dtype = TORCH_DTYPES[self._dtype_name]
+        self._kv_dtype_name = config.kv_dtype(self._dtype_name)
+        self._kv_dtype = kv_torch_dtype(self._kv_dtype_name)
         self._max_model_len = resolve_max_model_len(config, self._model_config)
         self._step_tokens = config.step_tokens(self._device.type, self._max_model_len)
         self._backend = kernel_backend(config.kernel_backend, self._device)
+        check_can_hold(config.kv_cache_dtype, self._device, self._backend)
         if config.lora is not None:
             check_can_adapt(self._model_config)
         self._stages.done("config")
@@ -122,6 +133,7 @@ class ModelRunner:
                 self._model_config,
                 served_path=Path(config.model),
                 dtype=self._dtype_name,
+                kv_dtype=self._kv_dtype_name,
                 device=self._device,
                 backend=config.kernel_backend,
                 max_model_len=self._max_model_len,
@@ -149,7 +161,7 @@ class ModelRunner:
                 self._config,
                 max_model_len=self._max_model_len,
                 step_tokens=self._step_tokens,
-                dtype=self._dtype,
+                kv_dtype=self._kv_dtype,
                 device=self._device,
             )
             for model in models
@@ -167,7 +179,7 @@ class ModelRunner:
             self._config,
             self._model_config,
             self._model.layout,
-            dtype=self._dtype_name,
+            kv_dtype=self._kv_dtype_name,
             device=self._device,
             max_model_len=self._max_model_len,
             step_tokens=self._step_tokens,
@@ -184,7 +196,7 @@ class ModelRunner:
             layout.num_tensors,
             num_blocks=size.max_blocks,
             block_size=config.block_size,
-            dtype=self._dtype,
+            dtype=self._kv_dtype,
             device=self._device,
         )
         self._kv = [*self._pool.tensors]
@@ -209,6 +221,7 @@ class ModelRunner:
             model=config.served_model_name,
             dtype=self._dtype_name,
             quantization=resolve_quantization(config.quantization, self._model_config.stored),
+            kv_cache_dtype=config.kv_cache_dtype,
             device=str(self._device),
             kernel_backend=self._backend.name,
             max_model_len=self._max_model_len,
@@ -230,7 +243,7 @@ class ModelRunner:
 
     @property
     def _kv_block_bytes(self) -> int:
-        layer_bytes = self._model_config.kv_bytes_per_layer(self._dtype_name)
+        layer_bytes = self._model_config.kv_bytes_per_layer(self._kv_dtype_name)
         return self._config.block_size * (self._model.layout.num_tensors * layer_bytes + self._draft_bytes_per_token)
 
     @property

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flyball_runtime.core.checkpoint import DType, ServedModel
+from flyball_runtime.core.checkpoint import KVDType, ServedModel
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.cpus import cpu_limit
@@ -84,7 +84,7 @@ def resolve_kv_cache(
     model: ServedModel,
     layout: KVLayout,
     *,
-    dtype: DType,
+    kv_dtype: KVDType,
     device: torch.device,
     max_model_len: int,
     step_tokens: int,
@@ -100,7 +100,7 @@ def resolve_kv_cache(
     Raises:
         ConfigError: not one sequence of ``max_model_len`` tokens would fit, or the most is less than the start.
     """
-    bytes_per_token = layout.num_tensors * model.kv_bytes_per_layer(dtype) + draft_bytes_per_token
+    bytes_per_token = layout.num_tensors * model.kv_bytes_per_layer(kv_dtype) + draft_bytes_per_token
     bytes_per_block = config.block_size * bytes_per_token
     block_size = config.block_size
     num_needed = sum(most_blocks(window, max_model_len, step_tokens, block_size) for window in layout.windows)
@@ -156,7 +156,7 @@ class WarmUp:
         *,
         max_model_len: int,
         step_tokens: int,
-        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -166,7 +166,7 @@ class WarmUp:
         self._max_tokens = min(step_tokens, config.max_num_seqs * max_model_len)
         self._num_rows = min(config.max_num_sampled, self._max_tokens)
         self._device = device
-        self._kv = SoftPool(model.config, model.layout.num_tensors, 1, config.block_size, dtype, device).tensors
+        self._kv = SoftPool(model.config, model.layout.num_tensors, 1, config.block_size, kv_dtype, device).tensors
         self._sampling = SamplingTensors(self._num_rows, device, model.backend)
         for row in range(self._num_rows):
             self._sampling.set_row(row, ALL_FILTERS)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flyball_kernels.backend import Backend, choose_backend
-from flyball_runtime.core.checkpoint import DType, ServedModel
+from flyball_runtime.core.checkpoint import DType, KVDType, ServedModel
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import read_json_object
 from flyball_runtime.core.memory import available_memory_bytes
@@ -43,6 +43,19 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+
+
+def kv_torch_dtype(name: KVDType) -> torch.dtype:
+    return torch.int8 if name == "int8" else TORCH_DTYPES[name]
+
+
+def check_can_hold(kv_cache_dtype: str, device: torch.device, backend: Backend) -> None:
+    """Raise ConfigError if there are no kernels for a KV cache of this dtype."""
+    if kv_cache_dtype != "auto" and (device.type != "cpu" or backend.name == "triton"):
+        raise ConfigError(
+            f"--kv-cache-dtype {kv_cache_dtype} is for CPUs; this model runs on {device} with {backend.name} kernels, which "
+            "have no int8 KV cache yet. Leave the flag out."
+        )
 
 
 def resolve_dtype(requested: str, config: ServedModel) -> DType:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import logging as transformers_logging
 
+from flyball_kernels import kv_cache
 from flyball_kernels.backend import Backend
 from flyball_kernels.paged_attention import paged_attention
 from flyball_protocol.quoting import one_line, quoted_list
@@ -70,11 +71,12 @@ class PagedAttention:
         """
         step = self._owner.step
         inputs, caches = step.inputs, step.kv[self._tensor]
-        for cache, new in zip(caches, (key, value), strict=True):
-            rows = new[0].transpose(0, 1).to(cache.dtype)
-            cache.flatten(0, 1).index_copy_(0, inputs.slot_mappings[self._group], rows)
+        dtype = query.dtype if caches[0].dtype == torch.int8 else caches[0].dtype
+        query_rows, *new = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
+        for cache, rows in zip(caches, new, strict=True):
+            kv_cache.write(cache, inputs.slot_mappings[self._group], rows)
         attended = paged_attention(
-            query[0].transpose(0, 1).to(caches[0].dtype).contiguous(),
+            query_rows.contiguous(),
             *caches,
             inputs.block_tables[self._group],
             inputs.cu_query_lens,

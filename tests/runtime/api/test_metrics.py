@@ -161,7 +161,7 @@ def test_engine_facts(metrics: MetricsCollector, engine: FakeEngine) -> None:
     metrics.attach(engine)
     values = scrape(metrics)
     assert values["flyball_startup_seconds", "weights"] == 0.5 and values["flyball_draining",] == 0
-    assert values["vllm:cache_config_info", "16", MODEL, "100"] == 1
+    assert values["vllm:cache_config_info", "16", "auto", MODEL, "100"] == 1
     engine.ready, engine.stats, engine.draining = False, None, True
     values = scrape(metrics)
     assert values["flyball_draining",] == 1 and ("flyball_startup_seconds", "weights") not in values

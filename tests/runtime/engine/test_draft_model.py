@@ -13,7 +13,7 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
-from engines import Reference, generate, make_engine, random_prompts
+from engines import INT8_KV, Reference, generate, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.beam_search import BeamSearch
 from flyball_runtime.core.errors import ConfigError
@@ -111,11 +111,12 @@ def test_a_model_agrees_with_itself(path: Path, sampling: SamplingParams, num: i
     assert runs[-1].preempted > 0
 
 
-def test_it_agrees_with_itself_on_prefixes_from_host_memory(path: Path) -> None:
+@pytest.mark.parametrize("kv", [{}, INT8_KV], ids=["auto", "int8"])
+def test_it_agrees_with_itself_on_prefixes_from_host_memory(path: Path, kv: dict[str, str]) -> None:
     """A block goes there and comes back with the keys of both models in it."""
-    block_bytes = 2 * make_engine(path).info.kv_block_bytes
+    block_bytes = 2 * make_engine(path, **kv).info.kv_block_bytes
     memory = {"kv_cache_memory_bytes": 10 * block_bytes, "swap_space_bytes": 40 * block_bytes}
-    engine = speculating(path, path, **memory, **TIGHT)
+    engine = speculating(path, path, **memory, **TIGHT, **kv)
     runs = [counts(engine, random_prompts([70, 75, 80, 85]), GREEDY) for _ in range(2)]
     assert all(one.drafted == one.accepted > 50 for one in runs)
     assert sum(one.back for one in runs) > 0

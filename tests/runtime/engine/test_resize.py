@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from checkpoints import make_checkpoint
-from engines import GREEDY, generate, kv_block_bytes, make_engine, random_prompts
+from engines import GREEDY, INT8_KV, generate, kv_block_bytes, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
+from flyball_runtime.core.checkpoint import KVDType
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.engine import Engine
+from flyball_runtime.engine.runner import ModelRunner
 
 MAX_MODEL_LEN = 128
 
@@ -105,7 +107,12 @@ def test_more_memory_than_at_the_start_has_to_be_more(path: Path) -> None:
         make_engine(path, kv_cache_memory_bytes=32 * a_block, kv_cache_memory_max_bytes=31 * a_block)
 
 
-def test_the_engine_says_what_a_block_takes_and_how_many_there_are(path: Path) -> None:
-    engine = make_engine(path, kv_cache_memory_bytes=40 * kv_block_bytes(path))
-    assert engine.info.kv_block_bytes == kv_block_bytes(path)
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_the_engine_says_what_a_block_takes_and_how_many_there_are(path: Path, kv_dtype: KVDType) -> None:
+    a_block = kv_block_bytes(path, kv_dtype=kv_dtype)
+    engine = make_engine(path, kv_cache_memory_bytes=40 * a_block, **(INT8_KV if kv_dtype == "int8" else {}))
+    assert engine.info.kv_block_bytes == a_block
     assert engine.state().num_allocated_kv_blocks == 40
+    runner = engine._executor
+    assert isinstance(runner, ModelRunner)
+    assert sum(tensor.nbytes for pair in runner._kv for tensor in pair) == 40 * a_block

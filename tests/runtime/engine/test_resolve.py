@@ -28,7 +28,7 @@ def size(model: ModelConfig, *, step_bytes: int = 0, max_model_len: int = 64, **
         config,
         model,
         LAYOUT,
-        dtype="float32",
+        kv_dtype="float32",
         device=CUDA,
         max_model_len=max_model_len,
         step_tokens=2048,
@@ -70,7 +70,7 @@ def test_the_flag_wins(model: ModelConfig) -> None:
 def test_it_may_grow_past_its_start_where_memory_comes_on_use(model: ModelConfig) -> None:
     sizes = {"kv_cache_memory_bytes": 5 * BLOCK_BYTES, "kv_cache_memory_max_bytes": 9 * BLOCK_BYTES}
     config = EngineConfig(model="", served_model_name="", max_num_seqs=2, **sizes)
-    on_cpu = {"dtype": "float32", "device": torch.device("cpu"), "step_tokens": 512, "step_bytes": 0}
+    on_cpu = {"kv_dtype": "float32", "device": torch.device("cpu"), "step_tokens": 512, "step_bytes": 0}
     assert resolve_kv_cache(config, model, LAYOUT, max_model_len=80, **on_cpu) == (5, 9)  # type: ignore[arg-type]
     assert resolve_kv_cache(config, model, LAYOUT, max_model_len=64, **on_cpu) == (5, 8), "two sequences need no more"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--kv-cache-memory-max needs a KV cache that can grow"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from engines import GREEDY, Reference, generate, kv_block_bytes, make_engine, random_prompts
+from engines import GREEDY, INT8_KV, Reference, generate, kv_block_bytes, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsUpdate
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.request import Request
@@ -24,21 +24,22 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def swapping(path: Path, num_blocks: int, num_slots: int, **settings: object) -> Engine:
-    a_block = kv_block_bytes(path)
+    a_block = kv_block_bytes(path, kv_dtype="int8" if settings.items() >= INT8_KV.items() else "float32")
     sizes = {"kv_cache_memory_bytes": num_blocks * a_block, "swap_space_bytes": num_slots * a_block}
     return make_engine(path, max_model_len=MAX_MODEL_LEN, **sizes, **settings)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_tokens_are_those_of_transformers_whatever_goes_to_host_memory(path: Path, ahead: bool) -> None:
+@pytest.mark.parametrize(("ahead", "int8_kv"), [(False, False), (True, False), (True, True)])
+def test_tokens_are_those_of_transformers_whatever_goes_to_host_memory(path: Path, ahead: bool, int8_kv: bool) -> None:
     """Preempted, resized a hundred times, aborted, and found in host memory."""
     rng = random.Random(ahead)
     prompts = random_prompts([rng.randrange(1, 90) for _ in range(16)])
     prompts += [[*prompt, 7] for prompt in prompts]
-    expected = Reference(path).generate(prompts)
-    engine = swapping(
-        path, 16, 60, async_scheduling=ahead, kv_drain_timeout_s=0.02, max_num_batched_tokens=64, max_num_seqs=6
+    expected = Reference(path, int8_kv=int8_kv).generate(prompts)
+    settings = {"async_scheduling": ahead, "max_num_batched_tokens": 64, "max_num_seqs": 6} | (
+        INT8_KV if int8_kv else {}
     )
+    engine = swapping(path, 16, 60, kv_drain_timeout_s=0.02, **settings)
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     waiting = [Request(request_id=name, prompt_token_ids=prompts[int(name)], sampling=GREEDY) for name in outputs]
     num_resizes = num_in = num_out = num_preemptions = num_aborted = 0

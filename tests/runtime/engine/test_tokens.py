@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from checkpoints import ALL_ARCHITECTURES, ARCHITECTURES, make_checkpoint
-from engines import GREEDY, Oracle, Reference, generate, have_drafted, kv_block_bytes, make_engine, random_prompts
+from engines import (
+    GREEDY,
+    INT8_KV,
+    Oracle,
+    Reference,
+    generate,
+    have_drafted,
+    kv_block_bytes,
+    make_engine,
+    random_prompts,
+)
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.kv_layout import KVGroup, KVLayout
 from flyball_runtime.core.model_config import ModelConfig
@@ -23,7 +33,12 @@ from flyball_runtime.scheduler.drafts import FIRST_ACCEPTANCE
 
 LENGTHS = [1, 5, 16, 17, 40, 100]
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
-SLOW = [pytest.param(arch, marks=pytest.mark.slow) for arch in ALL_ARCHITECTURES if arch not in ARCHITECTURES]
+INT8 = "int8 kv, "
+"""Of an architecture whose keys and values are rounded, here and in the reference."""
+FAST = [*ARCHITECTURES, INT8 + "qwen3", INT8 + "gemma2"]
+SLOW = [arch for arch in ALL_ARCHITECTURES if arch not in ARCHITECTURES]
+SLOW += [INT8 + arch for arch in ("llama2", "qwen3 windows", "gemma3", "gpt-oss", "gpt-neox")]
+ALL = [*FAST, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SLOW)]
 
 
 @dataclass(frozen=True)
@@ -31,21 +46,25 @@ class Case:
     path: Path
     prompts: list[list[int]]
     expected: list[list[int]]
+    int8_kv: bool = False
     device: str = "cpu"
 
     def engine(self, **settings: Any) -> Engine:
-        return make_engine(self.path, device=self.device, **settings)
+        return make_engine(self.path, device=self.device, **(INT8_KV if self.int8_kv else {}), **settings)
 
 
-@pytest.fixture(scope="module", params=[*ARCHITECTURES, *SLOW])
+@pytest.fixture(scope="module", params=ALL)
 def cpu_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    path = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    int8_kv = request.param.startswith(INT8)
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), request.param.removeprefix(INT8))
     prompts = random_prompts(LENGTHS)
-    return Case(path, prompts, Reference(path).generate(prompts))
+    return Case(path, prompts, Reference(path, int8_kv=int8_kv).generate(prompts), int8_kv)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 def case(request: pytest.FixtureRequest, cpu_case: Case) -> Case:
+    if request.param == "cuda" and cpu_case.int8_kv:
+        pytest.skip("an int8 KV cache is for CPUs")
     return replace(cpu_case, device=request.param)
 
 
@@ -251,7 +270,7 @@ def _counts(stats: StepStats) -> Counter[str]:
 
 
 def _bytes_of_blocks(case: Case, num_blocks: int) -> int:
-    return num_blocks * kv_block_bytes(case.path)
+    return num_blocks * kv_block_bytes(case.path, kv_dtype="int8" if case.int8_kv else "float32")
 
 
 @pytest.mark.parametrize(("architecture", "num_blocks"), [("mistral", 8), ("qwen3 windows", 28 + 2 * 8)])

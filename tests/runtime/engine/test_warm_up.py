@@ -49,7 +49,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 def warm_up_of(model: Any, *, max_model_len: int = 128, **settings: int) -> WarmUp:
     config = EngineConfig(model="", served_model_name="", **settings)
     step_tokens = config.step_tokens("cpu", max_model_len)
-    return WarmUp(model, config, max_model_len=max_model_len, step_tokens=step_tokens, dtype=torch.float32, device=CPU)
+    return WarmUp(
+        model, config, max_model_len=max_model_len, step_tokens=step_tokens, kv_dtype=torch.float32, device=CPU
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""A KV cache in 8 bits: what it holds, what it changes, and where it is refused. Tokens: ``engine/test_tokens.py``."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from engines import GREEDY, INT8_KV, generate, make_engine, random_prompts
+from flyball_kernels import Backend
+from flyball_kernels.kv_cache import SCALE_BYTES
+from flyball_runtime.core.checkpoint import KV_SCALE_BYTES
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.errors import ConfigError
+from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.llm import LLM
+from flyball_runtime.model.loader import check_can_hold
+
+
+def test_the_same_memory_holds_nearly_twice_the_tokens(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, head_dim=64)
+    memory = {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**20, "max_num_seqs": 64}
+    bf16, int8 = make_engine(path, **memory).info, make_engine(path, **memory, **INT8_KV).info
+    assert (bf16.kv_block_bytes, int8.kv_block_bytes) == (2 * 2 * 2 * 16 * 64 * 2, 2 * 2 * 2 * 16 * (64 + 4))
+    assert int8.num_kv_blocks == int(bf16.num_kv_blocks * 128 / 68)
+    assert int8.kv_dtype == int8.kv_cache_dtype == "int8_per_token_head"
+    assert (bf16.kv_dtype, bf16.kv_cache_dtype) == ("bfloat16", "auto")
+    assert int8.key.split("/")[-3] == "bfloat16+kv_int8_per_token_head", (
+        "step times differ, so what is learned is not shared"
+    )
+
+
+def test_pool_and_kernels_have_the_same_room_for_scales() -> None:
+    assert KV_SCALE_BYTES == SCALE_BYTES
+
+
+def test_tokens_are_those_of_the_torch_reference(tmp_path: Path) -> None:
+    path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8, 70])
+    expected = generate(make_engine(path, kernel_backend="torch", **INT8_KV), prompts)
+    assert generate(make_engine(path, **INT8_KV), prompts) == expected
+
+
+def test_from_python() -> None:
+    demo = Path(__file__).parents[2] / "examples" / "demo_model" / "checkpoint"
+    outputs = LLM(demo, dtype="bfloat16", max_model_len=128, **INT8_KV).generate(["What is a KV cache?"], GREEDY)
+    assert len(outputs[0].text) > 20
+
+
+def test_other_dtypes_are_refused() -> None:
+    for name in ("int8", "fp8", "fp8_per_token_head"):
+        with pytest.raises(
+            ConfigError, match=f"--kv-cache-dtype is '{name}'; it must be one of auto, int8_per_token_head"
+        ):
+            EngineConfig(model="m", served_model_name="m", kv_cache_dtype=name)
+
+
+def test_it_is_refused_where_there_are_no_kernels() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for device, backend in ((cuda, "triton"), (cuda, "torch"), (cpu, "triton")):
+        with pytest.raises(
+            ConfigError,
+            match=f"int8_per_token_head is for CPUs; this model runs on {device} with {backend} kernels.*Leave the flag out",
+        ):
+            check_can_hold("int8_per_token_head", device, Backend(backend))
+        check_can_hold("auto", device, Backend(backend))
+    check_can_hold("int8_per_token_head", cpu, Backend("torch"))
+
+
+@pytest.mark.parametrize(("head_dim", "saving"), [(64, 1.88), (128, 1.93)])
+def test_what_is_saved_beside_bf16(tmp_path: Path, head_dim: int, saving: float) -> None:
+    config = ModelConfig.from_dir(make_checkpoint(tmp_path, "qwen3", head_dim=head_dim))
+    assert config.kv_bytes_per_layer("bfloat16") / config.kv_bytes_per_layer("int8") == pytest.approx(saving, abs=0.01)
