@@ -6,12 +6,19 @@ each sequence's blocks and padding to the longest, which is how one would do it 
 With ``--arithmetic``: prompts, and chunks of them, by the bf16 dot product against fp32 FMAs, and their share of the rate
 that torch's bf16 matrix product reaches in the same run. Needs a CPU with AVX512_BF16.
 
+With ``--kv-dtype int8``: decodes of long contexts, and chunks of prompts, with a KV cache of int8 against one of bf16. Layers
+take turns, as in a model, so that no cache of the CPU keeps their keys and values. Beside them what a copy in the same run
+reads and writes.
+
     python benchmarks/paged_attention.py [--dtype bfloat16]
     python benchmarks/paged_attention.py --arithmetic
+    python benchmarks/paged_attention.py --kv-dtype int8
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -19,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from common import save
-from flyball_kernels import Backend, choose_backend, paged_attention
+from flyball_kernels import Backend, choose_backend, kv_cache, paged_attention
 from machine import compare, describe, median_of
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 12, 4, 64, 16
@@ -34,6 +41,17 @@ PROMPTS = (
     (2048, 6144),
 )  # tokens, context
 ROUNDS = 5
+
+LONG = (
+    (1, 1, 1024),
+    (1, 1, 4096),
+    (1, 1, 16384),
+    (8, 1, 1024),
+    (8, 1, 4096),
+    (1, 512, 512),
+    (1, 512, 4608),
+)  # sequences, tokens, context
+WORKING_SET_BYTES = 192 * 2**20  # of keys and values in bf16; more than the CPU keeps
 
 
 def batch(
@@ -118,14 +136,78 @@ def measure_arithmetics(backend: Backend) -> None:
     save("paged_attention", {"causal_work": "4 x tokens and keys seen x query heads x head size", "prompts": result})
 
 
+def int8_cache(cache: Tensor) -> Tensor:
+    """Return an int8 cache of as many blocks. All have the same content, on which times do not depend."""
+    num_blocks, block_size, kv_heads, head_dim = cache.shape
+    block = torch.zeros(1, block_size, kv_heads, head_dim + kv_cache.SCALE_BYTES, dtype=torch.int8)
+    kv_cache.write(block, torch.arange(block_size), cache[0])
+    return block.repeat(num_blocks, 1, 1, 1)
+
+
+def layers_in_turn(layers: list[dict[str, Tensor]], backend: Backend, query_len: int) -> Callable[[], object]:
+    """Return a function that attends in one layer after the other, one a call."""
+    turns = cycle(layers)
+    scale = layers[0]["query"].shape[-1] ** -0.5
+    return lambda: paged_attention(**next(turns), scale=scale, max_query_len=query_len, backend=backend)
+
+
+def compare_caches(
+    backend: Backend, heads: tuple[int, int, int], num_seqs: int, query_len: int, context_len: int
+) -> dict[str, Any]:
+    """Return medians of rounds in turns with a cache of bf16 and of int8, and of a copy between them."""
+    bf16_bytes = 2 * num_seqs * context_len * heads[1] * heads[2] * 2
+    num_layers = max(2, WORKING_SET_BYTES // bf16_bytes)
+    bf16 = [batch(num_seqs, query_len, context_len, torch.bfloat16, heads) for _ in range(num_layers)]
+    int8 = [one | {name: int8_cache(one[name]) for name in ("k_cache", "v_cache")} for one in bf16]
+    ours, theirs = (layers_in_turn(layers, backend, query_len) for layers in (int8, bf16))
+    source, target = (torch.zeros(WORKING_SET_BYTES // 4, dtype=torch.int32) for _ in range(2))
+    rounds = []
+    for _ in range(ROUNDS):
+        rounds.append((*compare(ours, theirs, seconds=0.4), compare(lambda: target.copy_(source), int, seconds=0.1)[0]))
+    copied = 2e-9 * WORKING_SET_BYTES
+    int8_bytes = bf16_bytes * (heads[2] + kv_cache.SCALE_BYTES) / (2 * heads[2])
+    return {
+        "sequences": num_seqs,
+        "tokens": query_len,
+        "context": context_len,
+        "layers": num_layers,
+        "bf16_ms": median_of(1e3 * theirs for _, theirs, _ in rounds),
+        "int8_ms": median_of(1e3 * ours for ours, _, _ in rounds),
+        "bf16_gb_per_s": median_of(1e-9 * bf16_bytes / theirs for _, theirs, _ in rounds),
+        "int8_gb_per_s": median_of(1e-9 * int8_bytes / ours for ours, _, _ in rounds),
+        "copy_gb_per_s": median_of(copied / seconds for _, _, seconds in rounds),
+        "bf16_over_int8": median_of(theirs / ours for ours, theirs, _ in rounds),
+    }
+
+
+def measure_caches(backend: Backend) -> None:
+    result = {}
+    for heads in HEADS:
+        name = "{}/{} heads of {}".format(*heads)
+        result[name] = [compare_caches(backend, heads, *lengths) for lengths in LONG]
+        for row in result[name]:
+            print(
+                f"{name}  {row['sequences']} x {row['tokens']:3} tokens of {row['context']:5}  "
+                f"bf16 {row['bf16_ms']['median']:7.3f} ms {row['bf16_gb_per_s']['median']:5.1f} GB/s  "
+                f"int8 {row['int8_ms']['median']:7.3f} ms {row['int8_gb_per_s']['median']:5.1f} GB/s  "
+                f"{row['bf16_over_int8']['median']:5.2f}x  copy {row['copy_gb_per_s']['median']:5.1f} GB/s",
+                flush=True,
+            )
+    save("int8_kv_cache", {"threads": torch.get_num_threads(), "attention": result})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--arithmetic", action="store_true", help="the bf16 dot product against fp32 FMAs")
+    parser.add_argument("--kv-dtype", choices=["int8"], help="a KV cache of int8 against one of bf16")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     backend = choose_backend("cpu")
     print(f"{describe()}; backend {backend.name}; {dtype}, {Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}")
+    if options.kv_dtype:
+        measure_caches(backend)
+        return
     if options.arithmetic:
         measure_arithmetics(backend)
         return
