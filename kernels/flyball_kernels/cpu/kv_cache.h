@@ -7,12 +7,19 @@
 
 #include <type_traits>
 
-#include "vec.h"
+#include "tensors.h"
 
 namespace flyball {
 
 template <class C>
 constexpr bool kIsInt8 = std::is_same_v<std::remove_const_t<C>, int8_t>;
+
+inline bool is_int8(const Tensor& cache) { return cache.scalar_type() == at::kChar; }
+
+// The size of a head, given the cache of its keys or values as the ops take it, [num_blocks, block_size, num_kv_heads, ...].
+inline int64_t head_dim_of(const Tensor& cache) {
+  return cache.size(3) - (is_int8(cache) ? static_cast<int64_t>(sizeof(float)) : 0);
+}
 
 template <class C>
 struct KVCache {

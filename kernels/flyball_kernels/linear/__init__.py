@@ -1,5 +1,7 @@
 """A linear layer that holds its weight in the layout that is fastest on its device."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -64,6 +66,15 @@ class PackedLinear:
         rows = x.reshape(-1, self.in_features)
         out = torch.ops.flyball.linear(rows, self._weight, self._bias, self.out_features, self._dot)
         return out.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def kernel(self) -> Any:
+        """The layer for C++ ops that contain one; None where the weight is not packed."""
+        if not self._packed:
+            return None
+        return torch.classes.flyball.Linear.packed(
+            self._weight, self._bias, self.out_features, self.in_features, self._dot
+        )
 
     @staticmethod
     def _uses_dot(dtype: torch.dtype) -> bool:
@@ -134,6 +145,13 @@ class Int8Linear:
             out = reference.int8_linear(rows, self._weight, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
 
+    @property
+    def kernel(self) -> Any:
+        """As in ``PackedLinear``; None with the ``torch`` backend."""
+        if not self._is_cpp:
+            return None
+        return torch.classes.flyball.Linear.int8(*self._weight, self._bias, self.out_features, self.in_features)
+
 
 class Int4Linear:
     """``x @ weight.T + bias`` for inference, with weights of 4 bits and inputs as they are (W4A16).
@@ -193,6 +211,15 @@ class Int4Linear:
             out = reference.linear(rows, *self._weight, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
 
+    @property
+    def kernel(self) -> Any:
+        """As in ``PackedLinear``; None with the ``torch`` backend."""
+        if not self._is_cpp:
+            return None
+        return torch.classes.flyball.Linear.int4(
+            *self._weight, self._bias, self.out_features, self.in_features, self._group_size
+        )
+
     def _packed(self, grouped: Grouped) -> tuple[Tensor | None, ...]:
         """Return panels of weights, and of each column and group the scale, and that times how far its zero is from 8."""
         packed = torch.ops.flyball.linear_int4_pack(grouped.values, self._dtype)
@@ -201,6 +228,9 @@ class Int4Linear:
             return packed, scales, None
         offsets = grouped.scales * (grouped.zeros.float() - 8.0)
         return packed, scales, torch.ops.flyball.linear_int4_columns(offsets)
+
+
+Linear = PackedLinear | Int8Linear | Int4Linear
 
 
 def _check_grouped(weight: Grouped) -> None:

@@ -7,9 +7,10 @@
 // exact in all. Int8 (int8.h) and Int4 (int4.h) are for weights that have been rounded. See benchmarks/linear.py.
 #include "../cpu/dot.h"
 #include "../cpu/rounding.h"
-#include "../cpu/tensors.h"
 #include "../cpu/transpose.h"
+#include "../cpu/works.h"
 #include "amx.h"
+#include "linear.h"
 
 namespace flyball {
 namespace {
@@ -260,54 +261,57 @@ void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, cons
   if constexpr (Rows > 1 && !kHasTiles<A>) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out);
 }
 
-// rows of x [rows, k] to rows of out
+// floats of each row beside its inputs
+template <class A>
+int64_t num_more(const Output<A>& out) {
+  if constexpr (kIsQuantized<A>) return 1;
+  if constexpr (kIsGrouped<A>) return out.scales.offsets ? out.scales.num : 0;
+  return 0;
+}
+
+// rows of x [rows, k] to rows of out, by each thread of a team
 template <class A>
 void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typename A::Weight* packed, int64_t n,
-                  Output<A> out) {
-  struct Rows;
+                  Output<A> out, float* memory) {
   static_assert(sizeof(typename A::Input) == sizeof(float));
-  const int64_t steps = num_steps<A>(k);
-  int64_t num_more = 0;  // floats of each row beside its inputs
-  if constexpr (kIsQuantized<A>) num_more = 1;
-  if constexpr (kIsGrouped<A>) num_more = out.scales.offsets ? out.scales.num : 0;
-  auto* inputs = reinterpret_cast<typename A::Input*>(scratch<Rows>(rows * (steps + num_more)));
+  const int64_t steps = num_steps<A>(k), num_sums = num_more(out);
+  auto* inputs = reinterpret_cast<typename A::Input*>(memory);
   [[maybe_unused]] auto* more = reinterpret_cast<float*>(inputs + rows * steps);
   if constexpr (kIsQuantized<A>) out.scales.rows = more;
-  if constexpr (kIsGrouped<A>) out.scales.inputs = num_more ? more : nullptr;
+  if constexpr (kIsGrouped<A>) out.scales.inputs = num_sums ? more : nullptr;
   const int64_t num_panels = round_up(n, kPanel) / kPanel, num_tiles = round_up(rows, A::kTileRows) / A::kTileRows;
-  const int64_t num_threads = omp_get_max_threads();
+  const int64_t num_threads = omp_get_num_threads();
   const int64_t group = num_panels >= 2 * num_threads * panels_at_once(rows) ? panels_at_once(rows) : 1;
   const int64_t num_groups = round_up(num_panels, group) / group;
   const int64_t chunk = num_groups >= 4 * num_threads ? num_tiles : 1;  // a panel's tiles stay on one thread
   const auto tile_start = [=](int64_t tile) { return tile * rows / num_tiles; };  // tiles of equal height, give or take 1
-#pragma omp parallel
-  {
 #pragma omp for
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      const int64_t row = tile_start(tile), num = tile_start(tile + 1) - row;
-      if constexpr (kIsQuantized<A>)
-        pack_rounded<A>(x + row * k, num, k, inputs + row * steps, out.scales.rows + row);
-      else
-        pack_rows<A>(x + row * k, k, num, k, inputs + row * steps);
-      if constexpr (kIsGrouped<A>)
-        if (num_more) sum_groups(x + row * k, num, k, out.scales.steps * A::kDepth, more + row * num_more);
-    }
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t row = tile_start(tile), num = tile_start(tile + 1) - row;
+    if constexpr (kIsQuantized<A>)
+      pack_rounded<A>(x + row * k, num, k, inputs + row * steps, out.scales.rows + row);
+    else
+      pack_rows<A>(x + row * k, k, num, k, inputs + row * steps);
+    if constexpr (kIsGrouped<A>)
+      if (num_sums) sum_groups(x + row * k, num, k, out.scales.steps * A::kDepth, more + row * num_sums);
+  }
 #pragma omp for schedule(dynamic, chunk)
-    for (int64_t i = 0; i < num_groups * num_tiles; ++i) {
-      const int64_t panel = i / num_tiles * group, column = panel * kPanel, row = tile_start(i % num_tiles);
-      multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * steps,
-                  packed + panel * steps * A::kWidth, steps, out.from(row, column));
-    }
+  for (int64_t i = 0; i < num_groups * num_tiles; ++i) {
+    const int64_t panel = i / num_tiles * group, column = panel * kPanel, row = tile_start(i % num_tiles);
+    multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * steps,
+                packed + panel * steps * A::kWidth, steps, out.from(row, column));
   }
 }
 
 // x [m, k] -> out [m, n]
 template <class A>
-void linear_all(const typename A::Value* x, int64_t m, int64_t k, const typename A::Weight* packed, int64_t n,
-                const Output<A>& out) {
+Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typename A::Weight* packed, int64_t n,
+                 const Output<A>& out) {
   constexpr int64_t kBlockRows = kTilesOfBlock * A::kTileRows;
-  for (int64_t row = 0; row < m; row += kBlockRows)
-    linear_block<A>(x + row * k, std::min(kBlockRows, m - row), k, packed, n, out.from(row, 0));
+  return {std::min(m, kBlockRows) * (num_steps<A>(k) + num_more(out)), [=](float* memory) {
+            for (int64_t row = 0; row < m; row += kBlockRows)
+              linear_block<A>(x + row * k, std::min(kBlockRows, m - row), k, packed, n, out.from(row, 0), memory);
+          }};
 }
 
 bool has_amx() {
@@ -346,14 +350,20 @@ Tensor linear_pack(const Tensor& unpacked, bool dot) {
   return packed;
 }
 
-Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, bool dot) {
-  const Tensor x = input.contiguous();
-  const int64_t m = x.size(0), k = x.size(1);
-  Tensor out = at::empty({m, n}, x.options());
+Work linear_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, bool dot, const Tensor& out) {
+  const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
+  Work work;
   with_arithmetic(x, dot, [&]<class A>(A) {
     using T = typename A::Value;
-    linear_all<A>(data<const T>(x), m, k, data<const T>(packed), n, {data<T>(out), n, n, data_or_null<T>(bias), {}});
+    work = linear_work<A>(data<const T>(x), m, k, data<const T>(packed), n,
+                          {data<T>(out), n, n, data_or_null<T>(bias), {}});
   });
+  return work;
+}
+
+Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, bool dot) {
+  const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
+  run_in_team({linear_work(x, packed, bias, dot, out)});
   return out;
 }
 
@@ -383,16 +393,22 @@ std::tuple<Tensor, Tensor, Tensor> linear_int8_pack(const Tensor& unpacked, cons
   return {packed, scales, sums};
 }
 
-Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scales, const Tensor& sums,
-                   const std::optional<Tensor>& bias, int64_t n) {
-  const Tensor x = input.contiguous();
-  const int64_t m = x.size(0), k = x.size(1);
-  Tensor out = at::empty({m, n}, x.options());
+Work linear_int8_work(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor& sums,
+                      const std::optional<Tensor>& bias, const Tensor& out) {
+  const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
+  Work work;
   dispatch(x, "linear_int8", [&]<class T>(T*) {
     const ColumnScales of_columns{nullptr, data<const float>(scales), data<const int32_t>(sums)};
-    linear_all<Int8<T>>(data<const T>(x), m, k, data<const int8_t>(packed), n,
-                        {data<T>(out), n, n, data_or_null<T>(bias), of_columns});
+    work = linear_work<Int8<T>>(data<const T>(x), m, k, data<const int8_t>(packed), n,
+                                {data<T>(out), n, n, data_or_null<T>(bias), of_columns});
   });
+  return work;
+}
+
+Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scales, const Tensor& sums,
+                   const std::optional<Tensor>& bias, int64_t n) {
+  const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
+  run_in_team({linear_int8_work(x, packed, scales, sums, bias, out)});
   return out;
 }
 
@@ -431,18 +447,24 @@ Tensor linear_int4_columns(const Tensor& unpadded) {
 }
 
 // A group has an even number of features.
-Tensor linear_int4(const Tensor& input, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& offsets,
-                   const std::optional<Tensor>& bias, int64_t n, int64_t group_size) {
-  const Tensor x = input.contiguous();
-  const int64_t m = x.size(0), k = x.size(1);
-  Tensor out = at::empty({m, n}, x.options());
+Work linear_int4_work(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& offsets,
+                      const std::optional<Tensor>& bias, int64_t group_size, const Tensor& out) {
+  const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
+  Work work;
   with_int4(x.scalar_type(), [&]<class A>(A) {
     using T = typename A::Value;
     const GroupScales groups{nullptr, data<const float>(scales), data_or_null<float>(offsets), group_size / A::kDepth,
                              scales.size(1)};
-    linear_all<A>(data<const T>(x), m, k, data<const uint8_t>(packed), n,
-                  {data<T>(out), n, n, data_or_null<T>(bias), groups});
+    work = linear_work<A>(data<const T>(x), m, k, data<const uint8_t>(packed), n,
+                          {data<T>(out), n, n, data_or_null<T>(bias), groups});
   });
+  return work;
+}
+
+Tensor linear_int4(const Tensor& input, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& offsets,
+                   const std::optional<Tensor>& bias, int64_t n, int64_t group_size) {
+  const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
+  run_in_team({linear_int4_work(x, packed, scales, offsets, bias, group_size, out)});
   return out;
 }
 
@@ -469,4 +491,22 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 }
 
 }  // namespace
+
+c10::intrusive_ptr<Linear> packed_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, bool dot) {
+  return c10::make_intrusive<Linear>(
+      k, n, [=](const Tensor& x, const Tensor& out) { return linear_work(x, packed, bias, dot, out); });
+}
+
+c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums, OptionalTensor bias, int64_t n, int64_t k) {
+  return c10::make_intrusive<Linear>(
+      k, n, [=](const Tensor& x, const Tensor& out) { return linear_int8_work(x, packed, scales, sums, bias, out); });
+}
+
+c10::intrusive_ptr<Linear> int4_linear(Tensor packed, Tensor scales, OptionalTensor offsets, OptionalTensor bias, int64_t n,
+                                       int64_t k, int64_t group_size) {
+  return c10::make_intrusive<Linear>(k, n, [=](const Tensor& x, const Tensor& out) {
+    return linear_int4_work(x, packed, scales, offsets, bias, group_size, out);
+  });
+}
+
 }  // namespace flyball

@@ -7,7 +7,7 @@
 // bf16 where the CPU's bf16 dot product is the faster way.
 #include <vector>
 
-#include "../cpu/tensors.h"
+#include "../cpu/works.h"
 #include "tile.h"
 
 namespace flyball {
@@ -250,21 +250,19 @@ struct Attention {
     return end;
   }
 
-  void operator()() const {
-    struct Partials;
-    struct Tile;
+  Work work() const {
     int64_t num_partial_rows = 0;
     const std::vector<Task> tasks = plan(num_partial_rows);
-    float* partials = scratch<Partials>(num_partial_rows * (dim() + kLanes));
-#pragma omp parallel
-    {
-      const int64_t rows = std::max(kQueryRows, group());
-      float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
+    return {num_partial_rows * (dim() + kLanes), [*this, tasks, num_partial_rows](float* partials) {
+              struct Tile;
+              const int64_t rows = std::max(kQueryRows, group());
+              float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
 #pragma omp for schedule(dynamic, 1)
-      for (size_t i = 0; i < tasks.size(); ++i) run(tasks[i], memory, partials);
-    }
-    float* sums = scratch<Tile>(dim());
-    for (size_t i = 0; i < tasks.size();) i = tasks[i].partial < 0 ? i + 1 : merge(tasks, i, partials, sums);
+              for (size_t i = 0; i < tasks.size(); ++i) run(tasks[i], memory, partials);
+              if (num_partial_rows == 0) return;
+#pragma omp single
+              for (size_t i = 0; i < tasks.size();) i = tasks[i].partial < 0 ? i + 1 : merge(tasks, i, partials, memory);
+            }};
   }
 };
 
@@ -272,24 +270,8 @@ void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v
                      const Tensor& cu_query_lens, const Tensor& context_lens, double scale,
                      std::optional<int64_t> sliding_window, std::optional<double> softcap,
                      const std::optional<Tensor>& sinks, std::optional<bool> dot, const Tensor& out) {
-  TORCH_CHECK_VALUE(!dot.value_or(false) || (has_dot() && query.scalar_type() == at::kBFloat16),
-                    "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16");
-  const auto attend = [&]<class T, class C>(T*, C*) {
-    const int64_t block_size = k_cache.size(1), num_kv_heads = k_cache.size(2), head_dim = query.size(2);
-    const Attention<T, C> attention{
-        data<const T>(query), {data<const C>(k_cache), block_size, num_kv_heads, head_dim},
-        {data<const C>(v_cache), block_size, num_kv_heads, head_dim}, data<T>(out),
-        data<const int32_t>(block_tables), data<const int32_t>(cu_query_lens), data<const int32_t>(context_lens),
-        context_lens.size(0), block_tables.size(1), block_size, query.size(1), num_kv_heads, head_dim,
-        sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale),
-        static_cast<float>(softcap.value_or(0.0)), data_or_null<float>(sinks), dot.value_or(has_fast_dot())};
-    attention.check(query.size(0), k_cache.size(0));
-    attention();
-  };
-  dispatch(query, "paged_attention", [&]<class T>(T* type) {
-    if (k_cache.scalar_type() == at::kChar) attend(type, static_cast<int8_t*>(nullptr));
-    else attend(type, type);
-  });
+  run_in_team({paged_attention_work(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, scale, sliding_window,
+                                    softcap, sinks, dot, out)});
 }
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
@@ -300,4 +282,31 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 }
 
 }  // namespace
+
+Work paged_attention_work(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
+                          const Tensor& cu_query_lens, const Tensor& context_lens, double scale,
+                          std::optional<int64_t> sliding_window, std::optional<double> softcap, const OptionalTensor& sinks,
+                          std::optional<bool> dot, const Tensor& out) {
+  TORCH_CHECK_VALUE(!dot.value_or(false) || (has_dot() && query.scalar_type() == at::kBFloat16),
+                    "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16");
+  const int64_t block_size = k_cache.size(1), num_kv_heads = k_cache.size(2), head_dim = query.size(2);
+  Work work;
+  const auto attend = [&]<class T, class C>(T*, C*) {
+    const Attention<T, C> attention{
+        data<const T>(query), {data<const C>(k_cache), block_size, num_kv_heads, head_dim},
+        {data<const C>(v_cache), block_size, num_kv_heads, head_dim}, data<T>(out),
+        data<const int32_t>(block_tables), data<const int32_t>(cu_query_lens), data<const int32_t>(context_lens),
+        context_lens.size(0), block_tables.size(1), block_size, query.size(1), num_kv_heads, head_dim,
+        sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale),
+        static_cast<float>(softcap.value_or(0.0)), data_or_null<float>(sinks), dot.value_or(has_fast_dot())};
+    attention.check(query.size(0), k_cache.size(0));
+    work = attention.work();
+  };
+  dispatch(query, "paged_attention", [&]<class T>(T* type) {
+    if (is_int8(k_cache)) attend(type, static_cast<int8_t*>(nullptr));
+    else attend(type, type);
+  });
+  return work;
+}
+
 }  // namespace flyball

@@ -1,39 +1,34 @@
 // RMSNorm, alone or after a residual addition: one pass over each row, fp32 inside.
-#include "../cpu/tensors.h"
+#include "../cpu/works.h"
 #include "norm.h"
 
 namespace flyball {
 namespace {
 
 template <class T>
-void normalise_rows(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t rows, int64_t n, float eps,
-                    float offset) {
-#pragma omp parallel for if (rows * n > kParallelGrain)
-  for (int64_t row = 0; row < rows; ++row) {
-    const T* from = x + row * n;
-    if (residual) from = add_row(from, residual + row * n, total + row * n, n);
-    normalise_row(from, weight, out + row * n, n, eps, offset);
-  }
+Work norm_rows(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t rows, int64_t n, float eps,
+               float offset) {
+  return {0, [=](float*) {
+#pragma omp for
+            for (int64_t row = 0; row < rows; ++row) {
+              const T* from = x + row * n;
+              if (residual) from = add_row(from, residual + row * n, total + row * n, n);
+              normalise_row(from, weight, out + row * n, n, eps, offset);
+            }
+          }};
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset) {
-  const Tensor from = x.contiguous(), w = weight.contiguous();
-  Tensor out = at::empty_like(from);
-  const int64_t n = x.size(-1), rows = n ? x.numel() / n : 0;
-  dispatch(x, "rms_norm", [&]<class T>(T*) {
-    normalise_rows<T>(data<T>(from), nullptr, data<T>(w), data<T>(out), nullptr, rows, n, eps, offset);
-  });
+  const Tensor from = x.contiguous(), w = weight.contiguous(), out = at::empty_like(from);
+  run_in_team({rms_norm_work(from, {}, w, eps, offset, out, {})}, x.numel() > kParallelGrain);
   return out;
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
                                         double offset) {
   const Tensor from = x.contiguous(), other = residual.contiguous(), w = weight.contiguous();
-  Tensor out = at::empty_like(from), total = at::empty_like(from);
-  const int64_t n = x.size(-1), rows = n ? x.numel() / n : 0;
-  dispatch(x, "add_rms_norm", [&]<class T>(T*) {
-    normalise_rows<T>(data<T>(from), data<T>(other), data<T>(w), data<T>(out), data<T>(total), rows, n, eps, offset);
-  });
+  const Tensor out = at::empty_like(from), total = at::empty_like(from);
+  run_in_team({rms_norm_work(from, other, w, eps, offset, out, total)}, x.numel() > kParallelGrain);
   return {out, total};
 }
 
@@ -45,4 +40,16 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 }
 
 }  // namespace
+
+Work rms_norm_work(const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps, double offset,
+                   const Tensor& out, const OptionalTensor& total) {
+  const int64_t n = x.size(-1), rows = n ? x.numel() / n : 0;
+  Work work;
+  dispatch(x, "rms_norm", [&]<class T>(T*) {
+    work = norm_rows<T>(data<T>(x), data_or_null<T>(residual), data<T>(weight), data<T>(out),
+                        total ? data<T>(*total) : nullptr, rows, n, eps, offset);
+  });
+  return work;
+}
+
 }  // namespace flyball

@@ -1,7 +1,7 @@
 // One pass from the QKV projection to a rotated query and a written cache; see reference.py for what it composes.
 #include "../cpu/kv_cache.h"
 #include "../cpu/rounding.h"
-#include "../cpu/tensors.h"
+#include "../cpu/works.h"
 #include "../rms_norm/norm.h"
 #include "rotate.h"
 
@@ -46,35 +46,10 @@ Tensor rope_kv_write(const Tensor& qkv, const Tensor& positions, const Tensor& c
                      const std::optional<Tensor>& k_norm, double eps, double norm_offset) {
   const Tensor rows = qkv.contiguous(), table = cos_sin_cache.contiguous();
   const Tensor at = positions.contiguous(), slots = slot_mapping.contiguous();
-  const int64_t num_tokens = rows.size(0), width = rows.size(1), num_kv = k_cache.size(2);
-  const bool rounds = k_cache.scalar_type() == at::kChar;
-  const int64_t head_dim = k_cache.size(3) - (rounds ? sizeof(float) : 0), block_size = k_cache.size(1);
-  const int64_t num_q = width / head_dim - 2 * num_kv, kv_width = num_kv * head_dim, rotary_dim = table.size(1);
-  check_below("positions", data<const int64_t>(at), num_tokens, table.size(0));
-  check_below("slot_mapping", data<const int64_t>(slots), num_tokens, k_cache.size(0) * k_cache.size(1));
-  Tensor query = at::empty({num_tokens, num_q, head_dim}, rows.options());
-  dispatch(rows, "rope_kv_write", [&]<class T>(T*) {
-    dispatch(table, "rope_kv_write", [&]<class C>(C*) {
-      const Heads<T, C> heads{num_q, num_kv, head_dim, rotary_dim / 2, data_or_null<T>(q_norm), data_or_null<T>(k_norm),
-                              static_cast<float>(eps), static_cast<float>(norm_offset)};
-      const int64_t *position = data<const int64_t>(at), *slot = data<const int64_t>(slots);
-#pragma omp parallel for if (rows.numel() > kParallelGrain)
-      for (int64_t i = 0; i < num_tokens; ++i) {
-        const T* from = data<const T>(rows) + i * width;
-        const C* cos_sin = data<const C>(table) + position[i] * rotary_dim;
-        T* to = data<T>(query) + i * num_q * head_dim;
-        if (!rounds) {
-          heads.token(from, cos_sin, to, data<T>(k_cache) + slot[i] * kv_width, data<T>(v_cache) + slot[i] * kv_width);
-          continue;
-        }
-        struct Vectors;
-        T* key = reinterpret_cast<T*>(scratch<Vectors>(2 * kv_width));
-        heads.token(from, cos_sin, to, key, key + kv_width);
-        round_into({data<int8_t>(k_cache), block_size, num_kv, head_dim}, slot[i], key);
-        round_into({data<int8_t>(v_cache), block_size, num_kv, head_dim}, slot[i], key + kv_width);
-      }
-    });
-  });
+  const int64_t num_kv = k_cache.size(2), head_dim = head_dim_of(k_cache), num_q = rows.size(1) / head_dim - 2 * num_kv;
+  const Tensor query = at::empty({rows.size(0), num_q, head_dim}, rows.options());
+  run_in_team({rope_kv_write_work(rows, at, table, k_cache, v_cache, slots, q_norm, k_norm, eps, norm_offset, query)},
+              rows.numel() > kParallelGrain);
   return query;
 }
 
@@ -86,4 +61,50 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 }
 
 }  // namespace
+
+Work rope_kv_write_work(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin_cache, const Tensor& k_cache,
+                        const Tensor& v_cache, const Tensor& slot_mapping, const OptionalTensor& q_norm,
+                        const OptionalTensor& k_norm, double eps, double norm_offset, const Tensor& query) {
+  const int64_t num_tokens = qkv.size(0), width = qkv.size(1), num_q = query.size(1), head_dim = query.size(2);
+  const int64_t num_kv = k_cache.size(2), kv_width = num_kv * head_dim, rotary_dim = cos_sin_cache.size(1);
+  const int64_t *position = data<const int64_t>(positions), *slot = data<const int64_t>(slot_mapping);
+  check_below("positions", position, num_tokens, cos_sin_cache.size(0));
+  check_below("slot_mapping", slot, num_tokens, k_cache.size(0) * k_cache.size(1));
+  Work work;
+  dispatch(qkv, "rope_kv_write", [&]<class T>(T*) {
+    dispatch(cos_sin_cache, "rope_kv_write", [&]<class C>(C*) {
+      const Heads<T, C> heads{num_q, num_kv, head_dim, rotary_dim / 2, data_or_null<T>(q_norm), data_or_null<T>(k_norm),
+                              static_cast<float>(eps), static_cast<float>(norm_offset)};
+      const T* from = data<const T>(qkv);
+      const C* cos_sin = data<const C>(cos_sin_cache);
+      T* to = data<T>(query);
+      const auto prepare = [=](int64_t i, T* key, T* value) {
+        heads.token(from + i * width, cos_sin + position[i] * rotary_dim, to + i * num_q * head_dim, key, value);
+      };
+      if (is_int8(k_cache)) {
+        const int64_t block_size = k_cache.size(1);
+        const KVCache<int8_t> keys{data<int8_t>(k_cache), block_size, num_kv, head_dim};
+        const KVCache<int8_t> values{data<int8_t>(v_cache), block_size, num_kv, head_dim};
+        work.run = [=](float*) {
+          struct Vectors;
+          T* const key = reinterpret_cast<T*>(scratch<Vectors>(2 * kv_width));
+#pragma omp for
+          for (int64_t i = 0; i < num_tokens; ++i) {
+            prepare(i, key, key + kv_width);
+            round_into(keys, slot[i], key);
+            round_into(values, slot[i], key + kv_width);
+          }
+        };
+        return;
+      }
+      T *keys = data<T>(k_cache), *values = data<T>(v_cache);
+      work.run = [=](float*) {
+#pragma omp for
+        for (int64_t i = 0; i < num_tokens; ++i) prepare(i, keys + slot[i] * kv_width, values + slot[i] * kv_width);
+      };
+    });
+  });
+  return work;
+}
+
 }  // namespace flyball

@@ -1,5 +1,5 @@
 // activation(gate) * up, fp32 inside.
-#include "../cpu/tensors.h"
+#include "../cpu/works.h"
 
 namespace flyball {
 namespace {
@@ -21,19 +21,8 @@ void gated_row(F activation, const T* gate, const T* up, T* out, int64_t n) {
 }
 
 Tensor swiglu(const Tensor& gate_up, bool is_gelu) {
-  const Tensor from = gate_up.contiguous();
-  const int64_t rows = from.size(0), n = from.size(1) / 2;
-  Tensor out = at::empty({rows, n}, from.options());
-  dispatch(from, "swiglu", [&]<class T>(T*) {
-    const T* in = data<T>(from);
-    T* to = data<T>(out);
-#pragma omp parallel for if (rows * n > kParallelGrain)
-    for (int64_t row = 0; row < rows; ++row) {
-      const T *gate = in + 2 * row * n, *up = gate + n;
-      if (is_gelu) gated_row(gelu_tanh, gate, up, to + row * n, n);
-      else gated_row(silu, gate, up, to + row * n, n);
-    }
-  });
+  const Tensor from = gate_up.contiguous(), out = at::empty({from.size(0), from.size(1) / 2}, from.options());
+  run_in_team({swiglu_work(from, is_gelu, out)}, out.numel() > kParallelGrain);
   return out;
 }
 
@@ -43,4 +32,23 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 }
 
 }  // namespace
+
+Work swiglu_work(const Tensor& gate_up, bool is_gelu, const Tensor& out) {
+  const int64_t rows = out.size(0), n = out.size(1);
+  Work work;
+  dispatch(gate_up, "swiglu", [&]<class T>(T*) {
+    const T* in = data<T>(gate_up);
+    T* to = data<T>(out);
+    work.run = [=](float*) {
+#pragma omp for
+      for (int64_t row = 0; row < rows; ++row) {
+        const T *gate = in + 2 * row * n, *up = gate + n;
+        if (is_gelu) gated_row(gelu_tanh, gate, up, to + row * n, n);
+        else gated_row(silu, gate, up, to + row * n, n);
+      }
+    };
+  });
+  return work;
+}
+
 }  // namespace flyball

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 
 from flyball_kernels.backend import Backend
-from flyball_kernels.linear import Int4Linear, Int8Linear, PackedLinear, Rounded
+from flyball_kernels.linear import Int4Linear, Int8Linear, Linear, PackedLinear, Rounded
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_runtime.core.quantization import UNQUANTIZED, Packing, Quantization, Stored
 from flyball_runtime.model.packed_weights import BESIDE, PER_WORD, WORDS, PackedWeights, joined
 
 Destinations = Iterator[tuple[str, Tensor]]
 """Tensor names of a checkpoint, and where their values go."""
-
-
-Linear = PackedLinear | Int8Linear | Int4Linear
 
 
 @dataclass(frozen=True)
@@ -229,9 +226,14 @@ class FusedLinear:
         self._packed = self._weights.layer(self._bias)
         self._weights = self._bias = None
 
-    def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:
+    @property
+    def packed(self) -> Linear:
+        """The layer of the packed weights."""
         assert self._packed is not None, "called before pack"
-        out = self._packed(x)
+        return self._packed
+
+    def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:
+        out = self.packed(x)
         for one in adapted:
             one.add(self, x, out)
         return out

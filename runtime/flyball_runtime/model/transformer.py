@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flyball_kernels import DecoderLayer as DecoderLayerOp
 from flyball_kernels.backend import Backend
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rope_kv_write import rope_kv_write
@@ -120,6 +121,11 @@ class Attention:
         self.sliding_window = config.sliding_windows[layer]
         self.group, _ = layout.places[layer]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has neither sinks nor norms over all heads."""
+        return self.sinks is None and (self.norms is None or self.config.qk_norm == "head")
+
     def destinations(self, prefix: str) -> Destinations:
         yield from self.qkv_proj.destinations(prefix)
         yield from self.o_proj.destinations(prefix)
@@ -203,6 +209,11 @@ class Sublayer:
         total = x if residual is None else x + residual
         return total, total
 
+    @property
+    def only_norm(self) -> Norm | None:
+        """The norm before, if there is nothing else but the addition."""
+        return self._before if self._after is None and self._scale == 1.0 else None
+
     def leave(self, x: Tensor) -> Tensor:
         """Return what is to be added to the residual."""
         if self._after is not None:
@@ -211,7 +222,11 @@ class Sublayer:
 
 
 class DecoderLayer:
-    """Attention and MLP, each within its norms. ``residual`` is the running sum; ``x`` is what is still to be added."""
+    """Attention and MLP, each within its norms. ``residual`` is the running sum; ``x`` is what is still to be added.
+
+    On a CPU most layers run as one op (``op``). The others, and steps with LoRA adapters, run one op after another; the
+    results are the same to the last bit.
+    """
 
     def __init__(self, config: ModelConfig, layout: KVLayout, layer: int, cos_sin: Tensor, place: Place) -> None:
         self.attention = Attention(config, layout, layer, cos_sin, place)
@@ -222,6 +237,7 @@ class DecoderLayer:
         around_attention, around_mlp = config.norm_names
         self.around_attention = Sublayer(config, *around_attention, place)
         self.around_mlp = Sublayer(config, *around_mlp, place)
+        self.op: DecoderLayerOp | None = None
 
     def destinations(self, prefix: str) -> Destinations:
         yield from self.attention.destinations(f"{prefix}self_attn.")
@@ -236,10 +252,53 @@ class DecoderLayer:
     def pack(self) -> None:
         self.attention.pack()
         self.mlp.pack()
+        self.op = self._as_op()
+
+    def _as_op(self) -> DecoderLayerOp | None:
+        """Return the layer as one op if that has all its parts: C++ linear layers, an MLP, no norm but those before."""
+        attention, mlp = self.attention, self.mlp
+        norms = self.around_attention.only_norm, self.around_mlp.only_norm
+        if not attention.is_plain or not isinstance(mlp, MLP) or norms[0] is None or norms[1] is None:
+            return None
+        qkv, output = attention.qkv_proj.packed, attention.o_proj.packed
+        gate_up, down = mlp.gate_up_proj.packed, mlp.down_proj.packed
+        if any(linear.kernel is None for linear in (qkv, output, gate_up, down)):
+            return None
+        q_norm, k_norm = (None, None) if attention.norms is None else (norm.weight for norm in attention.norms)
+        config = attention.config
+        return DecoderLayerOp(
+            qkv=qkv,
+            output=output,
+            gate_up=gate_up,
+            down=down,
+            attention_norm=norms[0].weight,
+            mlp_norm=norms[1].weight,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=config.rms_norm_eps,
+            norm_offset=config.norm_offset,
+            cos_sin_cache=attention.cos_sin,
+            scale=config.attention_scale,
+            sliding_window=attention.sliding_window,
+            softcap=config.attention_softcap,
+            activation=mlp.activation,
+        )
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, inputs: StepInputs, kv: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
+        if self.op is not None and not inputs.adapted:
+            group = self.attention.group
+            return self.op(
+                x,
+                residual,
+                inputs.positions,
+                *kv,
+                inputs.slot_mappings[group],
+                inputs.block_tables[group],
+                inputs.cu_query_lens,
+                inputs.context_lens,
+            )
         x, residual = self.around_attention.enter(x, residual)
         x = self.around_attention.leave(self.attention(x, inputs, *kv))
         x, residual = self.around_mlp.enter(x, residual)

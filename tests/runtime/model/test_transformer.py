@@ -12,13 +12,15 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from checkpoints import ARCHITECTURES, MORE_ARCHITECTURES, VOCAB_SIZE
-from flyball_kernels import choose_backend
+from flyball_kernels import Backend, choose_backend
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.loader import load_model
+from flyball_runtime.model.mlp import MLP
 from flyball_runtime.model.transformer import CausalLM, StepInputs
 
 MORE = [pytest.param(arch, marks=pytest.mark.slow) for arch in MORE_ARCHITECTURES]
 WITH_EXPERTS = {"mixtral", "qwen2 moe", "qwen3 moe", "gpt-oss"}
+WITH_MORE_THAN_THE_OP = {"gemma2", "gemma3", "olmo2", "granite", "gpt-oss"}  # other norms, a factor, sinks
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 # Logits here have a standard deviation near 1.7. Sums taken in another order move fp32 results by some 1e-6 of that; a
@@ -124,8 +126,10 @@ def _to(inputs: StepInputs, device: torch.device) -> StepInputs:
     return replace(inputs, **moved)
 
 
-def _load(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> CausalLM:
-    config, backend = ModelConfig.from_dir(path), choose_backend(device)
+def _load(
+    path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", backend: Backend | None = None
+) -> CausalLM:
+    config, backend = ModelConfig.from_dir(path), backend or choose_backend(device)
     return load_model(path, config, dtype=dtype, device=device, backend=backend, max_model_len=256)
 
 
@@ -242,6 +246,35 @@ def test_progress_is_told_after_each_layer(models, monkeypatch: pytest.MonkeyPat
     driver._allocate(sequence, 20)
     model.forward(_inputs([(sequence, 20)], all_logits=False), driver.kv, lambda: events.append("progress"))
     assert events == ["layer", "progress"] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *MORE_ARCHITECTURES])
+def test_which_layers_run_as_one_op(arch: str, checkpoint: Callable) -> None:
+    model = _load(checkpoint(arch), backend=choose_backend("cpu", "cpp"))
+    for layer in model.layers:
+        assert (layer.op is not None) == (arch not in WITH_MORE_THAN_THE_OP and isinstance(layer.mlp, MLP))
+    torchs = _load(checkpoint(arch), backend=Backend("cpp", linear="torch"))
+    assert all(layer.op is None for layer in torchs.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_one_op_gives_the_bits_of_its_parts(
+    arch: str, dtype: torch.dtype, checkpoint: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _load(checkpoint(arch, dtype=dtype), dtype, backend=choose_backend("cpu", "cpp"))
+
+    def logits_and_cache() -> list[Tensor]:
+        driver, sequences = PagedDriver(model, dtype), [Sequence(_tokens(60, seed=n)) for n in range(3)]
+        steps = [(30, 7, 1), (1, 1, 1), (1, 20, 1)]  # prompts, decodes, and a chunk between decodes
+        logits = [one for nums in steps for one in driver.step(list(zip(sequences, nums, strict=True)))]
+        return logits + [cache for caches in driver.kv for cache in caches]
+
+    together = logits_and_cache()
+    for layer in model.layers:
+        monkeypatch.setattr(layer, "op", None)
+    for one, other in zip(together, logits_and_cache(), strict=True):
+        assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

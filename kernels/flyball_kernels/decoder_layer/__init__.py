@@ -1,0 +1,128 @@
+"""A dense decoder layer as one op. With few tokens, a CPU spends more time between small ops than in them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flyball_kernels.checks import check_contiguous, check_dtype, check_shape
+from flyball_kernels.linear import Linear
+from flyball_kernels.swiglu import Activation
+
+
+class DecoderLayer:
+    """Attention and a gated MLP, a norm before each, and the residual additions: ``reference.decoder_layer`` in one op.
+
+    It runs the C++ kernels of the ops that it contains, so it gives their bits. Its threads are started once.
+
+    Args:
+        qkv, output, gate_up, down: linear layers with C++ weights, see ``Linear.kernel``.
+        attention_norm, mlp_norm: ``[hidden]`` RMSNorm weights.
+        q_norm, k_norm, eps, norm_offset, cos_sin_cache: see ``rope_kv_write``; eps and norm_offset are of all norms.
+        scale, sliding_window, softcap: see ``paged_attention``.
+        activation: see ``swiglu``.
+    Raises:
+        ValueError: the weights do not fit each other, or a linear layer has no C++ weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        qkv: Linear,
+        output: Linear,
+        gate_up: Linear,
+        down: Linear,
+        attention_norm: Tensor,
+        mlp_norm: Tensor,
+        cos_sin_cache: Tensor,
+        eps: float,
+        scale: float,
+        norm_offset: float = 0.0,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        activation: Activation = "silu",
+    ) -> None:
+        _check_sizes(qkv, output, gate_up, down)
+        for name, norm in (("attention_norm", attention_norm), ("mlp_norm", mlp_norm)):
+            check_shape(name, norm, qkv.in_features)
+        for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if weight is not None:
+                check_shape(name, weight, None)
+        for name, tensor in (
+            ("attention_norm", attention_norm),
+            ("mlp_norm", mlp_norm),
+            ("q_norm", q_norm),
+            ("k_norm", k_norm),
+            ("cos_sin_cache", cos_sin_cache),
+        ):
+            if tensor is not None:
+                check_contiguous(name, tensor)
+                check_dtype(name, tensor, tensor.dtype if name == "cos_sin_cache" else attention_norm.dtype)
+        layer = torch.classes.flyball.DecoderLayer(
+            *(linear.kernel for linear in (qkv, output, gate_up, down)),
+            attention_norm,
+            mlp_norm,
+            q_norm,
+            k_norm,
+            eps,
+            norm_offset,
+            cos_sin_cache,
+            scale,
+            sliding_window,
+            softcap,
+            activation == "gelu_tanh",
+        )
+        self._run: Any = layer.run
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        cu_query_lens: Tensor,
+        context_lens: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the layer's output, which is still to be added, and the running sum of the residual: both new tensors.
+
+        Args:
+            x: ``[num_tokens, hidden]``, contiguous.
+            residual: like ``x``, added to it first; None in the first layer.
+            positions, k_cache, v_cache, slot_mapping: see ``rope_kv_write``; contiguous.
+            block_tables, cu_query_lens, context_lens: see ``paged_attention``.
+        Raises:
+            ValueError: a shape, dtype or layout is not as above.
+            IndexError: a position, slot, length or block id is out of range.
+        """
+        out: tuple[Tensor, Tensor] = self._run(
+            x,
+            residual,
+            positions,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            block_tables,
+            cu_query_lens,
+            context_lens,
+        )
+        return out
+
+
+def _check_sizes(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> None:
+    hidden = qkv.in_features
+    for name, actual, wanted in (
+        ("output.out_features", output.out_features, hidden),
+        ("gate_up.in_features", gate_up.in_features, hidden),
+        ("gate_up.out_features", gate_up.out_features, 2 * down.in_features),
+        ("down.out_features", down.out_features, hidden),
+    ):
+        if actual != wanted:
+            raise ValueError(f"{name} is {actual}; beside the other layers it must be {wanted}.")
+    for name, linear in (("qkv", qkv), ("output", output), ("gate_up", gate_up), ("down", down)):
+        if linear.kernel is None:
+            raise ValueError(f"{name} has no C++ weights. Use a Backend whose name and linear are cpp.")

@@ -1,0 +1,247 @@
+"""A decoder layer as one op against its parts, one after another."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_inputs import attention_inputs
+from flyball_kernels import Backend, DecoderLayer, Int4Linear, Int8Linear, PackedLinear
+from flyball_kernels.decoder_layer import reference
+from kernel_checks import CPP
+
+TORCH = Backend("torch")
+KINDS: dict[str, Any] = {
+    "plain": PackedLinear,
+    "int8": Int8Linear,
+    "int4": partial(Int4Linear, group_size=32),
+}
+BATCHES = {
+    "one decode": ([1], [70]),
+    "a long context": ([1], [1500]),  # its keys are split
+    "decodes": ([1] * 9, [1, 16, 17, 40, 64, 65, 100, 3, 600]),
+    "a prompt among decodes": ([40, 1, 1], [40, 90, 33]),
+    "more rows than a block": ([150, 1], [170, 20]),
+}
+
+
+def layer_weights(
+    dtype: torch.dtype,
+    *,
+    hidden: int = 96,
+    inner: int = 144,
+    num_q_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    bias: bool = False,
+    qk_norm: bool = False,
+) -> dict[str, Tensor | None]:
+    """Return what a layer is made of, in the dtype; linear layers as pairs of weight and bias."""
+    q_size, width = num_q_heads * head_dim, (num_q_heads + 2 * num_kv_heads) * head_dim
+    sizes = {
+        "qkv": (width, hidden),
+        "output": (hidden, q_size),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+    weights: dict[str, Any] = {
+        name: (torch.randn(n, k).mul(k**-0.5).to(dtype), torch.randn(n).to(dtype) if bias else None)
+        for name, (n, k) in sizes.items()
+    }
+    norms = {
+        "attention_norm": hidden,
+        "mlp_norm": hidden,
+        **({"q_norm": head_dim, "k_norm": head_dim} if qk_norm else {}),
+    }
+    return weights | {name: (1 + torch.randn(size) / 4).to(dtype) for name, size in norms.items()}
+
+
+def with_linears(weights: dict[str, Any], kind: str, backend: Backend) -> dict[str, Any]:
+    return {
+        name: KINDS[kind](*value, backend=backend) if isinstance(value, tuple) else value
+        for name, value in weights.items()
+    }
+
+
+def step(batch: str, dtype: torch.dtype, hidden: int = 96, head_dim: int = 32, num_kv_heads: int = 2) -> dict[str, Any]:
+    """Return the tensors of one call: tokens go where their block tables say, in a cache with what came before them."""
+    query_lens, context_lens = BATCHES[batch]
+    given = attention_inputs(query_lens, context_lens, head_dim=head_dim, num_kv_heads=num_kv_heads, dtype=dtype)
+    given.pop("query")
+    positions = torch.cat([torch.arange(c - q, c) for q, c in zip(query_lens, context_lens, strict=True)])
+    sequence = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
+    slots = given["block_tables"][sequence, positions // 16].long() * 16 + positions % 16
+    for name in ("k_cache", "v_cache"):
+        given[name].view(-1, num_kv_heads, head_dim)[slots] = torch.nan  # what the op has to write
+    x, residual = (torch.randn(sum(query_lens), hidden).to(dtype) for _ in range(2))
+    return {**given, "x": x, "residual": residual, "positions": positions, "slot_mapping": slots}
+
+
+def angles(head_dim: int = 32, rotary_dim: int | None = None) -> Tensor:
+    rotary_dim = rotary_dim or head_dim
+    turns = torch.arange(2000)[:, None] * 10000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+    return torch.cat((turns.cos(), turns.sin()), dim=1)
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+
+
+def assert_same_bits(layer: dict[str, Any], given: dict[str, Any]) -> None:
+    """Run the op and its parts, in this order; outputs and caches must be equal, unused slots (NaN) included."""
+    parts, op = copied(given), copied(given)
+    expected = reference.decoder_layer(**parts, **layer, backend=CPP)
+    actual = DecoderLayer(**layer)(**op)
+    for name, one, other in (
+        ("out", actual[0], expected[0]),
+        ("residual", actual[1], expected[1]),
+        ("k_cache", op["k_cache"], parts["k_cache"]),
+        ("v_cache", op["v_cache"], parts["v_cache"]),
+    ):
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert actual[0].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_gives_the_bits_of_its_parts(batch, kind, dtype):
+    layer = with_linears(layer_weights(dtype), kind, CPP)
+    assert_same_bits({**layer, "cos_sin_cache": angles(), "eps": 1e-5, "scale": 32**-0.5}, step(batch, dtype))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sliding_window": 20},
+        {"softcap": 3.0},
+        {"activation": "gelu_tanh"},
+        {"norm_offset": 1.0},
+        {"cos_sin_cache": angles(rotary_dim=16)},
+        {"cos_sin_cache": angles().bfloat16()},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_reach_its_parts(settings):
+    layer = with_linears(layer_weights(torch.bfloat16, bias=True, qk_norm=True), "plain", CPP)
+    plain: dict[str, Any] = {**layer, "cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.3}
+    given = step("a prompt among decodes", torch.bfloat16)
+    assert_same_bits(plain | settings, given)
+    out, _ = DecoderLayer(**plain)(**copied(given))
+    changed, _ = DecoderLayer(**plain | settings)(**copied(given))
+    assert not torch.equal(out, changed)
+
+
+def test_the_first_layer_has_no_residual(dtype):
+    layer = with_linears(layer_weights(dtype), "plain", CPP)
+    given = step("decodes", dtype) | {"residual": None}
+    assert_same_bits({**layer, "cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}, given)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_equals_torch(batch):
+    weights = layer_weights(torch.float32, bias=True, qk_norm=True)
+    settings = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+    given = step(batch, torch.float32)
+    expected = reference.decoder_layer(
+        **copied(given), **with_linears(weights, "plain", TORCH), **settings, backend=TORCH
+    )
+    actual = DecoderLayer(**with_linears(weights, "plain", CPP), **settings)(**copied(given))
+    for one, other in zip(actual, expected, strict=True):
+        # five sums follow one another, each of up to 192 products: more than the tolerance of one op
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_its_neighbours(kind):
+    layer = with_linears(layer_weights(torch.bfloat16), kind, CPP)
+    op = DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)
+    given = step("decodes", torch.bfloat16)
+    together, _ = op(**copied(given))
+    for row in range(9):
+        one = copied(given)
+        for name in ("x", "residual", "positions", "slot_mapping", "block_tables", "context_lens"):
+            one[name] = one[name][row : row + 1].contiguous()
+        one["cu_query_lens"] = torch.tensor([0, 1], dtype=torch.int32)
+        alone, _ = op(**one)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_no_tokens():
+    layer = with_linears(layer_weights(torch.bfloat16), "plain", CPP)
+    given = step("decodes", torch.bfloat16)
+    for name in ("x", "residual", "positions", "slot_mapping", "block_tables", "context_lens"):
+        given[name] = given[name][:0]
+    given["cu_query_lens"] = torch.tensor([0], dtype=torch.int32)
+    out, total = DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)(**given)
+    assert out.shape == total.shape == (0, 96)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("x", lambda x: x.float(), ValueError, r"x is Float of shape \[9, 96\].*must be BFloat16"),
+        ("x", lambda x: x.t().contiguous().t(), ValueError, r"x is .* strides \[1, 9\].*contiguous"),
+        ("residual", lambda x: x[1:], ValueError, r"residual is .*\[8, 96\].*must be BFloat16 of shape \[9, 96\]"),
+        ("positions", lambda x: x.int(), ValueError, r"positions is Int.*must be Long"),
+        ("positions", lambda x: x + 2000, IndexError, r"positions holds 2599.*below 2000"),
+        ("slot_mapping", lambda x: x[1:], ValueError, r"slot_mapping is .*\[8\].*\[9\]"),
+        ("slot_mapping", lambda x: x - 10**6, IndexError, r"slot_mapping holds"),
+        ("v_cache", lambda x: x[1:], ValueError, r"v_cache is "),
+        ("k_cache", lambda x: x[:, :, :, :16], ValueError, r"k_cache is .*contiguous"),
+        ("block_tables", lambda x: x.long(), ValueError, r"block_tables is Long.*must be Int"),
+        ("block_tables", lambda x: x + 10**6, IndexError, r"block_tables holds"),
+        ("cu_query_lens", lambda x: x[1:], ValueError, r"cu_query_lens is .*\[9\].*\[10\]"),
+        ("context_lens", lambda x: x * 0, IndexError, r"sequence 0 has 1 query tokens and a context of 0"),
+    ],
+)
+def test_inputs_are_checked(name, change, error, message):
+    layer = with_linears(layer_weights(torch.bfloat16), "plain", CPP)
+    op = DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)
+    given = step("decodes", torch.bfloat16)
+    given[name] = change(given[name])
+    with pytest.raises(error, match=message):
+        op(**given)
+
+
+def test_the_cache_must_fit():
+    layer = with_linears(layer_weights(torch.bfloat16), "plain", CPP)
+    op = DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)
+    with pytest.raises(ValueError, match=r"k_cache has 4 heads of 32; they do not fit a layer with 320 outputs of qkv"):
+        op(**step("decodes", torch.bfloat16, num_kv_heads=4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_norm": torch.ones(95)}, r"attention_norm has shape \[95\]; it must be \[96\]"),
+        ({"q_norm": torch.ones(32, dtype=torch.float16)}, r"q_norm is torch\.float16; it must be torch\.float32"),
+        ({"down": (PackedLinear, (96, 80), CPP)}, r"gate_up\.out_features is 288; .* must be 160"),
+        ({"output": (PackedLinear, (95, 192), CPP)}, r"output\.out_features is 95; .* must be 96"),
+        ({"qkv": (PackedLinear, (320, 96), TORCH)}, r"qkv has no C\+\+ weights"),
+        ({"qkv": (Int8Linear, (320, 96), TORCH)}, r"qkv has no C\+\+ weights"),
+    ],
+)
+def test_weights_must_fit_each_other(change, message):
+    made = {
+        name: (one[0](torch.ones(one[1]), backend=one[2]) if isinstance(one, tuple) else one)
+        for name, one in change.items()
+    }
+    layer = with_linears(layer_weights(torch.float32), "plain", CPP) | made
+    with pytest.raises(ValueError, match=message):
+        DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)
+
+
+def test_equals_torch_in_bf16():
+    """torch's parts round to bf16 where ours do; a sum that is rounded the other way moves what follows by some units."""
+    weights = layer_weights(torch.bfloat16)
+    given = step("decodes", torch.bfloat16)
+    settings = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+    out, _ = DecoderLayer(**with_linears(weights, "plain", CPP), **settings)(**copied(given))
+    expected, _ = reference.decoder_layer(
+        **copied(given), **with_linears(weights, "plain", TORCH), **settings, backend=TORCH
+    )
+    torch.testing.assert_close(out, expected, rtol=2**-5, atol=2**-5)
