@@ -2,6 +2,7 @@
 // when a step has few tokens.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <initializer_list>
 
@@ -9,21 +10,98 @@
 
 namespace flyball {
 
-// Prepared by one thread, and then run by each thread of a team. Its loops are `omp for`, which share the iterations and end
-// with a barrier. It holds pointers: the tensors have to live until it has run.
+// The threads of a parallel region; each has its own object, and they call the same functions in the same order. OpenMP's
+// loops would do, but its barrier makes a system call each time, which takes longer than many of the loops.
+class Team {
+ public:
+  struct Shared {
+    alignas(64) std::atomic<uint32_t> num_arrived{0};
+    alignas(64) std::atomic<uint32_t> num_barriers{0};
+    alignas(64) std::atomic<int64_t> next{0};
+  };
+
+  Team(Shared& shared, int64_t index, int64_t size) : shared_(shared), index_(index), size_(size) {}
+
+  int64_t size() const { return size_; }
+
+  // Calls f(i) for each i below n, a run of them on each thread. All are done when it returns.
+  template <class F>
+  void share(int64_t n, F f) const {
+    for (int64_t i = index_ * n / size_, end = (index_ + 1) * n / size_; i < end; ++i) f(i);
+    barrier();
+  }
+
+  // The same, in chunks that go to whichever thread is free.
+  template <class F>
+  void share_chunks(int64_t n, int64_t chunk, F f) const {
+    for (int64_t start; (start = shared_.next.fetch_add(chunk, std::memory_order_relaxed)) < n;)
+      for (int64_t i = start, end = std::min(n, start + chunk); i < end; ++i) f(i);
+    barrier();
+  }
+
+  // Calls f on one thread.
+  template <class F>
+  void run_once(F f) const {
+    if (index_ == 0) f();
+    barrier();
+  }
+
+ private:
+  // Waits for all threads. A thread that waits for long sleeps: what it waits for may need its core.
+  void barrier() const {
+    const uint32_t before = shared_.num_barriers.load(std::memory_order_relaxed);
+    if (shared_.num_arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      shared_.num_arrived.store(0, std::memory_order_relaxed);
+      shared_.next.store(0, std::memory_order_relaxed);
+      shared_.num_barriers.store(before + 1, std::memory_order_release);
+      shared_.num_barriers.notify_all();
+      return;
+    }
+    for (int spins = max_spins(); spins > 0; --spins) {
+      if (shared_.num_barriers.load(std::memory_order_acquire) != before) return;
+      pause();
+    }
+    shared_.num_barriers.wait(before, std::memory_order_acquire);
+  }
+
+  // As many as OpenMP's threads are told to (see flyball_runtime/engine), and few where threads have to share cores.
+  int max_spins() const {
+    static const int64_t num_cores = omp_get_num_procs();
+    return size_ > num_cores ? 100 : 10000;
+  }
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  Shared& shared_;
+  const int64_t index_, size_;
+};
+
+// Prepared by one thread, and then run by each thread of a team. It holds pointers: the tensors have to live until it has run.
 struct Work {
   int64_t num_floats = 0;  // of the memory that the team has for it
-  std::function<void(float* memory)> run;
+  std::function<void(const Team& team, float* memory)> run;
 };
 
 // Runs works one after another, in one parallel region if that is worth it.
 inline void run_in_team(std::initializer_list<Work> works, bool is_parallel = true) {
-  struct Shared;
+  struct Memory;
   int64_t num_floats = 0;
   for (const Work& work : works) num_floats = std::max(num_floats, work.num_floats);
-  float* const memory = scratch<Shared>(num_floats);
-#pragma omp parallel if (is_parallel)
-  for (const Work& work : works) work.run(memory);
+  float* const memory = scratch<Memory>(num_floats);
+  Team::Shared shared;
+  const auto run = [&](int64_t index, int64_t size) {
+    const Team team(shared, index, size);
+    for (const Work& work : works) work.run(team, memory);
+  };
+  if (!is_parallel || omp_get_max_threads() == 1) return run(0, 1);
+#pragma omp parallel
+  run(omp_get_thread_num(), omp_get_num_threads());
 }
 
 }  // namespace flyball

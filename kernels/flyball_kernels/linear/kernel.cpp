@@ -272,7 +272,7 @@ int64_t num_more(const Output<A>& out) {
 // rows of x [rows, k] to rows of out, by each thread of a team
 template <class A>
 void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typename A::Weight* packed, int64_t n,
-                  Output<A> out, float* memory) {
+                  Output<A> out, const Team& team, float* memory) {
   static_assert(sizeof(typename A::Input) == sizeof(float));
   const int64_t steps = num_steps<A>(k), num_sums = num_more(out);
   auto* inputs = reinterpret_cast<typename A::Input*>(memory);
@@ -280,13 +280,12 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
   if constexpr (kIsQuantized<A>) out.scales.rows = more;
   if constexpr (kIsGrouped<A>) out.scales.inputs = num_sums ? more : nullptr;
   const int64_t num_panels = round_up(n, kPanel) / kPanel, num_tiles = round_up(rows, A::kTileRows) / A::kTileRows;
-  const int64_t num_threads = omp_get_num_threads();
+  const int64_t num_threads = team.size();
   const int64_t group = num_panels >= 2 * num_threads * panels_at_once(rows) ? panels_at_once(rows) : 1;
   const int64_t num_groups = round_up(num_panels, group) / group;
   const int64_t chunk = num_groups >= 4 * num_threads ? num_tiles : 1;  // a panel's tiles stay on one thread
   const auto tile_start = [=](int64_t tile) { return tile * rows / num_tiles; };  // tiles of equal height, give or take 1
-#pragma omp for
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+  team.share(num_tiles, [&](int64_t tile) {
     const int64_t row = tile_start(tile), num = tile_start(tile + 1) - row;
     if constexpr (kIsQuantized<A>)
       pack_rounded<A>(x + row * k, num, k, inputs + row * steps, out.scales.rows + row);
@@ -294,13 +293,12 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
       pack_rows<A>(x + row * k, k, num, k, inputs + row * steps);
     if constexpr (kIsGrouped<A>)
       if (num_sums) sum_groups(x + row * k, num, k, out.scales.steps * A::kDepth, more + row * num_sums);
-  }
-#pragma omp for schedule(dynamic, chunk)
-  for (int64_t i = 0; i < num_groups * num_tiles; ++i) {
+  });
+  team.share_chunks(num_groups * num_tiles, chunk, [&](int64_t i) {
     const int64_t panel = i / num_tiles * group, column = panel * kPanel, row = tile_start(i % num_tiles);
     multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * steps,
                 packed + panel * steps * A::kWidth, steps, out.from(row, column));
-  }
+  });
 }
 
 // x [m, k] -> out [m, n]
@@ -308,9 +306,9 @@ template <class A>
 Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typename A::Weight* packed, int64_t n,
                  const Output<A>& out) {
   constexpr int64_t kBlockRows = kTilesOfBlock * A::kTileRows;
-  return {std::min(m, kBlockRows) * (num_steps<A>(k) + num_more(out)), [=](float* memory) {
+  return {std::min(m, kBlockRows) * (num_steps<A>(k) + num_more(out)), [=](const Team& team, float* memory) {
             for (int64_t row = 0; row < m; row += kBlockRows)
-              linear_block<A>(x + row * k, std::min(kBlockRows, m - row), k, packed, n, out.from(row, 0), memory);
+              linear_block<A>(x + row * k, std::min(kBlockRows, m - row), k, packed, n, out.from(row, 0), team, memory);
           }};
 }
 

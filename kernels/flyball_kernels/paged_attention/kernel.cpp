@@ -253,15 +253,15 @@ struct Attention {
   Work work() const {
     int64_t num_partial_rows = 0;
     const std::vector<Task> tasks = plan(num_partial_rows);
-    return {num_partial_rows * (dim() + kLanes), [*this, tasks, num_partial_rows](float* partials) {
+    return {num_partial_rows * (dim() + kLanes), [*this, tasks, num_partial_rows](const Team& team, float* partials) {
               struct Tile;
               const int64_t rows = std::max(kQueryRows, group());
               float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
-#pragma omp for schedule(dynamic, 1)
-              for (size_t i = 0; i < tasks.size(); ++i) run(tasks[i], memory, partials);
+              team.share_chunks(tasks.size(), 1, [&](size_t i) { run(tasks[i], memory, partials); });
               if (num_partial_rows == 0) return;
-#pragma omp single
-              for (size_t i = 0; i < tasks.size();) i = tasks[i].partial < 0 ? i + 1 : merge(tasks, i, partials, memory);
+              team.run_once([&] {
+                for (size_t i = 0; i < tasks.size();) i = tasks[i].partial < 0 ? i + 1 : merge(tasks, i, partials, memory);
+              });
             }};
   }
 };

@@ -8,13 +8,12 @@ namespace {
 template <class T>
 Work norm_rows(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t rows, int64_t n, float eps,
                float offset) {
-  return {0, [=](float*) {
-#pragma omp for
-            for (int64_t row = 0; row < rows; ++row) {
+  return {0, [=](const Team& team, float*) {
+            team.share(rows, [&](int64_t row) {
               const T* from = x + row * n;
               if (residual) from = add_row(from, residual + row * n, total + row * n, n);
               normalise_row(from, weight, out + row * n, n, eps, offset);
-            }
+            });
           }};
 }
 

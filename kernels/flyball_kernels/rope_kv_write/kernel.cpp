@@ -85,22 +85,20 @@ Work rope_kv_write_work(const Tensor& qkv, const Tensor& positions, const Tensor
         const int64_t block_size = k_cache.size(1);
         const KVCache<int8_t> keys{data<int8_t>(k_cache), block_size, num_kv, head_dim};
         const KVCache<int8_t> values{data<int8_t>(v_cache), block_size, num_kv, head_dim};
-        work.run = [=](float*) {
+        work.run = [=](const Team& team, float*) {
           struct Vectors;
           T* const key = reinterpret_cast<T*>(scratch<Vectors>(2 * kv_width));
-#pragma omp for
-          for (int64_t i = 0; i < num_tokens; ++i) {
+          team.share(num_tokens, [&](int64_t i) {
             prepare(i, key, key + kv_width);
             round_into(keys, slot[i], key);
             round_into(values, slot[i], key + kv_width);
-          }
+          });
         };
         return;
       }
       T *keys = data<T>(k_cache), *values = data<T>(v_cache);
-      work.run = [=](float*) {
-#pragma omp for
-        for (int64_t i = 0; i < num_tokens; ++i) prepare(i, keys + slot[i] * kv_width, values + slot[i] * kv_width);
+      work.run = [=](const Team& team, float*) {
+        team.share(num_tokens, [&](int64_t i) { prepare(i, keys + slot[i] * kv_width, values + slot[i] * kv_width); });
       };
     });
   });

@@ -39,13 +39,12 @@ Work swiglu_work(const Tensor& gate_up, bool is_gelu, const Tensor& out) {
   dispatch(gate_up, "swiglu", [&]<class T>(T*) {
     const T* in = data<T>(gate_up);
     T* to = data<T>(out);
-    work.run = [=](float*) {
-#pragma omp for
-      for (int64_t row = 0; row < rows; ++row) {
+    work.run = [=](const Team& team, float*) {
+      team.share(rows, [&](int64_t row) {
         const T *gate = in + 2 * row * n, *up = gate + n;
         if (is_gelu) gated_row(gelu_tanh, gate, up, to + row * n, n);
         else gated_row(silu, gate, up, to + row * n, n);
-      }
+      });
     };
   });
   return work;
