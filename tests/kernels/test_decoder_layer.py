@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_inputs import attention_inputs
-from flyball_kernels import Backend, DecoderLayer, Int4Linear, Int8Linear, PackedLinear
+from flyball_kernels import Backend, DecoderLayer, Int4Linear, Int8Linear, PackedLinear, kv_cache
 from flyball_kernels.decoder_layer import reference
 from kernel_checks import CPP
 
@@ -65,16 +65,20 @@ def with_linears(weights: dict[str, Any], kind: str, backend: Backend) -> dict[s
     }
 
 
-def step(batch: str, dtype: torch.dtype, hidden: int = 96, head_dim: int = 32, num_kv_heads: int = 2) -> dict[str, Any]:
+def step(
+    batch: str, dtype: torch.dtype, hidden: int = 96, head_dim: int = 32, num_kv_heads: int = 2, int8: bool = False
+) -> dict[str, Any]:
     """Return the tensors of one call: tokens go where their block tables say, in a cache with what came before them."""
     query_lens, context_lens = BATCHES[batch]
-    given = attention_inputs(query_lens, context_lens, head_dim=head_dim, num_kv_heads=num_kv_heads, dtype=dtype)
+    given = attention_inputs(
+        query_lens, context_lens, head_dim=head_dim, num_kv_heads=num_kv_heads, dtype=dtype, int8=int8
+    )
     given.pop("query")
     positions = torch.cat([torch.arange(c - q, c) for q, c in zip(query_lens, context_lens, strict=True)])
     sequence = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
     slots = given["block_tables"][sequence, positions // 16].long() * 16 + positions % 16
-    for name in ("k_cache", "v_cache"):
-        given[name].view(-1, num_kv_heads, head_dim)[slots] = torch.nan  # what the op has to write
+    for name in ("k_cache", "v_cache"):  # what the op has to write
+        kv_cache.write(given[name], slots, torch.full((len(slots), num_kv_heads, head_dim), torch.nan, dtype=dtype))
     x, residual = (torch.randn(sum(query_lens), hidden).to(dtype) for _ in range(2))
     return {**given, "x": x, "residual": residual, "positions": positions, "slot_mapping": slots}
 
@@ -111,6 +115,14 @@ def assert_same_bits(layer: dict[str, Any], given: dict[str, Any]) -> None:
 def test_gives_the_bits_of_its_parts(batch, kind, dtype):
     layer = with_linears(layer_weights(dtype), kind, CPP)
     assert_same_bits({**layer, "cos_sin_cache": angles(), "eps": 1e-5, "scale": 32**-0.5}, step(batch, dtype))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_gives_the_bits_of_its_parts_with_an_int8_cache(batch, dtype):
+    layer = with_linears(layer_weights(dtype, qk_norm=True), "plain", CPP)
+    given = step(batch, dtype, int8=True)
+    assert given["k_cache"].dtype == torch.int8
+    assert_same_bits({**layer, "cos_sin_cache": angles(), "eps": 1e-5, "scale": 32**-0.5}, given)
 
 
 @pytest.mark.parametrize(
