@@ -20,8 +20,12 @@ from flyball_kernels.cpu.variants import VARIANTS, X86_64_V3, X86_64_V4, choose,
 PENRYN = frozenset({"fpu", "sse2", "ssse3", "sse4_1", "cx16", "lahf_lm"})
 HASWELL = X86_64_V3 | {"fpu", "sse2", "erms"}
 SKYLAKE_X = X86_64_V4 | HASWELL
-ZEN_4 = SKYLAKE_X | {"avx512_bf16", "avx512_vnni"}
+ICE_LAKE = SKYLAKE_X | {"avx512_vnni"}
+ZEN_4 = ICE_LAKE | {"avx512_bf16"}
 SAPPHIRE_RAPIDS = ZEN_4 | {"amx_bf16", "amx_tile", "amx_int8"}
+CORTEX_A72 = frozenset({"fp", "asimd", "evtstrm", "aes", "pmull", "sha1", "sha2", "crc32", "cpuid"})
+NEOVERSE_N1 = CORTEX_A72 | {"atomics", "fphp", "asimdhp", "asimdrdm", "lrcpc", "dcpop", "asimddp", "ssbs"}
+NEOVERSE_V1 = NEOVERSE_N1 | {"jscvt", "fcma", "sve", "asimdfhm", "i8mm", "bf16", "svei8mm", "svebf16"}
 NAMES = [variant.name for variant in variants_of("x86_64")]
 
 MACROS = {  # of gcc, and the flag of /proc/cpuinfo
@@ -65,11 +69,14 @@ def load(monkeypatch):
     [
         ("x86_64", HASWELL, "x86-64-v3"),
         ("x86_64", SKYLAKE_X, "x86-64-v4"),
+        ("x86_64", ICE_LAKE, "x86-64-v4-vnni"),
         ("x86_64", ZEN_4, "x86-64-v4-bf16"),
         ("x86_64", SAPPHIRE_RAPIDS, "x86-64-v4-amx"),
         ("x86_64", SAPPHIRE_RAPIDS - {"amx_bf16"}, "x86-64-v4-bf16"),
         ("x86_64", ZEN_4 - {"avx512vl"}, "x86-64-v3"),
-        ("aarch64", frozenset({"fp", "asimd"}), "armv8-a"),
+        ("aarch64", CORTEX_A72, "armv8-a"),
+        ("aarch64", NEOVERSE_N1, "armv8.2-a-dotprod"),
+        ("aarch64", NEOVERSE_V1, "armv8.2-a-bf16"),
     ],
 )
 def test_a_cpu_gets_the_best_library_that_it_can_run(folder, machine, cpu_flags, name):
@@ -78,6 +85,8 @@ def test_a_cpu_gets_the_best_library_that_it_can_run(folder, machine, cpu_flags,
 
 def test_a_variant_that_the_folder_lacks_gives_way_to_the_next(folder):
     (folder / "libflyball_kernels-x86-64-v4-bf16.so").unlink()
+    assert choose(folder, "x86_64", ZEN_4).name == "x86-64-v4-vnni"
+    (folder / "libflyball_kernels-x86-64-v4-vnni.so").unlink()
     assert choose(folder, "x86_64", ZEN_4).name == "x86-64-v4"
     (folder / "libflyball_kernels-x86-64-v4.so").unlink()
     assert choose(folder, "x86_64", ZEN_4).name == "x86-64-v3"
@@ -98,8 +107,9 @@ def test_a_machine_that_the_folder_has_nothing_for(tmp_path, machine):
         choose(tmp_path, machine, ZEN_4)
 
 
-def test_every_variant_asks_for_what_the_one_after_it_asks():
-    known = variants_of("x86_64")
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_every_variant_asks_for_what_the_one_after_it_asks(machine):
+    known = variants_of(machine)
     assert all(worse.cpu_flags < better.cpu_flags for better, worse in itertools.pairwise(known))
 
 
@@ -176,7 +186,8 @@ def test_the_best_library_that_a_cpu_runs_brings_its_linear_layers(name):
         ("x86-64-v3", "x86_64", ZEN_4, "this CPU has x86-64-v4-bf16, which torch uses, .* compiled for x86-64-v3"),
         ("x86-64-v4-bf16", "x86_64", SAPPHIRE_RAPIDS, "this CPU has x86-64-v4-amx, which torch uses"),
         ("generic", "x86_64", PENRYN, "those for generic have not been measured"),
-        ("armv8-a", "aarch64", frozenset({"asimd"}), "those for armv8-a have not been measured"),
+        ("armv8-a", "aarch64", CORTEX_A72, "those for armv8-a have not been measured"),
+        ("armv8.2-a-bf16", "aarch64", NEOVERSE_V1, "those for armv8.2-a-bf16 have not been measured"),
     ],
 )
 def test_torch_has_linear_layers_for_what_the_library_lacks(compiled_for, machine, cpu_flags, reason):

@@ -1,24 +1,30 @@
-// The bf16 dot product of AVX512_BF16: each lane of a sum grows by two products at once. Products are exact, sums are fp32.
+// The bf16 dot product of AVX512_BF16 and of Arm's BFDOT: each lane of a sum grows by two products at once. Products are exact,
+// sums are fp32. (Arm's instruction rounds sums to odd, and makes denormals 0.)
 #pragma once
 
 #include "vec.h"
 
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define FLYBALL_DOT 1
+#endif
+
 namespace flyball {
 
 constexpr bool has_dot() {
-#if defined(__AVX512BF16__)
+#if FLYBALL_DOT
   return true;
 #else
   return false;
 #endif
 }
 
-// An AMD core issues two a cycle, as many as FMAs, so they do twice the work. An Intel core issues one, and FMAs were faster.
+// An AMD core issues two a cycle, as many as FMAs, so they do twice the work; so do Arm's cores by their guides. An Intel core
+// issues one, and FMAs were faster.
 inline bool has_fast_dot() {
 #if defined(__x86_64__)
   return has_dot() && __builtin_cpu_is("amd");
 #else
-  return false;
+  return has_dot();
 #endif
 }
 
@@ -52,9 +58,13 @@ inline Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 
 #if defined(__AVX512BF16__)
 inline Vec add_product(Vec sum, VecU a, VecU b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+#elif FLYBALL_DOT
+inline Vec add_product(Vec sum, VecU a, VecU b) {
+  return (Vec)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
 #endif
 
-// Rounds to nearest, ties to even, and returns what it stored. The instruction makes denormals 0.
+// Rounds to nearest, ties to even, and returns what it stored. The instruction of AVX512_BF16 makes denormals 0.
 inline Vec store_rounded(c10::BFloat16* to, Vec v) {
 #if defined(__AVX512BF16__)
   const __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)v);

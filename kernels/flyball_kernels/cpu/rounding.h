@@ -29,6 +29,8 @@ inline VecI rounded(const T* x, int64_t left, float factor) {
   return (VecI)_mm512_cvtps_epi32((__m512)product);
 #elif defined(__AVX2__)
   return (VecI)_mm256_cvtps_epi32((__m256)product);
+#elif defined(__aarch64__)
+  return (VecI)vcvtnq_s32_f32((float32x4_t)product);
 #else
   VecI whole;
   for (int lane = 0; lane < kLanes; ++lane)  // what is no number has no whole one

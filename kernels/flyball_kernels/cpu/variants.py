@@ -33,15 +33,22 @@ class Variant:
         return f"libflyball_kernels-{self.name}.so"
 
 
-_BF16 = X86_64_V4 | {"avx512_bf16", "avx512_vnni"}  # no CPU has the first without the second
+_VNNI = X86_64_V4 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16"}  # no CPU has the second without the first
 _AMX = _BF16 | {"amx_tile", "amx_bf16"}
-_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
+# Armv8.2-A with what it makes mandatory that a compiler may use: large system extensions, rounding doubling, CRC
+_ARMV8_2 = frozenset({"asimd", "atomics", "asimdrdm", "crc32", "asimddp"})
 
 VARIANTS = (
     Variant("x86-64-v4-amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")),
     Variant("x86-64-v4-bf16", "x86_64", _BF16, _BF16_FLAGS),
+    Variant("x86-64-v4-vnni", "x86_64", _VNNI, _VNNI_FLAGS),
     Variant("x86-64-v4", "x86_64", X86_64_V4, ("-march=x86-64-v4",)),
     Variant("x86-64-v3", "x86_64", X86_64_V3, ("-march=x86-64-v3",)),
+    Variant("armv8.2-a-bf16", "aarch64", _ARMV8_2 | {"bf16"}, ("-march=armv8.2-a+dotprod+bf16",)),
+    Variant("armv8.2-a-dotprod", "aarch64", _ARMV8_2, ("-march=armv8.2-a+dotprod",)),
     Variant("armv8-a", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
 )
 """Best first, for each machine."""

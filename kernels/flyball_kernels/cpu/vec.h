@@ -14,6 +14,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace flyball {
@@ -64,6 +66,8 @@ inline Vec load(const c10::Half* from) {
   return (Vec)_mm512_cvtph_ps(load_raw<__m256i>(from));
 #elif defined(__F16C__)
   return (Vec)_mm256_cvtph_ps(load_raw<__m128i>(from));
+#elif defined(__aarch64__)
+  return (Vec)vcvt_f32_f16(load_raw<float16x4_t>(from));
 #else
   Vec v;
   for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(from[i]);
@@ -84,6 +88,9 @@ inline Vec load(const int8_t* from) {
 inline void store(float* to, Vec v) { __builtin_memcpy(to, &v, sizeof(v)); }
 
 inline void store(c10::BFloat16* to, Vec v) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  const bfloat16x4_t out = vcvt_bf16_f32((float32x4_t)v);  // what the rest says, in one instruction
+#else
   const VecU bits = (VecU)v;
   const VecU rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
   const VecU quiet_nan = (bits >> 16) | 0x40u;
@@ -92,6 +99,7 @@ inline void store(c10::BFloat16* to, Vec v) {
   const __m128i out = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)chosen), _mm256_extracti128_si256((__m256i)chosen, 1));
 #else
   const VecU16 out = __builtin_convertvector(chosen, VecU16);
+#endif
 #endif
   __builtin_memcpy(to, &out, sizeof(out));
 }
@@ -102,6 +110,9 @@ inline void store(c10::Half* to, Vec v) {
   __builtin_memcpy(to, &out, sizeof(out));
 #elif defined(__F16C__)
   const __m128i out = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __builtin_memcpy(to, &out, sizeof(out));
+#elif defined(__aarch64__)
+  const float16x4_t out = vcvt_f16_f32((float32x4_t)v);
   __builtin_memcpy(to, &out, sizeof(out));
 #else
   for (int i = 0; i < kLanes; ++i) to[i] = v[i];

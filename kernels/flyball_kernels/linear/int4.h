@@ -50,13 +50,25 @@ struct Int4 {
   static Vec add(Vec sum, Vec w, Vec x) { return sum + x * w; }
 };
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if FLYBALL_DOT
 // The two halves of a byte are the two features of a step. A table makes them the bf16 that the dot product takes.
 struct Int4Dot : Dot {
   using Weight = uint8_t;
   using Scales = GroupScales;
   static constexpr int64_t kWidth = kPanel, kTileRows = Int4<float>::kTileRows;
 
+#if defined(__aarch64__)
+  static Pair weights(const Weight* from) {
+    static constexpr uint8_t kLower[16] = {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80,  // -8 to -1
+                                           0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0};
+    static constexpr uint8_t kUpper[16] = {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
+                                           0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
+    const uint8x8_t both = vld1_u8(from), first = vand_u8(both, vdup_n_u8(15)), second = vshr_n_u8(both, 4);
+    const uint8x16_t indices = vcombine_u8(vzip1_u8(first, second), vzip2_u8(first, second));
+    const uint8x16_t lower = vqtbl1q_u8(vld1q_u8(kLower), indices), upper = vqtbl1q_u8(vld1q_u8(kUpper), indices);
+    return {(Vec)vzip1q_u8(lower, upper), (Vec)vzip2q_u8(lower, upper)};
+  }
+#else
   static Vec unpack(const Weight* from) {
     alignas(32) static constexpr uint16_t kNumbers[32] = {
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,  // -8 to -1
@@ -67,6 +79,7 @@ struct Int4Dot : Dot {
     return (Vec)_mm512_permutexvar_epi16(indices, _mm512_castsi256_si512(_mm256_load_si256((const __m256i*)kNumbers)));
   }
   static Pair weights(const Weight* from) { return {unpack(from), unpack(from + kLanes)}; }
+#endif
 };
 #endif
 

@@ -4,7 +4,19 @@
 
 using VecS16 = int16_t __attribute__((vector_size(4 * kLanes)));
 
-constexpr int32_t kZero = 128;  // inputs are stored as unsigned bytes, this much too large: what the instruction takes
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int32_t kZero = 0;
+#else
+constexpr int32_t kZero = 128;  // inputs are stored as unsigned bytes, this much too large: what x86's instruction takes
+#endif
+
+constexpr bool has_byte_dot() {
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+  return true;
+#else
+  return false;
+#endif
+}
 
 // What makes results of sums.
 struct ColumnScales {
@@ -20,10 +32,12 @@ struct ColumnScales {
   }
 };
 
-// Sums of four products each: of unsigned bytes and signed ones.
+// Sums of four products each: of inputs' bytes and signed ones.
 inline VecI add_bytes(VecI sum, VecI w, VecI x) {
 #if defined(__AVX512VNNI__)
   return (VecI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (VecI)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
 #elif defined(__AVX2__)
   const VecS16 even = (VecS16)w << 8 >> 8, odd = (VecS16)w >> 8;  // products of bytes do not fit 16 bits, so none are made
   const VecI low = x & 0x00ff00ff, high = (VecI)((VecU)x >> 8) & 0x00ff00ff;
@@ -45,11 +59,8 @@ struct Int8 {
   using Input = uint32_t;  // four features
   using Sum = VecI;
   using Scales = ColumnScales;
-#if defined(__AVX512VNNI__)
-  static constexpr int64_t kDepth = 4, kWidth = kPanel * kDepth, kTileRows = flyball::kTileRows;
-#else
-  static constexpr int64_t kDepth = 4, kWidth = kPanel * kDepth, kTileRows = kRegisters / 4 - 1;  // the arithmetic takes registers too
-#endif
+  static constexpr int64_t kDepth = 4, kWidth = kPanel * kDepth;
+  static constexpr int64_t kTileRows = has_byte_dot() ? flyball::kTileRows : kRegisters / 4 - 1;  // more arithmetic, more registers
 
   static int64_t column(int64_t i) { return i / kDepth; }
   static int64_t feature(int64_t i) { return i % kDepth; }

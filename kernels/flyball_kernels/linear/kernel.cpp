@@ -2,8 +2,8 @@
 //
 // A weight is stored once, as panels of two vectors of columns (output features) that a thread streams through, for one row as for
 // hundreds. There are several arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
-// dot product instruction of AVX512_BF16, which does twice the work of an FMA where a core issues two of them a cycle
-// (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
+// dot product instruction of AVX512_BF16 or Arm's BF16, which does twice the work of an FMA where a core issues two of them a
+// cycle (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
 // exact in all. Int8 (int8.h) and Int4 (int4.h) are for weights that have been rounded. See benchmarks/linear.py.
 #include "../cpu/dot.h"
 #include "../cpu/rounding.h"
@@ -61,7 +61,7 @@ struct Fma {
   static Vec add(Vec sum, Vec w, Vec x) { return sum + x * w; }
 };
 
-#if defined(__AVX512BF16__)
+#if FLYBALL_DOT
 struct Dot {
   using Value = c10::BFloat16;
   using Weight = c10::BFloat16;
@@ -75,7 +75,7 @@ struct Dot {
   static Pair weights(const Weight* from) { return {load_raw<Vec>(from), load_raw<Vec>(from + kPanel)}; }
   static Input input(const Weight* x, int64_t left) { return x[0].x | (left > 1 ? uint32_t{x[1].x} << 16 : 0); }
   static Vec inputs(const Weight* x) { return load_raw<Vec>(x); }
-  static Vec broadcast(Input x) { return (Vec)_mm512_set1_epi32(static_cast<int>(x)); }
+  static Vec broadcast(Input x) { return (Vec)splat(Bf16Pair{x}); }
   static Vec add(Vec sum, Vec w, Vec x) { return add_product(sum, (VecU)w, (VecU)x); }
 };
 #endif
@@ -322,16 +322,39 @@ bool has_amx() {
 
 bool prefers_dot() { return has_amx() || has_fast_dot(); }
 
+// What multiplies weights of 16 and of 8 bits, for people.
+std::string bf16_arithmetic() {
+  if (has_amx()) return "AMX";
+  if (!has_fast_dot()) return "fp32 FMA";
+#if defined(__x86_64__)
+  return "AVX512_BF16";
+#else
+  return "BFDOT";
+#endif
+}
+
+std::string int8_arithmetic() {
+#if defined(__AVX512VNNI__)
+  return "AVX512_VNNI";
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return "SDOT";
+#elif defined(__AVX2__)
+  return "16-bit products";
+#else
+  return "32-bit products";
+#endif
+}
+
 // Call f with the arithmetic for tensors of this type.
 template <class F>
 void with_arithmetic(const Tensor& tensor, bool dot, F f) {
 #if FLYBALL_AMX
   if (dot && has_amx() && tensor.scalar_type() == at::kBFloat16) return f(Amx{});
 #endif
-#if defined(__AVX512BF16__)
+#if FLYBALL_DOT
   if (dot && tensor.scalar_type() == at::kBFloat16) return f(Dot{});
 #endif
-  TORCH_CHECK_VALUE(!dot, "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16");
+  TORCH_CHECK_VALUE(!dot, "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16, or Arm's BF16");
   dispatch(tensor, "linear", [&]<class T>(T*) { f(Fma<T>{}); });
 }
 
@@ -413,7 +436,7 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scal
 // Call f with the arithmetic for 4-bit weights and inputs of this type.
 template <class F>
 void with_int4(at::ScalarType type, F f) {
-#if defined(__AVX512BF16__)
+#if FLYBALL_DOT
   if (type == at::kBFloat16) return f(Int4Dot{});
 #endif
   dispatch(type, "linear_int4", [&]<class T>(T*) { f(Int4<T>{}); });
@@ -468,6 +491,8 @@ Tensor linear_int4(const Tensor& input, const Tensor& packed, const Tensor& scal
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def("linear_prefers_dot() -> bool", &prefers_dot);
+  m.def("linear_bf16_arithmetic() -> str", &bf16_arithmetic);
+  m.def("linear_int8_arithmetic() -> str", &int8_arithmetic);
   m.def("linear_pack(Tensor weight, bool dot) -> Tensor");
   m.def("linear_int8_round(Tensor weight) -> (Tensor, Tensor)");
   m.def("linear_int8_pack(Tensor values, Tensor scales) -> (Tensor, Tensor, Tensor)");

@@ -288,7 +288,7 @@ Work paged_attention_work(const Tensor& query, const Tensor& k_cache, const Tens
                           std::optional<int64_t> sliding_window, std::optional<double> softcap, const OptionalTensor& sinks,
                           std::optional<bool> dot, const Tensor& out) {
   TORCH_CHECK_VALUE(!dot.value_or(false) || (has_dot() && query.scalar_type() == at::kBFloat16),
-                    "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16");
+                    "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16, or Arm's BF16");
   const int64_t block_size = k_cache.size(1), num_kv_heads = k_cache.size(2), head_dim = query.size(2);
   Work work;
   const auto attend = [&]<class T, class C>(T*, C*) {
