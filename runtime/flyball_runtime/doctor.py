@@ -19,7 +19,7 @@ from flyball_runtime.core.cpus import cpu_limit
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.memory import available_memory_bytes
 
-FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm")
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "asimddp", "bf16", "i8mm")
 """Of a CPU, those that decide how fast it multiplies."""
 
 FEATURES = 2048
@@ -62,7 +62,9 @@ class Report(Struct, frozen=True, kw_only=True):
         gpus: names of those that torch sees.
         ops: which implementation of the ops runs on the CPU, cpp or torch.
         instruction_set: that the C++ ops are compiled for; None where they do not run.
+        better_instruction_set: that the CPU has and the ops are not compiled for; None if there is none.
         linear: whose linear layers run on the CPU, cpp or torch.
+        arithmetic: what multiplies weights of a kind; empty where the C++ ops do not run.
         reasons: why it is not the best that there is.
         speeds: none if nothing was measured.
     """
@@ -77,7 +79,9 @@ class Report(Struct, frozen=True, kw_only=True):
     gpus: list[str]
     ops: str
     instruction_set: str | None
+    better_instruction_set: str | None
     linear: str
+    arithmetic: dict[str, str]
     reasons: list[str]
     speeds: list[Speed] = []
 
@@ -126,7 +130,9 @@ def report(*, measured: bool) -> Report:
     from flyball_runtime.engine.start_up import device_name, set_num_threads
 
     set_num_threads(None)
-    reasons, instruction_set = [], None
+    machine, cpu_flags = variants.this_cpu()
+    names = [variant.name for variant in variants.variants_of(machine) if variant.cpu_flags <= cpu_flags]
+    reasons, instruction_set, arithmetic = [], None, {}
     try:
         backend = choose_backend("cpu", "cpp")
     except (RuntimeError, ValueError) as error:
@@ -135,9 +141,10 @@ def report(*, measured: bool) -> Report:
     else:
         backend = choose_backend("cpu")
         instruction_set = torch.ops.flyball.instruction_set()
-        if backend.linear == "torch" and (reason := reason_for_torch(instruction_set, *variants.this_cpu())):
+        bf16 = torch.ops.flyball.linear_bf16_arithmetic() if backend.linear == "cpp" else "torch"
+        arithmetic = {"bf16": bf16, "int8": torch.ops.flyball.linear_int8_arithmetic()}
+        if backend.linear == "torch" and (reason := reason_for_torch(instruction_set, machine, cpu_flags)):
             reasons.append(f"linear layers: torch's, because {reason}")
-    _, cpu_flags = variants.this_cpu()
     return Report(
         version=__version__,
         cpu=device_name(torch.device("cpu")).rpartition(" x")[0],
@@ -149,6 +156,8 @@ def report(*, measured: bool) -> Report:
         gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         ops=backend.name,
         instruction_set=instruction_set,
+        better_instruction_set=names[0] if instruction_set in names[1:] else None,
+        arithmetic=arithmetic,
         linear=backend.linear,
         reasons=reasons,
         speeds=list(speeds(backend)) if measured else [],
@@ -195,6 +204,15 @@ def _seconds(layers: list[Callable[[Any], Any]], x: Any) -> float:
     return statistics.median(times[len(times) // 4 :])
 
 
+def _compiled(found: Report) -> str:
+    if found.instruction_set is None:
+        return ""
+    better = found.better_instruction_set
+    return (
+        f", compiled for {found.instruction_set}, {f'and this CPU has {better}' if better else 'the best for this CPU'}"
+    )
+
+
 def lines(found: Report, name: str, num_parameters: float) -> Iterator[str]:
     """Yield the report as text."""
     limit = "no CPU limit" if found.cpu_limit is None else f"a limit of {found.cpu_limit:.3g} CPUs"
@@ -203,8 +221,9 @@ def lines(found: Report, name: str, num_parameters: float) -> Iterator[str]:
     yield f"            {' '.join(found.flags) or 'none of the instructions that make serving fast'}"
     yield f"memory      {found.available_bytes / 2**30:.1f} GiB available"
     yield f"GPUs        {', '.join(found.gpus) or 'none that torch can use'}"
-    compiled = f", compiled for {found.instruction_set}" if found.instruction_set else ""
-    yield f"CPU ops     {found.ops}{compiled}; linear layers: {found.linear}"
+    yield f"CPU ops     {found.ops}{_compiled(found)}; linear layers: {found.linear}"
+    if found.arithmetic:
+        yield f"            {', '.join(f'{kind} weights by {what}' for kind, what in found.arithmetic.items())}"
     yield from (f"            {reason}" for reason in found.reasons)
     for speed in found.speeds:
         yield (

@@ -18,6 +18,8 @@ def test_the_report_names_what_runs_here(capsys: pytest.CaptureFixture[str]) -> 
     report = json.loads(capsys.readouterr().out)
     assert report["ops"] == "cpp"
     assert report["instruction_set"]
+    assert report["better_instruction_set"] is None  # it was compiled for this CPU
+    assert set(report["arithmetic"]) == {"bf16", "int8"}
     assert report["num_cores"] >= report["num_threads"] >= 1
     assert report["available_bytes"] > 0
     assert report["speeds"] == []
@@ -56,7 +58,9 @@ def test_bounds_are_those_of_the_model() -> None:
         gpus=[],
         ops="cpp",
         instruction_set="x86-64-v3",
+        better_instruction_set="x86-64-v4",
         linear="torch",
+        arithmetic={"bf16": "torch", "int8": "16-bit products"},
         reasons=["because"],
         speeds=[
             Speed(weights="bf16", read_bytes_per_s=40e9, operations_per_s=400e9),
@@ -65,7 +69,8 @@ def test_bounds_are_those_of_the_model() -> None:
     )
     text = "\n".join(lines(report, "it", 2e9))
     assert "2 cores, a limit of 1.5 CPUs, 1 threads for the engine" in text
-    assert "compiled for x86-64-v3; linear layers: torch\n            because\n" in text
+    assert "compiled for x86-64-v3, and this CPU has x86-64-v4; linear layers: torch\n" in text
+    assert "            bf16 weights by torch, int8 weights by 16-bit products\n            because\n" in text
     assert "bf16: 10 tokens/s for one stream, 100 prompt tokens/s" in text
     assert "int8: 20 tokens/s for one stream, 200 prompt tokens/s" in text
 
