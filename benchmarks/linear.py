@@ -1,6 +1,7 @@
 """Our linear layers on CPU against others: in bf16 torch's and oneDNN's with a prepacked weight, quantized our own in bf16.
 
-Weights rotate through copies that exceed the caches, as the layers of a model do.
+Weights rotate through copies that exceed the caches, as the layers of a model do. Each layer stands beside two bounds that are
+measured just before it: the rate of torch's bf16 matrix product, and the bytes a second that torch copies, read and written.
 
     python benchmarks/linear.py [--dtype bfloat16] [--quantization int8 | int4]
 
@@ -19,7 +20,7 @@ from torch.nn.functional import linear
 
 from common import save
 from flyball_kernels import Int4Linear, Int8Linear, PackedLinear, choose_backend
-from machine import compare
+from machine import Bounds, compare
 
 SHAPES = {"qkv": (768, 1280), "out": (768, 768), "gate_up": (768, 4096), "down": (2048, 768), "head": (768, 8192)}
 NUM_ROWS = (1, 8, 32, 64, 128, 512)
@@ -67,19 +68,28 @@ def main() -> None:
         make, bytes_per_weight = ours(PackedLinear), float(dtype.itemsize)
         others = {"F.linear": torchs, "oneDNN packed": prepacked}
     name = args.quantization or args.dtype
+    bounds = Bounds()
     print(f"C++ ops for {torch.ops.flyball.instruction_set()}, {torch.get_num_threads()} threads")
     measured = []
     for shape, (in_features, out_features) in SHAPES.items():
         weight = torch.randn(out_features, in_features, dtype=dtype) * 0.02
         layer = rotating(make, weight, bytes_per_weight)
         rivals = {other: rotating(one, weight, dtype.itemsize) for other, one in others.items()}
+        bound = bounds.measure()
+        print(
+            f"bounds: copies {bound['copy_gb_per_s']:.1f} GB/s, bf16 products {bound['matmul_gflop_per_s']:.0f} GFLOP/s"
+        )
         for num_rows in NUM_ROWS:
             x = torch.randn(num_rows, in_features, dtype=dtype)
             row = measure(layer, rivals, x)
             seconds = 1e-6 * row[OURS]
+            gflop_per_s = 2e-9 * num_rows * weight.numel() / seconds
+            gb_per_s = 1e-9 * bytes_per_weight * weight.numel() / seconds
             rates = {
-                "gflop_per_s": round(2e-9 * num_rows * weight.numel() / seconds, 1),
-                "gb_per_s": round(1e-9 * bytes_per_weight * weight.numel() / seconds, 2),
+                "gflop_per_s": round(gflop_per_s, 1),
+                "gb_per_s": round(gb_per_s, 2),
+                "share_of_matmul": round(gflop_per_s / bound["matmul_gflop_per_s"], 3),
+                "share_of_copy": round(gb_per_s / bound["copy_gb_per_s"], 3),
             }
             where = {"layer": shape, "in_features": in_features, "out_features": out_features, "num_rows": num_rows}
             measured.append(where | row | rates)

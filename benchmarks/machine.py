@@ -14,6 +14,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
+COPIED_BYTES = 128 * 2**20
+"""More than the caches hold."""
+MATRIX = 1536
+"""Rows and columns."""
+
 
 def environment() -> dict[str, Any]:
     """Machine, versions and commit, as they go into every result."""
@@ -48,6 +53,31 @@ def compare(ours: Callable[[], object], theirs: Callable[[], object], *, seconds
             run()
             seen.append(time.perf_counter() - start)
     return statistics.median(times[0]), statistics.median(times[1])
+
+
+class Bounds:
+    """What this machine reaches at the moment: the measured limits of an op that reads memory, or that multiplies.
+
+    They are measured again each time, because neighbours on the same host change them.
+    """
+
+    def __init__(self) -> None:
+        import torch  # optional, see below
+
+        self._from, self._to = (torch.ones(COPIED_BYTES // 4) for _ in range(2))
+        self._left, self._right = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16) for _ in range(2))
+        self._mm = torch.mm
+
+    def copy(self) -> object:
+        return self._to.copy_(self._from)
+
+    def matmul(self) -> object:
+        return self._mm(self._left, self._right)
+
+    def measure(self, seconds: float = 0.3) -> dict[str, float]:
+        """Return the bytes a second that torch copies, read and written, and the operations of its bf16 matrix product."""
+        copy_s, matmul_s = compare(self.copy, self.matmul, seconds=seconds)
+        return {"copy_gb_per_s": 2e-9 * COPIED_BYTES / copy_s, "matmul_gflop_per_s": 2e-9 * MATRIX**3 / matmul_s}
 
 
 def _device() -> str:

@@ -3,6 +3,9 @@
 Prefill: sdpa gets contiguous keys and values, which a paged cache does not have. Decode: sdpa gets them by gathering
 each sequence's blocks and padding to the longest, which is how one would do it in torch.
 
+With ``--decode``: contexts of 1k to 16k against the bytes a second that torch copies, measured in turns in the same run. Keys
+and values come from memory: the sequences change from call to call.
+
 With ``--arithmetic``: prompts, and chunks of them, by the bf16 dot product against fp32 FMAs, and their share of the rate
 that torch's bf16 matrix product reaches in the same run. Needs a CPU with AVX512_BF16.
 
@@ -11,14 +14,15 @@ take turns, as in a model, so that no cache of the CPU keeps their keys and valu
 reads and writes.
 
     python benchmarks/paged_attention.py [--dtype bfloat16]
+    python benchmarks/paged_attention.py --decode
     python benchmarks/paged_attention.py --arithmetic
     python benchmarks/paged_attention.py --kv-dtype int8
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -27,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common import save
 from flyball_kernels import Backend, choose_backend, kv_cache, paged_attention
-from machine import compare, describe, median_of
+from machine import COPIED_BYTES, Bounds, compare, describe, median_of
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 12, 4, 64, 16
 HEADS = ((12, 4, 64), (16, 8, 128))  # query heads, KV heads, size of a head
@@ -41,6 +45,18 @@ PROMPTS = (
     (2048, 6144),
 )  # tokens, context
 ROUNDS = 5
+DECODES = (
+    (1, 1024),
+    (1, 4096),
+    (1, 16384),
+    (8, 1024),
+    (8, 4096),
+    (8, 16384),
+    (32, 1024),
+    (32, 4096),
+)  # sequences, context
+CACHE_BYTES = 2**28
+"""Of keys, and of values: more than CPUs' caches hold."""
 
 LONG = (
     (1, 1, 1024),
@@ -96,6 +112,54 @@ def report(name: str, ours: float, theirs: float, gigabytes: float, gigaflops: f
     )
 
 
+def decode_of_changing_sequences(
+    backend: Backend, heads: tuple[int, int, int], num_seqs: int, context_len: int
+) -> Callable[[], Tensor]:
+    """Return a function that decodes a token of each of so many sequences: other ones each time."""
+    q_heads, kv_heads, head_dim = heads
+    blocks_of_call = num_seqs * -(-context_len // BLOCK)
+    num_calls = max(1, CACHE_BYTES // (2 * BLOCK * kv_heads * head_dim) // blocks_of_call)
+    noise = torch.randn(2, 64, BLOCK, kv_heads, head_dim, dtype=torch.bfloat16)
+    num_blocks = num_calls * blocks_of_call
+    k_cache, v_cache = (part.repeat(-(-num_blocks // len(part)), 1, 1, 1) for part in noise)
+    tables = itertools.itertools.cycle(torch.randperm(num_blocks).int().view(num_calls, num_seqs, -1))
+    query = torch.randn(num_seqs, q_heads, head_dim, dtype=torch.bfloat16)
+    lens = torch.full((num_seqs,), context_len, dtype=torch.int32)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    scale = head_dim**-0.5
+    return lambda: paged_attention(
+        query, k_cache, v_cache, next(tables), starts, lens, scale=scale, max_query_len=1, backend=backend
+    )
+
+
+def measure_decodes(backend: Backend) -> None:
+    result: dict[str, Any] = {}
+    bounds = Bounds()
+    for heads in HEADS:
+        name = "{}/{} heads of {}".format(*heads)
+        result[name] = []
+        for num_seqs, context_len in DECODES:
+            run = decode_of_changing_sequences(backend, heads, num_seqs, context_len)
+            decode_s, copy_s = compare(run, bounds.copy)
+            read = 4e-9 * num_seqs * context_len * heads[1] * heads[2]  # keys and values, two bytes each
+            copied = 2e-9 * COPIED_BYTES
+            row = {
+                "sequences": num_seqs,
+                "context": context_len,
+                "us": 1e6 * decode_s,
+                "gb_per_s": read / decode_s,
+                "copy_gb_per_s": copied / copy_s,
+                "share_of_copy": read / decode_s / (copied / copy_s),
+            }
+            result[name].append(row)
+            print(
+                f"{name}  {num_seqs:2} x {context_len:5}  {row['us']:8.0f} us  {row['gb_per_s']:5.1f} GB/s  "
+                f"{row['share_of_copy']:5.1%} of the copy's {row['copy_gb_per_s']:5.1f}",
+                flush=True,
+            )
+    save("paged_attention_decode", {"instruction_set": torch.ops.flyball.instruction_set(), "decodes": result})
+
+
 def compare_arithmetics(
     backend: Backend, heads: tuple[int, int, int], query_len: int, context_len: int
 ) -> dict[str, Any]:
@@ -146,7 +210,7 @@ def int8_cache(cache: Tensor) -> Tensor:
 
 def layers_in_turn(layers: list[dict[str, Tensor]], backend: Backend, query_len: int) -> Callable[[], object]:
     """Return a function that attends in one layer after the other, one a call."""
-    turns = cycle(layers)
+    turns = itertools.cycle(layers)
     scale = layers[0]["query"].shape[-1] ** -0.5
     return lambda: paged_attention(**next(turns), scale=scale, max_query_len=query_len, backend=backend)
 
@@ -200,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--arithmetic", action="store_true", help="the bf16 dot product against fp32 FMAs")
+    parser.add_argument("--decode", action="store_true", help="decodes against the bytes a second of a copy")
     parser.add_argument("--kv-dtype", choices=["int8"], help="a KV cache of int8 against one of bf16")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
@@ -207,6 +272,9 @@ def main() -> None:
     print(f"{describe()}; backend {backend.name}; {dtype}, {Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}")
     if options.kv_dtype:
         measure_caches(backend)
+        return
+    if options.decode:
+        measure_decodes(backend)
         return
     if options.arithmetic:
         measure_arithmetics(backend)
