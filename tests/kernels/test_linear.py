@@ -230,9 +230,10 @@ def test_4_bits_hold_whole_numbers_exactly(backend):
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_4_bits_of_a_row_do_not_depend_on_other_rows(zeros, dtype):
+@pytest.mark.parametrize("num_rows", [13, 14, 40, 120])  # one tile, several, and more than a block of them
+def test_4_bits_of_a_row_do_not_depend_on_other_rows(num_rows, zeros, dtype):
     linear = Int4Linear(grouped(96, 80, 32, zeros), backend=CPP, dtype=dtype)
-    x = torch.randn(40, 96, dtype=dtype)
+    x = torch.randn(num_rows, 96, dtype=dtype)
     x[7, 5], x[9, 0], x[11] = float("nan"), float("inf"), 0.0
     out = linear(x)
     torch.testing.assert_close(out, torch.cat([linear(row[None]) for row in x]), rtol=0, atol=0, equal_nan=True)
