@@ -122,7 +122,7 @@ def decode_of_changing_sequences(
     noise = torch.randn(2, 64, BLOCK, kv_heads, head_dim, dtype=torch.bfloat16)
     num_blocks = num_calls * blocks_of_call
     k_cache, v_cache = (part.repeat(-(-num_blocks // len(part)), 1, 1, 1) for part in noise)
-    tables = itertools.itertools.cycle(torch.randperm(num_blocks).int().view(num_calls, num_seqs, -1))
+    tables = itertools.cycle(torch.randperm(num_blocks).int().view(num_calls, num_seqs, -1))
     query = torch.randn(num_seqs, q_heads, head_dim, dtype=torch.bfloat16)
     lens = torch.full((num_seqs,), context_len, dtype=torch.int32)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32)
