@@ -1,0 +1,351 @@
+"""Writes the charts and tables of docs/performance.md from results/*.json. What has not been measured is said to be so.
+
+python benchmarks/performance.py
+"""
+
+import argparse
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS
+from machine import ROOT
+
+DOCS = ROOT / "docs"
+PAGE = DOCS / "performance.md"
+NOT_MEASURED = "Not measured."
+CLIENTS = ("1", "8", "32")
+FIGURES = {"output_tokens_per_s": "tokens a second", "ttft_p50_ms": "TTFT p50, ms", "itl_p50_ms": "ITL p50, ms"}
+LAYERS = {"out": "768 -> 768", "gate_up": "768 -> 4096", "down": "2048 -> 768", "head": "768 -> 8192"}
+BITS = {"bfloat16": "16 bits", "int8": "8 bits", "int4": "4 bits"}
+LOADS = {"64_decodes": "64 decodes", "prefill_16_x_128": "prompts of 128", "prefill_16_x_1024": "prompts of 1,024"}
+PARTS = {"linear": "linear layers", "paged_attention": "attention", "outside any op": "outside ops", "": "other ops"}
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#999999")  # Okabe and Ito
+
+Result = dict[str, Any]
+
+
+def read(name: str) -> Result | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+# tables
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def where(result: Result) -> str:
+    """Return the machine and the commit of a result, as they stand under a table."""
+    environment = result["environment"]
+    cores, commit, date = (environment[name] for name in ("cores", "commit", "date"))
+    return f"{environment['device']}, {cores} cores, {environment['instruction_sets']}; commit {commit}, {date}."
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def beside(figures: Result, other: str) -> list[str]:
+    """Return the medians of both sides and the ratio that is above 1 where Flyball is better."""
+    return [
+        number(figures["flyball"]["median"]),
+        number(figures[other]["median"]),
+        f"{figures[f'flyball_over_{other}']:.2f}x",
+    ]
+
+
+def clients_rows(by_concurrency: Result, other: str, *first: str) -> Iterator[list[str]]:
+    for clients in CLIENTS:
+        cells = [beside(by_concurrency[clients][figure], other) for figure in FIGURES]
+        yield [*first, clients, *(" / ".join(column) for column in zip(*cells, strict=True))]
+
+
+def vllm_table() -> str:
+    result = read("versus_vllm")
+    if result is None:
+        return NOT_MEASURED
+    offline = result["offline_output_tokens_per_s"]
+    rows = [[f"offline, {load.replace('x', ' x ')}", *beside(figures, "vllm")] for load, figures in offline.items()]
+    rows += clients_rows(result["online_128_in_64_out"]["by_concurrency"], "vllm")
+    for row in rows[len(offline) :]:
+        row[0] = f"online, {row[0]} {'client' if row[0] == '1' else 'clients'}"
+    version = result["vllm"]["vllm"]
+    return markdown(("Load", "Flyball", "vLLM", ""), rows) + f"\n\nvLLM {version}. {where(result)}"
+
+
+def llamacpp_table() -> str:
+    result = read("versus_llamacpp")
+    if result is None:
+        return NOT_MEASURED
+    pairs = result["pairs"].items()
+    rows = [row for bits, pair in pairs for row in clients_rows(pair["by_concurrency"], "llamacpp", bits)]
+    version = result["llamacpp"].removeprefix("version: ")
+    return markdown(("Bits", "Clients", "Flyball", "llama.cpp", ""), rows) + f"\n\nllama.cpp {version}. {where(result)}"
+
+
+def linear_layers(bits: str) -> list[Result]:
+    """Return the measurements that have their bounds beside them."""
+    result = read(f"linear_{bits}")
+    return [one for one in (result["layers"] if result else []) if "share_of_copy" in one]
+
+
+def linear_table() -> str:
+    measured = {bits: linear_layers(bits) for bits in BITS}
+    if not any(measured.values()):
+        return NOT_MEASURED
+    rows = []
+    for layer, shape in LAYERS.items():
+        for bits, name in BITS.items():
+            of_layer = [one for one in measured[bits] if one["layer"] == layer]
+            cells = [f"{one['share_of_copy']:.0%} / {one['share_of_matmul']:.0%}" for one in of_layer]
+            rows += [[shape, name, *cells]] if cells else []
+    num_rows = dict.fromkeys(str(one["num_rows"]) for one in next(filter(None, measured.values())))
+    last = next(filter(None, (read(f"linear_{bits}") for bits in BITS if measured[bits])))
+    return markdown(("Layer", "Weights", *num_rows), rows) + f"\n\n{last['threads']} threads. {where(last)}"
+
+
+def attention_table() -> str:
+    result = read("paged_attention_decode")
+    if result is None:
+        return NOT_MEASURED
+    by_heads = result["decodes"]
+    cells = {
+        (heads, one["sequences"], one["context"]): f"{one['gb_per_s']:.1f} GB/s, {one['share_of_copy']:.0%}"
+        for heads, rows in by_heads.items()
+        for one in rows
+    }
+    lengths = list(dict.fromkeys((sequences, context) for _, sequences, context in cells))
+    rows = [[f"{n} x {length:,}", *(cells[heads, n, length] for heads in by_heads)] for n, length in lengths]
+    return markdown(("Sequences x context", *by_heads), rows) + f"\n\n{where(result)}"
+
+
+def time_table() -> str:
+    shares = shares_of_time()
+    if shares is None:
+        return NOT_MEASURED
+    rows = [[LOADS[load], *(f"{share:.0%}" for share in parts.values())] for load, parts in shares.items()]
+    return markdown(("", *PARTS.values()), rows)
+
+
+def shares_of_time() -> dict[str, dict[str, float]] | None:
+    """Return how much of the time each part takes, by load."""
+    result = read("versus_vllm")
+    if result is None:
+        return None
+    shares: dict[str, dict[str, float]] = {}
+    for load in LOADS:
+        shares[load] = parts = dict.fromkeys(PARTS.values(), 0.0)
+        for op, share in result["share_of_time"][load].items():
+            if op != "tokens_per_s":
+                parts[next(name for key, name in PARTS.items() if key in op)] += share
+    return shares
+
+
+def instruction_sets_table() -> str:
+    model, ops = (read(f"instruction_sets_{what}") for what in ("model", "ops"))
+    if model is None or ops is None:
+        return NOT_MEASURED
+    rows = [
+        [f"{load.replace('x', ' x ')}, tokens a second", *(f"{figures['median']:.0f}" for figures in sides.values())]
+        for load, sides in model["output_tokens_per_s"].items()
+    ]
+    rows += [
+        [f"{op}, us", *(number(figures["median"]) for figures in sides.values())]
+        for op, sides in ops["microseconds"].items()
+    ]
+    names = next(iter(ops["microseconds"].values()))
+    return markdown(("", *(f"`{name}`" for name in names)), rows) + f"\n\n{where(ops)}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "vllm": vllm_table,
+    "llamacpp": llamacpp_table,
+    "linear": linear_table,
+    "attention": attention_table,
+    "time": time_table,
+    "instruction-sets": instruction_sets_table,
+}
+BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(page: str) -> str:
+    """Return the page with its tables as the results are now."""
+    return BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block[2]]()}\n\n{block[3]}", page)
+
+
+# charts
+
+
+def bars(axes: Any, groups: Sequence[str], sides: dict[str, list[Result]]) -> None:
+    """Draw medians of the sides beside each other, with what their runs spread over."""
+    width = 0.8 / len(sides)
+    for i, ((name, figures), color) in enumerate(zip(sides.items(), COLORS, strict=False)):
+        medians = [figure["median"] for figure in figures]
+        low = [figure["median"] - figure["min"] for figure in figures]
+        high = [figure["max"] - figure["median"] for figure in figures]
+        places = [group + (i - (len(sides) - 1) / 2) * width for group in range(len(groups))]
+        axes.bar(places, medians, width, yerr=(low, high), label=name, color=color, capsize=2)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylim(
+        0, 1.3 * max(figure["median"] for figures in sides.values() for figure in figures)
+    )  # room for a legend
+    axes.grid(axis="y", alpha=0.3)
+
+
+def draw_clients(axes: Sequence[Any], by_concurrency: Result, names: dict[str, str]) -> None:
+    """Draw each figure by the number of clients."""
+    for one, (figure, title) in zip(axes, FIGURES.items(), strict=True):
+        sides = {name: [by_concurrency[clients][figure][side] for clients in CLIENTS] for side, name in names.items()}
+        bars(one, CLIENTS, sides)
+        one.set(title=title, xlabel="clients")
+
+
+def in_and_out(load: str, output_tokens_per_s: Result) -> Result:
+    """Return the same figures with the prompts' tokens counted too."""
+    _, num_input, num_output = map(int, load.split("x"))
+    factor = (num_input + num_output) / num_output
+    return {name: value * factor for name, value in output_tokens_per_s.items() if name != "runs"}
+
+
+def draw_vllm(new_figure: Callable[..., Any]) -> Any:
+    result = read("versus_vllm")
+    if result is None:
+        return None
+    names = {"flyball": "Flyball", "vllm": f"vLLM {result['vllm']['vllm']}"}
+    figure = new_figure(figsize=(13, 3.4), layout="constrained")
+    axes = figure.subplots(1, 4, width_ratios=(1.4, 1, 1, 1))
+    offline = result["offline_output_tokens_per_s"]
+    sides = {name: [in_and_out(load, one[side]) for load, one in offline.items()] for side, name in names.items()}
+    bars(axes[0], list(offline), sides)
+    axes[0].set(title="offline, tokens in and out a second", xlabel="requests x input x output")
+    axes[0].legend()
+    draw_clients(axes[1:], result["online_128_in_64_out"]["by_concurrency"], names)
+    return figure
+
+
+def draw_llamacpp(new_figure: Callable[..., Any]) -> Any:
+    result = read("versus_llamacpp")
+    if result is None:
+        return None
+    figure = new_figure(figsize=(10, 8), layout="constrained")
+    axes = figure.subplots(len(result["pairs"]), 3, squeeze=False)
+    for row, (bits, pair) in zip(axes, result["pairs"].items(), strict=True):
+        draw_clients(row, pair["by_concurrency"], {"flyball": "Flyball", "llamacpp": f"llama.cpp {pair['gguf']}"})
+        row[0].set_ylabel(bits)
+        row[0].legend()
+    return figure
+
+
+def draw_linear(new_figure: Callable[..., Any]) -> Any:
+    measured = {bits: [one for one in linear_layers(bits) if one["layer"] == "gate_up"] for bits in BITS}
+    if not any(measured.values()):
+        return None
+    figure = new_figure(figsize=(10, 3.6), layout="constrained")
+    for axes, (share, title) in zip(
+        figure.subplots(1, 2),
+        {
+            "share_of_copy": "weights read, share of the copy's bytes a second",
+            "share_of_matmul": "operations, share of torch's bf16 product",
+        }.items(),
+        strict=True,
+    ):
+        for (bits, rows), color in zip(measured.items(), COLORS, strict=False):
+            xs, ys = [one["num_rows"] for one in rows], [one[share] for one in rows]
+            axes.plot(xs, ys, marker="o", color=color, label=BITS[bits])
+        axes.axhline(1.0, color=COLORS[-1], linestyle="--")
+        axes.set(title=title, xscale="log", xlabel="rows (tokens of a step)", ylim=(0, None))
+        axes.set_xticks(xs, xs)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
+
+
+def draw_attention(new_figure: Callable[..., Any]) -> Any:
+    result = read("paged_attention_decode")
+    if result is None:
+        return None
+    figure = new_figure(figsize=(10, 3.6), layout="constrained")
+    all_axes = figure.subplots(1, len(result["decodes"]), sharey=True, squeeze=False)[0]
+    for axes, (heads, rows) in zip(all_axes, result["decodes"].items(), strict=True):
+        for sequences, color in zip(dict.fromkeys(one["sequences"] for one in rows), COLORS, strict=False):
+            of_side = [one for one in rows if one["sequences"] == sequences]
+            xs, ys = [one["context"] for one in of_side], [one["share_of_copy"] for one in of_side]
+            axes.plot(xs, ys, marker="o", color=color, label=f"{sequences} sequences")
+        axes.axhline(1.0, color=COLORS[-1], linestyle="--")
+        axes.set(title=f"{heads}: share of the copy's bytes a second", xscale="log", xlabel="context", ylim=(0, None))
+        axes.set_xticks(xs := sorted({one["context"] for one in rows}), xs)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
+
+
+def draw_time(new_figure: Callable[..., Any]) -> Any:
+    shares = shares_of_time()
+    if shares is None:
+        return None
+    figure = new_figure(figsize=(10, 2.4), layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(shares)
+    for part, color in zip(PARTS.values(), COLORS, strict=False):
+        widths = [100 * parts[part] for parts in shares.values()]
+        axes.barh([LOADS[load] for load in shares], widths, left=left, label=part, color=color)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set(xlabel="share of the time, %", xlim=(0, 100))
+    axes.invert_yaxis()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=len(PARTS), frameon=False)
+    return figure
+
+
+def draw_instruction_sets(new_figure: Callable[..., Any]) -> Any:
+    result = read("instruction_sets_model")
+    if result is None:
+        return None
+    figure = new_figure(figsize=(10, 3), layout="constrained")
+    loads = result["output_tokens_per_s"]
+    for axes, (load, sides) in zip(figure.subplots(1, len(loads), squeeze=False)[0], loads.items(), strict=True):
+        bars(axes, list(sides), {"Flyball": list(sides.values())})
+        axes.set(title=f"{load.replace('x', ' x ')}, output tokens a second")
+        axes.tick_params("x", labelrotation=20)
+    return figure
+
+
+CHARTS: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "vllm": draw_vllm,
+    "llamacpp": draw_llamacpp,
+    "linear": draw_linear,
+    "attention": draw_attention,
+    "time": draw_time,
+    "instruction-sets": draw_instruction_sets,
+}
+
+
+def write_charts(folder: Path) -> list[Path]:
+    """Draw what has been measured; the same results give the same files."""
+    matplotlib, kind = importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure").Figure
+    written = []
+    for name, draw in CHARTS.items():
+        figure = draw(kind)
+        if figure is not None:
+            written.append(folder / f"performance-{name}.svg")
+            with matplotlib.rc_context({"svg.hashsalt": "flyball"}):
+                figure.savefig(written[-1], metadata={"Date": None})
+    return written
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    PAGE.write_text(with_tables(PAGE.read_text()))
+    print(*(path.relative_to(ROOT) for path in [PAGE, *write_charts(DOCS)]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
