@@ -9,8 +9,9 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import flyball_kernels
-from flyball_kernels.sampling import NO_TOKEN, reference
-from kernel_checks import CPP
+from flyball_kernels import Backend
+from flyball_kernels.sampling import NO_TOKEN, kernel, reference
+from kernel_checks import CPP, DEVICE
 
 sample = partial(flyball_kernels.sample, backend=CPP)
 
@@ -206,13 +207,13 @@ def neighbours(row):
         yield row | {name: min(row[name] * factor, 2.0) for name, factor in zip(names, factors, strict=True)}
 
 
-def check_against_the_reference(logits, row):
-    """The kernel's token is the reference's, or what the reference gives for settings a rounding error away."""
+def check_against_the_reference(logits, row, run=sample):
+    """The op's token is the reference's, or what the reference gives for settings a rounding error away."""
     rows = list(neighbours(row))
     tensors = {name: torch.tensor([r[name] for r in rows], dtype=TYPES[name]) for name in ROW}
     row_logits = torch.tensor(logits, dtype=torch.float32).expand(len(rows), -1)
     accepted = set(reference.sample(row_logits, **tensors).tolist())
-    token = sample(row_logits[:1], **{name: tensor[:1] for name, tensor in tensors.items()}).item()
+    token = run(row_logits[:1], **{name: tensor[:1] for name, tensor in tensors.items()}).item()
     assert token in accepted
     finite = [x for x in logits if math.isfinite(x)]
     assert (token == NO_TOKEN) == (not finite or any(math.isnan(x) or x == math.inf for x in logits))
@@ -229,6 +230,116 @@ def test_any_logits_and_any_settings(logits, row):
 @given(st.lists(LOGITS.filter(math.isfinite), min_size=1, max_size=300), st.fixed_dictionaries(ROW))
 def test_many_finite_logits_and_settings(logits, row):
     check_against_the_reference(logits, row)
+
+
+def sample_by_triton(logits, **settings):
+    on_device = {name: one if one is None else one.to(DEVICE) for name, one in settings.items()}
+    return flyball_kernels.sample(logits.to(DEVICE), **on_device, backend=Backend("triton")).cpu()
+
+
+OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+"""NumPy, which Triton's interpreter computes with, warns of infinities that a GPU makes too."""
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Rows of several blocks, which Triton's interpreter finishes soon."""
+    monkeypatch.setattr(kernel, "BLOCK", 128)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("equal_logits", [False, True])
+@pytest.mark.parametrize(("vocab", "num_rows"), [(1, 7), (31, 21), (300, 14)])
+def test_triton_equals_the_reference(vocab, num_rows, equal_logits):
+    logits = torch.randn(num_rows, vocab) * 3
+    logits = logits.round() if equal_logits else logits
+    rows = mixed_settings(num_rows)
+    expected = reference.sample(logits, **rows)
+    assert sample_by_triton(logits, **rows).equal(expected)
+    strided = torch.stack((logits, logits), dim=2)[:, :, 0]
+    assert sample_by_triton(strided[:5], **{name: one[:5] for name, one in rows.items()}).equal(expected[:5])
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_triton_without_settings():
+    logits = (torch.randn(9, 200) * 2).round()
+    rows = settings(9, seed=5) | {"top_k": None, "top_p": None, "min_p": None}
+    assert sample_by_triton(logits, **rows).equal(reference.sample(logits, **rows))
+    assert sample_by_triton(logits, **rows | {"temperature": None}).equal(logits.argmax(-1))
+    assert sample_by_triton(logits[:0], **{n: one if one is None else one[:0] for n, one in rows.items()}).shape == (0,)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.4}, {"temperature": 0.0}])
+def test_triton_ranks_equal_logits_by_id(filters):
+    logits = torch.tensor([-1.0, -0.0, 0.0, -0.0, 0.0]).expand(9, -1)
+    rows = settings(9, **filters)
+    tokens = sample_by_triton(logits, **rows)
+    assert tokens.equal(reference.sample(logits, **rows))
+    assert set(tokens.tolist()) == ({1} if "temperature" in filters else {1, 2})
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("setting", [{"temperature": 0.0}, SAMPLED[-1]])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_triton_gives_no_token_without_a_distribution(bad, setting):
+    logits = torch.randn(7, 200)
+    expected = reference.sample(logits, **settings(7, **setting))
+    for row, ids in ((1, [0]), (3, [199]), (4, [100]), (5, range(200))):
+        logits[row, list(ids)] = bad
+    logits[6] = -math.inf
+    expected[[1, 3, 4, 5, 6]] = NO_TOKEN
+    assert sample_by_triton(logits, **settings(7, **setting)).equal(expected)
+
+
+@OVERFLOWS
+def test_triton_is_safe_with_settings_out_of_range():
+    values = torch.tensor([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-45, 3e38])
+    for name in ("temperature", "top_p", "min_p"):
+        rows = settings(len(values), top_k=7, top_p=0.9, min_p=0.1) | {name: values}
+        ids = sample_by_triton(torch.randn(len(values), 100), **rows)
+        assert ((ids >= 0) & (ids < 100)).all()
+
+
+@OVERFLOWS
+@examples(max_examples=20)
+@given(st.lists(LOGITS, min_size=1, max_size=40), st.fixed_dictionaries(ROW))
+def test_triton_with_any_logits_and_any_settings(logits, row):
+    check_against_the_reference(logits, row, sample_by_triton)
+
+
+@OVERFLOWS
+@pytest.mark.slow
+@examples(max_examples=1000)
+@given(st.lists(LOGITS.filter(math.isfinite), min_size=1, max_size=300), st.fixed_dictionaries(ROW))
+def test_triton_with_many_finite_logits_and_settings(logits, row):
+    check_against_the_reference(logits, row, sample_by_triton)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}])
+def test_triton_samples_follow_the_filtered_distribution(filters):
+    probabilities = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    kept = {"top_k": [1, 3, 4], "top_p": [1, 3, 4], "min_p": range(5)}.get(next(iter(filters), ""), range(5))
+    counts = sample_by_triton(probabilities.log().expand(1500, -1), **settings(1500, seed=7, **filters)).bincount(
+        minlength=5
+    )
+    expected = torch.zeros(5)
+    expected[list(kept)] = probabilities[list(kept)]
+    expected *= 1500 / expected.sum()
+    used = expected > 0
+    assert counts[~used].sum() == 0
+    # 18.5 is the 99.9 % point of 4 degrees of freedom, the most there are here; the seed is fixed
+    assert ((counts[used] - expected[used]) ** 2 / expected[used]).sum() < 18.5
+
+
+@pytest.mark.gpu
+def test_large_vocabulary_on_a_gpu():
+    """A row in which rounding decides may differ: the probability of one is below a thousandth."""
+    logits = torch.randn(420, 151_936) * 3
+    rows = mixed_settings(420)
+    on_gpu = {name: one.cuda() for name, one in rows.items()}
+    expected = reference.sample(logits.cuda(), **on_gpu).cpu()
+    assert (sample_by_triton(logits, **rows) != expected).sum() <= 1
 
 
 def test_refuses_what_does_not_fit():

@@ -1,4 +1,4 @@
-"""Choose the next token of each row. CUDA runs the torch reference."""
+"""Choose the next token of each row."""
 
 import torch
 from torch import Tensor
@@ -53,6 +53,10 @@ def sample(
     _check_rows(logits.shape[0], torch.int64, top_k=top_k, seeds=seeds, positions=positions)
     if backend.name == "cpp":
         return torch.ops.flyball.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    if backend.name == "triton":
+        from flyball_kernels.sampling import kernel  # triton is there on Linux only
+
+        return kernel.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
     return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
 
 

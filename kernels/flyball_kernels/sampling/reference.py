@@ -1,4 +1,4 @@
-"""Torch reference of sampling; CUDA uses it too."""
+"""Torch reference of sampling."""
 
 import torch
 from torch import Tensor
