@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import flyball_kernels
-from flyball_kernels.penalties import reference
-from kernel_checks import CPP, assert_close
+from flyball_kernels import Backend
+from flyball_kernels.penalties import kernel, reference
+from kernel_checks import CPP, DEVICE, assert_close
 
 penalize = partial(flyball_kernels.penalize, backend=CPP)
 BOTH = pytest.mark.parametrize("run", [penalize, reference.penalize], ids=["op", "reference"])
@@ -58,6 +59,43 @@ def test_many_rows_run_in_parallel() -> None:
     reference.penalize(expected, *arguments)
     penalize(logits, *arguments)
     assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("block", [16, 1024])
+def test_triton_equals_the_reference(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "BLOCK", block)
+    vocab, lengths = 37, [0, 1, 16, 90]
+    logits = torch.randn(6, vocab)
+    logits[:, ::9], logits[4, 3] = -torch.inf, torch.nan
+    histories = [torch.randint(0, vocab, (length,), dtype=torch.int32) for length in lengths]
+    others = [0, 0, 7, 40], [1.0, 0.5, 1.3, 1.7], [0.5, 0.0, -1.0, 0.25], [0.0, 0.5, 0.25, -0.125]
+    expected = logits.clone()
+    reference.penalize(expected, [5, 0, 1, 4], histories, *others)
+    on_device = logits.to(DEVICE)
+    penalize = partial(flyball_kernels.penalize, on_device, backend=Backend("triton"))
+    penalize([5, 0, 1, 4], [one.to(DEVICE) for one in histories], *others)
+    # a product and a difference, each rounded: in the same order, so to the same bits
+    torch.testing.assert_close(on_device.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    penalize([], [], [], [], [], [])
+    torch.testing.assert_close(on_device.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_triton_skips_ids_outside_the_vocabulary() -> None:
+    logits = torch.ones(1, 5, device=DEVICE)
+    history = ids(-1, 5, 2**31 - 1, -(2**31), 2).to(DEVICE)
+    flyball_kernels.penalize(logits, [0], [history], [0], [2.0], [0.0], [0.0], backend=Backend("triton"))
+    assert logits.tolist() == [[1.0, 1.0, 0.5, 1.0, 1.0]]
+
+
+@pytest.mark.gpu
+def test_many_rows_on_a_gpu() -> None:
+    logits, histories = torch.randn(64, 151_936), list(torch.randint(0, 151_936, (64, 5000), dtype=torch.int32))
+    others = [1000] * 64, [1.2] * 64, [0.3] * 64, [0.1] * 64
+    expected = logits.clone()
+    reference.penalize(expected, range(64), histories, *others)
+    on_gpu = logits.cuda()
+    flyball_kernels.penalize(on_gpu, range(64), [one.cuda() for one in histories], *others, backend=Backend("triton"))
+    assert_close(on_gpu.cpu(), expected)
 
 
 @pytest.mark.parametrize(

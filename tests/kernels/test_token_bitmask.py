@@ -7,8 +7,9 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import flyball_kernels
-from flyball_kernels.token_bitmask import reference
-from kernel_checks import CPP
+from flyball_kernels import Backend
+from flyball_kernels.token_bitmask import kernel, reference
+from kernel_checks import CPP, DEVICE
 
 apply_token_bitmask = partial(flyball_kernels.apply_token_bitmask, backend=CPP)
 BOTH = pytest.mark.parametrize("run", [apply_token_bitmask, reference.apply_token_bitmask], ids=["op", "reference"])
@@ -50,16 +51,19 @@ def test_many_rows_run_in_parallel() -> None:
     assert logits.equal(expected)
 
 
-@pytest.mark.gpu
-def test_runs_on_a_gpu() -> None:
-    logits, bitmask = torch.randn(8, 3000), random_words(3, 94)
+@pytest.mark.parametrize("block", [32, 256, 4096])
+@pytest.mark.parametrize("vocab", [1, 80, 3001])
+def test_triton_equals_the_reference(vocab: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "BLOCK", block)
+    rows, bitmask = [7, 0, 4], random_words(3, -(-vocab // 32) + 1)
+    logits = torch.randn(8, vocab)
     expected = logits.clone()
-    reference.apply_token_bitmask(expected, bitmask, [1, 4, 7])
-    on_gpu = logits.cuda()
-    flyball_kernels.apply_token_bitmask(
-        on_gpu, bitmask.cuda(), [1, 4, 7], backend=flyball_kernels.choose_backend("cuda")
-    )
-    assert on_gpu.cpu().equal(expected)
+    reference.apply_token_bitmask(expected, bitmask, rows)
+    on_device = logits.to(DEVICE)
+    for some in (rows, []):
+        mask = bitmask[: len(some)].to(DEVICE)
+        flyball_kernels.apply_token_bitmask(on_device, mask, some, backend=Backend("triton"))
+        assert on_device.cpu().equal(expected)
 
 
 @pytest.mark.parametrize(

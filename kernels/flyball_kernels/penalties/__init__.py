@@ -1,4 +1,4 @@
-"""Lower the logits of tokens that a sequence has already. CUDA runs the torch reference."""
+"""Lower the logits of tokens that a sequence has already."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def penalize(
         presence, frequency: 0 is off.
     Raises:
         ValueError: a shape, a dtype or a length is not as above, or a row is not there or named twice.
-        IndexError: a token id is not below vocab. CUDA asserts on the device instead.
+        IndexError: a token id is not below vocab, on CPU. The Triton kernel skips such tokens.
     """
     check_shape("logits", logits, None, None)
     check_dtype("logits", logits, torch.float32)
@@ -50,6 +50,11 @@ def penalize(
         raise ValueError(f"rows is {list(rows)}; it may name each row from 0 to {logits.shape[0] - 1} once.")
     for history, num_prompt in zip(histories, num_prompt_tokens, strict=True):
         _check_history(history, num_prompt)
+    if backend.name == "triton":
+        from flyball_kernels.penalties import kernel  # triton is there on Linux only
+
+        kernel.penalize(logits, rows, histories, num_prompt_tokens, repetition, presence, frequency)
+        return
     op = torch.ops.flyball.penalize if backend.name == "cpp" else reference.penalize
     op(logits, rows, histories, num_prompt_tokens, repetition, presence, frequency)
 

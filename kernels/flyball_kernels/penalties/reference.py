@@ -1,4 +1,4 @@
-"""What penalties mean, in torch; also what runs on CUDA."""
+"""What penalties mean, in torch."""
 
 from collections.abc import Sequence
 

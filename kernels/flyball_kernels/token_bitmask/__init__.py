@@ -1,4 +1,4 @@
-"""Ban the tokens that a bitmask leaves out. CUDA runs the torch reference."""
+"""Ban the tokens that a bitmask leaves out."""
 
 from collections.abc import Sequence
 
@@ -35,5 +35,10 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor, rows: Sequence[int], *,
         raise ValueError(
             f"bitmask has {bitmask.shape[1]} words; {logits.shape[1]} tokens need {-(-logits.shape[1] // 32)}."
         )
+    if backend.name == "triton":
+        from flyball_kernels.token_bitmask import kernel  # triton is there on Linux only
+
+        kernel.apply_token_bitmask(logits, bitmask, rows)
+        return
     op = torch.ops.flyball.apply_token_bitmask if backend.name == "cpp" else reference.apply_token_bitmask
     op(logits, bitmask, rows)

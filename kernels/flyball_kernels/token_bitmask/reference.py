@@ -1,4 +1,4 @@
-"""What a token bitmask means, in torch; also what runs on CUDA."""
+"""What a token bitmask means, in torch."""
 
 from collections.abc import Sequence
 
