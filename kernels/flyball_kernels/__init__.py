@@ -1,6 +1,7 @@
 """One folder per op: the public op, its torch reference, its Triton kernel and its C++ kernel where there is one."""
 
 from flyball_kernels.backend import Backend, choose_backend
+from flyball_kernels.cache_blocks import CacheBlocks
 from flyball_kernels.decoder_layer import DecoderLayer
 from flyball_kernels.linear import Int4Linear, Int8Linear, PackedLinear
 from flyball_kernels.paged_attention import paged_attention
@@ -13,6 +14,7 @@ from flyball_kernels.token_bitmask import apply_token_bitmask
 
 __all__ = [
     "Backend",
+    "CacheBlocks",
     "DecoderLayer",
     "Int4Linear",
     "Int8Linear",

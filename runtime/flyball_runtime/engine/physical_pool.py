@@ -3,7 +3,6 @@
 import math
 import mmap
 import sys
-from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from flyball_runtime.core.checkpoint import KV_SCALE_BYTES, ServedModel
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.model.transformer import KVTensors
-from flyball_runtime.scheduler import BlockCopy
 
 
 class PhysicalPool(Protocol):
@@ -106,13 +104,3 @@ def make_pool(
     if can_return_memory(device):
         return MmapPool(config, num_tensors, num_blocks, block_size, dtype)
     return SoftPool(config, num_tensors, num_blocks, block_size, dtype, device)
-
-
-def copy_blocks(kv: KVTensors, copies: Seq[BlockCopy]) -> None:
-    """Copy whole blocks in every layer, as if all at once: each source is read before any target is written."""
-    device = kv[0][0].device
-    sources = torch.tensor([one.source for one in copies], device=device)
-    targets = torch.tensor([one.target for one in copies], device=device)
-    for tensors in kv:
-        for tensor in tensors:
-            tensor.index_copy_(0, targets, tensor.index_select(0, sources))

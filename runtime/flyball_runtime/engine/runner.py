@@ -17,7 +17,7 @@ from flyball_runtime.core.stats import EngineInfo, Sampled
 from flyball_runtime.engine.adapted_rows import AdaptedRows, check_can_adapt
 from flyball_runtime.engine.draft_model import DraftModel
 from flyball_runtime.engine.engine import Engine, Executor, InThread, Progress
-from flyball_runtime.engine.physical_pool import copy_blocks, make_pool
+from flyball_runtime.engine.physical_pool import make_pool
 from flyball_runtime.engine.rows import Rows
 from flyball_runtime.engine.start_up import (
     KVCacheSize,
@@ -32,6 +32,7 @@ from flyball_runtime.engine.start_up import (
 from flyball_runtime.engine.swap_space import SwapSpace, resolve_num_slots
 from flyball_runtime.grammar.cache import GrammarCache
 from flyball_runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
+from flyball_runtime.model.kv_blocks import cache_blocks
 from flyball_runtime.model.linear import Place
 from flyball_runtime.model.loader import (
     TORCH_DTYPES,
@@ -199,14 +200,15 @@ class ModelRunner:
             dtype=self._kv_dtype,
             device=self._device,
         )
-        self._kv = [*self._pool.tensors]
+        kv = [*self._pool.tensors]
         if self._draft_model is not None:
             self._draft_model.allocate(size.max_blocks, config.block_size)
-            self._kv += self._draft_model.kv_tensors
+            kv += self._draft_model.kv_tensors
+        self._blocks = cache_blocks(kv, self._backend)
         block_bytes = self._kv_block_bytes
         reserved_bytes = size.num_blocks * block_bytes if self._device.type == "cpu" else 0
         num_slots = resolve_num_slots(config.swap_space_bytes, block_bytes, reserved_bytes)
-        self._swap_space = SwapSpace(self._kv, num_slots) if num_slots else None
+        self._swap_space = SwapSpace(self._blocks, num_slots) if num_slots else None
         self._rows = Rows(
             max_num_seqs=config.max_num_seqs,
             max_model_len=self._max_model_len,
@@ -252,14 +254,13 @@ class ModelRunner:
 
     def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Run a step; on a GPU, return when its kernels are launched."""
+        copies = [(one.source, one.target) for one in plan.block_copies]
         if self._swap_space is None or not (plan.swap_outs or plan.swap_ins):
-            if plan.block_copies:
-                copy_blocks(self._kv, plan.block_copies)
+            self._blocks.copy(copies)
             return self._compute(plan)
         start = self._now()
         self._swap_space.swap_out(plan.swap_outs)
-        if plan.block_copies:
-            copy_blocks(self._kv, plan.block_copies)
+        self._blocks.copy(copies)
         self._swap_space.swap_in(plan.swap_ins)
         end = self._now()
         return replace(self._compute(plan), swapping=(start, end))

@@ -4,11 +4,10 @@ import time
 from collections.abc import Sequence as Seq
 
 import torch
-from torch import Tensor
 
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.memory import available_memory_bytes
-from flyball_runtime.model.transformer import KVTensors
+from flyball_runtime.model.kv_blocks import CacheBlocks
 from flyball_runtime.scheduler import BlockSwap
 
 CHUNK = 16
@@ -47,49 +46,39 @@ class SwapSpace:
     Copies are queued on the current stream, so they are in order with the steps around them.
 
     Args:
-        kv: all tensors that lie in the KV blocks, of one dtype.
+        blocks: the KV blocks, whose tensors have one dtype.
     Attributes:
         block_copy_s: seconds that copying one block in one direction takes, as measured when this is made.
     Raises:
         ConfigError: the system refuses the memory.
     """
 
-    def __init__(self, kv: KVTensors, num_slots: int) -> None:
-        self._tensors = [tensor.view(tensor.shape[0], -1) for pair in kv for tensor in pair]
-        self._widths = [tensor.shape[1] for tensor in self._tensors]
-        first = self._tensors[0]
-        self._device, shape = first.device, (num_slots, sum(self._widths))
+    def __init__(self, blocks: CacheBlocks, num_slots: int) -> None:
+        self._blocks = blocks
+        shape, is_pinned = (num_slots, blocks.numel), blocks.device.type == "cuda"
         try:
-            self._slots = torch.empty(shape, dtype=first.dtype, pin_memory=self._device.type == "cuda")
+            self._slots = torch.empty(shape, dtype=blocks.dtype, pin_memory=is_pinned)
         except RuntimeError as error:
-            num_bytes = shape[0] * shape[1] * first.dtype.itemsize
+            num_bytes = shape[0] * shape[1] * blocks.dtype.itemsize
             raise ConfigError(
                 f"the system refuses the {num_bytes} bytes of --swap-space: {error}. Lower the flag, or leave it out."
             ) from error
-        self.block_copy_s = self._measure(min(num_slots, first.shape[0], CHUNK))
+        self.block_copy_s = self._measure(min(num_slots, blocks.num_blocks, CHUNK))
 
     def swap_out(self, swaps: Seq[BlockSwap]) -> None:
         """Copy blocks to their slots."""
-        for blocks, slots in self._chunks(swaps):
-            gathered = torch.cat([tensor.index_select(0, blocks) for tensor in self._tensors], dim=1)
-            for content, slot in zip(gathered, slots, strict=True):
-                self._slots[slot].copy_(content, non_blocking=True)
+        for part in _chunks(swaps):
+            gathered = self._blocks.gather([one.block for one in part])
+            for content, one in zip(gathered, part, strict=True):
+                self._slots[one.slot].copy_(content, non_blocking=True)
 
     def swap_in(self, swaps: Seq[BlockSwap]) -> None:
         """Copy slots to their blocks."""
-        for blocks, slots in self._chunks(swaps):
-            gathered = self._slots.new_empty(len(slots), self._slots.shape[1], device=self._device)
-            for content, slot in zip(gathered, slots, strict=True):
-                content.copy_(self._slots[slot], non_blocking=True)
-            for tensor, part in zip(self._tensors, gathered.split(self._widths, dim=1), strict=True):
-                tensor.index_copy_(0, blocks, part)
-
-    def _chunks(self, swaps: Seq[BlockSwap]) -> list[tuple[Tensor, list[int]]]:
-        parts = [swaps[at : at + CHUNK] for at in range(0, len(swaps), CHUNK)]
-        return [
-            (torch.tensor([one.block for one in part], device=self._device), [one.slot for one in part])
-            for part in parts
-        ]
+        for part in _chunks(swaps):
+            gathered = self._slots.new_empty(len(part), self._blocks.numel, device=self._blocks.device)
+            for content, one in zip(gathered, part, strict=True):
+                content.copy_(self._slots[one.slot], non_blocking=True)
+            self._blocks.scatter([one.block for one in part], gathered)
 
     def _measure(self, num_blocks: int) -> float:
         """Return the seconds of one copy in the fastest run: the first one faults pages in."""
@@ -104,6 +93,10 @@ class SwapSpace:
 
     def _now_s(self) -> float:
         """Return the time at which all that was launched is done."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._blocks.device.type == "cuda":
+            torch.cuda.synchronize(self._blocks.device)
         return time.monotonic()
+
+
+def _chunks(swaps: Seq[BlockSwap]) -> list[Seq[BlockSwap]]:
+    return [swaps[at : at + CHUNK] for at in range(0, len(swaps), CHUNK)]

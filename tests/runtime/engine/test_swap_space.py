@@ -8,11 +8,13 @@ import torch
 
 from checkpoints import make_checkpoint
 from engines import GREEDY, INT8_KV, Reference, generate, kv_block_bytes, make_engine, random_prompts
+from flyball_kernels import choose_backend
 from flyball_protocol import LimitsChange, LimitsUpdate
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.request import Request
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.engine.swap_space import CHUNK, SwapSpace, resolve_num_slots
+from flyball_runtime.model.kv_blocks import cache_blocks
 from flyball_runtime.scheduler import BlockSwap
 
 MAX_MODEL_LEN = 128
@@ -92,7 +94,7 @@ def test_a_prefix_is_found_in_host_memory(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num", [1, CHUNK, 2 * CHUNK + 3])
 def test_content_comes_back_from_the_slot_to_which_it_went(num: int) -> None:
     kv = [(torch.randn(64, 4, 2, 8), torch.randn(64, 4, 2, 8)), (torch.randn(64, 4, 1, 8), torch.randn(64, 4, 1, 8))]
-    space = SwapSpace(kv, 40)
+    space = SwapSpace(cache_blocks(kv, choose_backend("cpu")), 40)
     before = [tensor.clone() for pair in kv for tensor in pair]
     blocks = random.Random(num).sample(range(64), num)
     space.swap_out([BlockSwap(block, slot) for slot, block in enumerate(blocks)])
