@@ -1,14 +1,14 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from flyball_kernels import Backend
 from flyball_kernels.cache_blocks import CacheBlocks, kernel
-from kernel_checks import CPP, DEVICE
+from kernel_checks import CPP, DEVICE, TRITON, poisoned
 
-BOTH = pytest.mark.parametrize(
-    ("backend", "device"), [(CPP, "cpu"), (Backend("triton"), DEVICE)], ids=["torch", "triton"]
-)
+BOTH = pytest.mark.parametrize(("backend", "device"), [(CPP, "cpu"), (TRITON, DEVICE)], ids=["torch", "triton"])
 SHAPES = {
     "words of 8 bytes": ((4, 2, 8), (4, 2, 8)),
     "several pieces": ((5, 7, 64), (1, 1, 64)),
@@ -18,8 +18,10 @@ SHAPES = {
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernel, "BLOCK", 128)
+    with poisoned():
+        yield
 
 
 def cache(shapes: str, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -81,7 +83,7 @@ def test_nothing_to_move(backend: Backend, device: str) -> None:
 @pytest.mark.gpu
 def test_blocks_of_a_model_on_a_gpu() -> None:
     tensors = [torch.randn(3000, 16, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(16)]
-    blocks = CacheBlocks(tensors, backend=Backend("triton"))
+    blocks = CacheBlocks(tensors, backend=TRITON)
     ids = torch.randperm(3000).tolist()
     pairs = list(zip(ids[:1000], ids[1000:2000], strict=True))
     before = [tensor[ids[:1000]] for tensor in tensors]

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import flyball_kernels
-from flyball_kernels import Backend
 from flyball_kernels.penalties import kernel, reference
-from kernel_checks import CPP, DEVICE, assert_close
+from kernel_checks import CPP, DEVICE, TRITON, assert_close
 
 penalize = partial(flyball_kernels.penalize, backend=CPP)
 BOTH = pytest.mark.parametrize("run", [penalize, reference.penalize], ids=["op", "reference"])
@@ -72,7 +71,7 @@ def test_triton_equals_the_reference(block: int, monkeypatch: pytest.MonkeyPatch
     expected = logits.clone()
     reference.penalize(expected, [5, 0, 1, 4], histories, *others)
     on_device = logits.to(DEVICE)
-    penalize = partial(flyball_kernels.penalize, on_device, backend=Backend("triton"))
+    penalize = partial(flyball_kernels.penalize, on_device, backend=TRITON)
     penalize([5, 0, 1, 4], [one.to(DEVICE) for one in histories], *others)
     # a product and a difference, each rounded: in the same order, so to the same bits
     torch.testing.assert_close(on_device.cpu(), expected, rtol=0, atol=0, equal_nan=True)
@@ -83,7 +82,7 @@ def test_triton_equals_the_reference(block: int, monkeypatch: pytest.MonkeyPatch
 def test_triton_skips_ids_outside_the_vocabulary() -> None:
     logits = torch.ones(1, 5, device=DEVICE)
     history = ids(-1, 5, 2**31 - 1, -(2**31), 2).to(DEVICE)
-    flyball_kernels.penalize(logits, [0], [history], [0], [2.0], [0.0], [0.0], backend=Backend("triton"))
+    flyball_kernels.penalize(logits, [0], [history], [0], [2.0], [0.0], [0.0], backend=TRITON)
     assert logits.tolist() == [[1.0, 1.0, 0.5, 1.0, 1.0]]
 
 
@@ -94,7 +93,7 @@ def test_many_rows_on_a_gpu() -> None:
     expected = logits.clone()
     reference.penalize(expected, range(64), histories, *others)
     on_gpu = logits.cuda()
-    flyball_kernels.penalize(on_gpu, range(64), [one.cuda() for one in histories], *others, backend=Backend("triton"))
+    flyball_kernels.penalize(on_gpu, range(64), [one.cuda() for one in histories], *others, backend=TRITON)
     assert_close(on_gpu.cpu(), expected)
 
 

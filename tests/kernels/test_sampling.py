@@ -9,9 +9,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import flyball_kernels
-from flyball_kernels import Backend
 from flyball_kernels.sampling import NO_TOKEN, kernel, reference
-from kernel_checks import CPP, DEVICE
+from kernel_checks import CPP, DEVICE, TRITON, poisoned
 
 sample = partial(flyball_kernels.sample, backend=CPP)
 
@@ -234,7 +233,8 @@ def test_many_finite_logits_and_settings(logits, row):
 
 def sample_by_triton(logits, **settings):
     on_device = {name: one if one is None else one.to(DEVICE) for name, one in settings.items()}
-    return flyball_kernels.sample(logits.to(DEVICE), **on_device, backend=Backend("triton")).cpu()
+    with poisoned():
+        return flyball_kernels.sample(logits.to(DEVICE), **on_device, backend=TRITON).cpu()
 
 
 OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

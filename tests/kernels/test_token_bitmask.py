@@ -7,9 +7,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import flyball_kernels
-from flyball_kernels import Backend
 from flyball_kernels.token_bitmask import kernel, reference
-from kernel_checks import CPP, DEVICE
+from kernel_checks import CPP, DEVICE, TRITON
 
 apply_token_bitmask = partial(flyball_kernels.apply_token_bitmask, backend=CPP)
 BOTH = pytest.mark.parametrize("run", [apply_token_bitmask, reference.apply_token_bitmask], ids=["op", "reference"])
@@ -62,7 +61,7 @@ def test_triton_equals_the_reference(vocab: int, block: int, monkeypatch: pytest
     on_device = logits.to(DEVICE)
     for some in (rows, []):
         mask = bitmask[: len(some)].to(DEVICE)
-        flyball_kernels.apply_token_bitmask(on_device, mask, some, backend=Backend("triton"))
+        flyball_kernels.apply_token_bitmask(on_device, mask, some, backend=TRITON)
         assert on_device.cpu().equal(expected)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flyball_kernels.backend import Backend
-from flyball_kernels.checks import check_dtype, check_shape
+from flyball_kernels.checks import check_contiguous, check_dtype, check_shape
 from flyball_kernels.linear import reference
 from flyball_kernels.linear.reference import Grouped, Rounded
 
@@ -88,7 +88,8 @@ class Int8Linear:
     comes (LLM.int8() without its outliers: Dettmers et al. 2022, section 2). Sums are exact; the result is rounded once.
 
     Weights take half the memory of bf16, and a CPU with AVX512_VNNI multiplies them twice as fast. Elsewhere the C++
-    kernel is correct, and not faster. The ``torch`` backend is a reference.
+    kernel is correct, and not faster. With the ``triton`` backend the weight stays ``[out_features, in_features]`` int8, with a
+    scale for each row. The ``torch`` backend is a reference.
 
     Args:
         weight: ``[out_features, in_features]`` bf16, fp16 or fp32; at most MAX_INT8_FEATURES in_features. Or what it was
@@ -96,7 +97,7 @@ class Int8Linear:
         bias: ``[out_features]`` or None, of ``dtype``.
         dtype: of ``x`` and the result: that of ``weight``, which need not be told.
     Raises:
-        ValueError: the shapes or dtypes do not fit, or the backend is neither ``cpp`` nor ``torch``.
+        ValueError: the shapes or dtypes do not fit.
     """
 
     def __init__(
@@ -107,21 +108,14 @@ class Int8Linear:
         backend: Backend,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if backend.name not in ("cpp", "torch"):
-            raise ValueError(f"8-bit linear layers are for the cpp and torch backends; this is {backend.name}.")
-        self._is_cpp = backend.name == "cpp"
+        self._is_cpp, self._is_triton = backend.name == "cpp", backend.name == "triton"
         self._dtype = _dtype_of(weight, dtype)
         if isinstance(weight, Rounded):
             rounded = weight
-            check_shape("values", rounded.values, None, None)
-            check_dtype("values", rounded.values, torch.int8)
-            check_shape("scales", rounded.scales, rounded.values.shape[0])
-            check_dtype("scales", rounded.scales, torch.float32)
-            _check_bias(bias, rounded.values.shape[0], self._dtype)
+            _check_rounded(rounded, bias, torch.int8, self._dtype)
         else:
             _check(weight, bias)
-            round_rows = torch.ops.flyball.linear_int8_round if self._is_cpp else reference.round_rows
-            rounded = Rounded(*round_rows(weight.detach()))
+            rounded = Rounded(*self._round_rows(weight.detach()))
         self.out_features, self.in_features = rounded.values.shape
         if self.in_features > MAX_INT8_FEATURES:
             raise ValueError(f"weight has {self.in_features} in_features; in 8 bits it may have {MAX_INT8_FEATURES}.")
@@ -141,6 +135,10 @@ class Int8Linear:
         rows = x.reshape(-1, self.in_features)
         if self._is_cpp:
             out = torch.ops.flyball.linear_int8(rows, *self._weight, self._bias, self.out_features)
+        elif self._is_triton:
+            from flyball_kernels.linear import kernel  # triton is there on Linux only
+
+            out = kernel.int8_linear(rows, self._weight, self._bias)
         else:
             out = reference.int8_linear(rows, self._weight, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
@@ -152,22 +150,31 @@ class Int8Linear:
             return None
         return torch.classes.flyball.Linear.int8(*self._weight, self._bias, self.out_features, self.in_features)
 
+    def _round_rows(self, weight: Tensor) -> Rounded:
+        if self._is_triton:
+            from flyball_kernels.linear import kernel
+
+            return kernel.round_rows(weight.contiguous())
+        return torch.ops.flyball.linear_int8_round(weight) if self._is_cpp else reference.round_rows(weight)
+
 
 class Int4Linear:
     """``x @ weight.T + bias`` for inference, with weights of 4 bits and inputs as they are (W4A16).
 
     Groups of each row of the weight have a scale of their own. Products are exact, sums are fp32, and the result is rounded
-    once. Weights take little more than a quarter of the memory of bf16, and few rows about as much less time; many rows take
-    somewhat longer than in bf16. The ``torch`` backend is a reference.
+    once. Weights take little more than a quarter of the memory of bf16. On a CPU, few rows take about as much less time, and
+    many rows somewhat longer than in bf16. ``kernel.Packed`` describes the layout of the ``triton`` backend. The ``torch``
+    backend is a reference.
 
     Args:
         weight: ``[out_features, in_features]`` bf16, fp16 or fp32, which is rounded in groups of ``group_size`` features; or
             what it was rounded to, ``Grouped``.
         bias: ``[out_features]`` or None, of ``dtype``.
-        group_size: an even number; of a ``Grouped`` weight its own.
+        group_size: an even number, with several groups and the ``triton`` backend a multiple of 16; of a ``Grouped`` weight
+            its own.
         dtype: of ``x`` and the result: that of ``weight``, which need not be told.
     Raises:
-        ValueError: the shapes or dtypes do not fit, or the backend is neither ``cpp`` nor ``torch``.
+        ValueError: the shapes or dtypes do not fit.
     """
 
     def __init__(
@@ -179,9 +186,7 @@ class Int4Linear:
         group_size: int = GROUP_SIZE,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if backend.name not in ("cpp", "torch"):
-            raise ValueError(f"4-bit linear layers are for the cpp and torch backends; this is {backend.name}.")
-        self._is_cpp = backend.name == "cpp"
+        self._is_cpp, self._is_triton = backend.name == "cpp", backend.name == "triton"
         self._dtype = _dtype_of(weight, dtype)
         if isinstance(weight, Grouped):
             grouped = weight
@@ -192,7 +197,12 @@ class Int4Linear:
         _check_grouped(grouped)
         self.out_features, self.in_features = grouped.values.shape
         self._group_size = grouped.group_size
-        self._weight = self._packed(grouped) if self._is_cpp else (reference.unrounded(grouped),)
+        if self._is_triton:
+            from flyball_kernels.linear import kernel  # triton is there on Linux only
+
+            self._weight = kernel.pack_int4(grouped)
+        else:
+            self._weight = self._packed(grouped) if self._is_cpp else (reference.unrounded(grouped),)
         self._bias = None if bias is None else bias.detach().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -207,6 +217,10 @@ class Int4Linear:
         rows = x.reshape(-1, self.in_features)
         if self._is_cpp:
             out = torch.ops.flyball.linear_int4(rows, *self._weight, self._bias, self.out_features, self._group_size)
+        elif self._is_triton:
+            from flyball_kernels.linear import kernel
+
+            out = kernel.int4_linear(rows, self._weight, self._bias)
         else:
             out = reference.linear(rows, *self._weight, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
@@ -230,7 +244,68 @@ class Int4Linear:
         return packed, scales, torch.ops.flyball.linear_int4_columns(offsets)
 
 
+class Float8Linear:
+    """``x @ weight.T + bias`` for inference, with weights of 8 bits in e4m3 and inputs as they are (W8A16).
+
+    Each row of the weight has a scale. Products are exact, sums are fp32, and the result is rounded once. The weight stays
+    ``[out_features, in_features]``. The ``torch`` backend is a reference; there is no C++ kernel.
+
+    Args:
+        weight: ``[out_features, in_features]`` bf16, fp16 or fp32; or what it was rounded to, ``Rounded`` with float8_e4m3fn.
+        bias: ``[out_features]`` or None, of ``dtype``.
+        dtype: of ``x`` and the result: that of ``weight``, which need not be told.
+    Raises:
+        ValueError: the shapes or dtypes do not fit, or the backend is neither ``triton`` nor ``torch``.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | Rounded,
+        bias: Tensor | None = None,
+        *,
+        backend: Backend,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if backend.name not in ("triton", "torch"):
+            raise ValueError(f"fp8 linear layers are for the triton and torch backends; this is {backend.name}.")
+        self._is_triton = backend.name == "triton"
+        self._dtype = _dtype_of(weight, dtype)
+        if isinstance(weight, Rounded):
+            self._weight = weight
+            _check_rounded(weight, bias, torch.float8_e4m3fn, self._dtype)
+        else:
+            _check(weight, bias)
+            self._weight = reference.round_to_float8(weight.detach())
+        self.out_features, self.in_features = self._weight.values.shape
+        self._bias = None if bias is None else bias.detach().contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``[..., out_features]`` of ``x`` ``[..., in_features]``, in the dtype of the weight.
+
+        Raises:
+            ValueError: the last dimension of ``x`` is not in_features, or its dtype is not the weight's.
+        """
+        _check_input(x, self.in_features, self._dtype)
+        rows = x.reshape(-1, self.in_features)
+        if self._is_triton:
+            from flyball_kernels.linear import kernel  # triton is there on Linux only
+
+            out = kernel.float8_linear(rows, self._weight, self._bias)
+        else:
+            out = reference.float8_linear(rows, self._weight, self._bias)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
 Linear = PackedLinear | Int8Linear | Int4Linear
+
+
+def _check_rounded(weight: Rounded, bias: Tensor | None, values_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    check_shape("values", weight.values, None, None)
+    check_dtype("values", weight.values, values_dtype)
+    check_contiguous("values", weight.values)
+    check_shape("scales", weight.scales, weight.values.shape[0])
+    check_dtype("scales", weight.scales, torch.float32)
+    _check_bias(bias, weight.values.shape[0], dtype)
 
 
 def _check_grouped(weight: Grouped) -> None:

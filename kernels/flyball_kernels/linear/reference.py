@@ -13,7 +13,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Rounded(NamedTuple):
-    """A matrix of whole numbers, ``[rows, columns]`` int8, and their unit in each row, ``[rows]`` fp32."""
+    """A matrix of numbers of 8 bits, ``[rows, columns]`` int8 or float8_e4m3fn, and their unit in each row, ``[rows]`` fp32."""
 
     values: Tensor
     scales: Tensor
@@ -73,4 +73,22 @@ def int8_linear(x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:
     rounded = round_rows(x)
     sums = rounded.values.double() @ weight.values.double().T  # exact
     out = sums.float() * (rounded.scales[:, None] * weight.scales)
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+MAX_FLOAT8 = 448.0
+"""The largest number of e4m3."""
+
+
+def round_to_float8(matrix: Tensor) -> Rounded:
+    """Round each row to e4m3, its largest magnitude to MAX_FLOAT8. A row with a value that is not finite has the scale NaN."""
+    most = matrix.float().abs().amax(dim=1)
+    most = torch.where(most.isfinite(), most, torch.nan)
+    units = torch.where(most > 1e-30, torch.full_like(most, MAX_FLOAT8) / most, 0.0)
+    values = (matrix.float() * units[:, None]).nan_to_num().clamp(-MAX_FLOAT8, MAX_FLOAT8)
+    return Rounded(values.to(torch.float8_e4m3fn), most / MAX_FLOAT8)
+
+
+def float8_linear(x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:
+    out = F.linear(x.float(), weight.values.float()) * weight.scales
     return (out if bias is None else out + bias.float()).to(x.dtype)

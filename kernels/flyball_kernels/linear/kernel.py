@@ -1,0 +1,348 @@
+"""Triton kernels for linear layers of 8 and 4 bits.
+
+One program computes a tile of the output, transposed: weights are the left operand of the product, which Hopper's matrix
+instructions take from registers, where 4 bits and e4m3 become numbers of 16. Neighbouring programs have the same weights.
+Products are exact and sums are fp32, or int32; scales multiply sums.
+
+Tile sizes were chosen by registers and shared memory (``python -m flyball_kernels.aot``). They have not been tuned on a GPU.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from flyball_kernels.linear.reference import Grouped, Rounded
+from flyball_kernels.spec import Spec
+
+MAX_CHUNK = 64
+FEW_ROWS = 16
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+"""Without fusion, numbers are rounded to 8 bits, and sums scaled, as the reference does it."""
+
+
+@triton.jit
+def round_rows_kernel(
+    x_ptr,  # [num_rows, row_numel]
+    values_ptr,  # likewise int8, written
+    scales_ptr,  # [num_rows] fp32, written
+    row_numel,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], tl.float32)
+    num_bad = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, row_numel, BLOCK):
+        features = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * row_numel + features, mask=features < row_numel, other=0.0).to(tl.float32)
+        is_finite = tl.abs(x) < float("inf")
+        num_bad += tl.where(is_finite, 0, 1)
+        largest = tl.maximum(largest, tl.where(is_finite, tl.abs(x), 0.0))
+    most = tl.max(largest, axis=0)
+    has_scale = (tl.sum(num_bad, axis=0) == 0) & (most > 1e-30)
+    units = tl.where(has_scale, tl.div_rn(127.0, tl.where(has_scale, most, 1.0)), 0.0)
+    for start in range(0, row_numel, BLOCK):
+        features = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * row_numel + features, mask=features < row_numel, other=0.0).to(tl.float32)
+        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        whole = (x * units + 12582912.0) - 12582912.0  # 1.5 * 2**23: to nearest, ties to even
+        tl.store(values_ptr + row * row_numel + features, whole.to(tl.int8), mask=features < row_numel)
+    scale = tl.where(tl.sum(num_bad, axis=0) == 0, tl.div_rn(most, 127.0), float("nan"))
+    tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def _places(num_rows, out_features, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the tile's rows and columns in int64, and which of them there are."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return rows.to(tl.int64), rows < num_rows, columns.to(tl.int64), columns < out_features
+
+
+@triton.jit
+def _store(sums, bias_ptr, out_ptr, rows, is_row, columns, is_column, out_features):
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    places = out_ptr + rows[None, :] * out_features + columns[:, None]
+    tl.store(places, sums.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def int8_kernel(
+    x_ptr,  # [num_rows, row_numel] int8
+    x_scales_ptr,  # [num_rows] fp32
+    weight_ptr,  # [out_features, row_numel] int8
+    scales_ptr,  # [out_features] fp32
+    bias_ptr,  # [out_features], or None
+    out_ptr,  # [num_rows, out_features]
+    num_rows,
+    out_features,
+    row_numel,  # in_features
+    BLOCK_M: tl.constexpr,  # rows of a tile
+    BLOCK_N: tl.constexpr,  # columns of a tile
+    BLOCK_K: tl.constexpr,  # features per turn
+):
+    rows, is_row, columns, is_column = _places(num_rows, out_features, BLOCK_M, BLOCK_N)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+    for start in range(0, row_numel, BLOCK_K):
+        features = start + tl.arange(0, BLOCK_K)
+        is_feature = (features < row_numel)[None, :]
+        x_places = x_ptr + rows[:, None] * row_numel + features[None, :]
+        x = tl.load(x_places, mask=is_row[:, None] & is_feature, other=0)
+        places = weight_ptr + columns[:, None] * row_numel + features[None, :]
+        weight = tl.load(places, mask=is_column[:, None] & is_feature, other=0)
+        sums = tl.dot(weight, tl.trans(x), sums, out_dtype=tl.int32)
+    x_scales = tl.load(x_scales_ptr + rows, mask=is_row, other=0.0)
+    scales = tl.load(scales_ptr + columns, mask=is_column, other=0.0)
+    out = sums.to(tl.float32) * (scales[:, None] * x_scales[None, :])
+    _store(out, bias_ptr, out_ptr, rows, is_row, columns, is_column, out_features)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def float8_kernel(
+    x_ptr,  # [num_rows, row_numel]
+    weight_ptr,  # [out_features, row_numel] uint8, the bits of e4m3
+    scales_ptr,  # [out_features] fp32
+    bias_ptr,  # as above, and so on
+    out_ptr,
+    num_rows,
+    out_features,
+    row_numel,
+    DOT_DTYPE: tl.constexpr,  # what is multiplied, the dtype of x on a GPU
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    rows, is_row, columns, is_column = _places(num_rows, out_features, BLOCK_M, BLOCK_N)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, row_numel, BLOCK_K):
+        features = start + tl.arange(0, BLOCK_K)
+        is_feature = (features < row_numel)[None, :]
+        x_places = x_ptr + rows[:, None] * row_numel + features[None, :]
+        x = tl.load(x_places, mask=is_row[:, None] & is_feature, other=0.0).to(DOT_DTYPE)
+        places = weight_ptr + columns[:, None] * row_numel + features[None, :]
+        bits = tl.load(places, mask=is_column[:, None] & is_feature, other=0).to(tl.int32)
+        # exponent and mantissa in the places of fp32's, whose exponents are 120 larger; sm_80 has no instruction for it
+        weight = (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        sums = tl.dot(weight.to(DOT_DTYPE), tl.trans(x), sums, input_precision="ieee")
+    sums *= tl.load(scales_ptr + columns, mask=is_column, other=0.0)[:, None]
+    _store(sums, bias_ptr, out_ptr, rows, is_row, columns, is_column, out_features)
+
+
+@triton.jit
+def _add_chunk(
+    sums, numbers, chunk, x_ptr, scales_ptr, zeros_ptr, rows, is_row, columns, is_column, out_features, row_numel,
+    num_scales, CHUNK: tl.constexpr, CHUNKS_PER_GROUP: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the sums with the products of a chunk of features, whose weights are numbers from 0 to 15."""
+    places = (chunk // CHUNKS_PER_GROUP).to(tl.int64) * out_features + columns
+    is_scale = is_column & (places < num_scales)  # the last chunk may be padding
+    scales = tl.load(scales_ptr + places, mask=is_scale, other=0.0).to(tl.float32)
+    weight = numbers.to(tl.int32)
+    if zeros_ptr is None:
+        weight -= 8
+    else:
+        weight -= tl.load(zeros_ptr + places, mask=is_scale, other=0).to(tl.int32)[:, None]
+    features = chunk * CHUNK + tl.arange(0, CHUNK)
+    x_places = x_ptr + rows[:, None] * row_numel + features[None, :]
+    x = tl.load(x_places, mask=is_row[:, None] & (features < row_numel)[None, :], other=0.0).to(DOT_DTYPE)
+    part = tl.dot(weight.to(tl.float32).to(DOT_DTYPE), tl.trans(x), input_precision="ieee")
+    return sums + part * scales[:, None]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def int4_kernel(
+    x_ptr,  # [num_rows, row_numel]
+    weight_ptr,  # [out_features, packed_numel] uint8, see Packed
+    scales_ptr,  # [num_groups, out_features]
+    zeros_ptr,  # [num_groups, out_features] uint8, or None: 8 everywhere
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    out_features,
+    row_numel,
+    packed_numel,
+    num_scales,  # num_groups * out_features
+    CHUNK: tl.constexpr,
+    CHUNKS_PER_GROUP: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows, is_row, columns, is_column = _places(num_rows, out_features, BLOCK_M, BLOCK_N)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, packed_numel, CHUNK):
+        places = weight_ptr + columns[:, None] * packed_numel + start + tl.arange(0, CHUNK)[None, :]
+        packed = tl.load(places, mask=is_column[:, None], other=0)
+        chunk = 2 * (start // CHUNK)
+        sums = _add_chunk(
+            sums, packed & 15, chunk, x_ptr, scales_ptr, zeros_ptr, rows, is_row, columns, is_column, out_features,
+            row_numel, num_scales, CHUNK, CHUNKS_PER_GROUP, DOT_DTYPE,
+        )  # fmt: skip
+        sums = _add_chunk(
+            sums, packed >> 4, chunk + 1, x_ptr, scales_ptr, zeros_ptr, rows, is_row, columns, is_column, out_features,
+            row_numel, num_scales, CHUNK, CHUNKS_PER_GROUP, DOT_DTYPE,
+        )  # fmt: skip
+    _store(sums, bias_ptr, out_ptr, rows, is_row, columns, is_column, out_features)
+
+
+class Packed(NamedTuple):
+    """Weights of 4 bits as the kernel takes them.
+
+    Features are cut into chunks, none of which lies in two groups. A byte holds the weights of two features: one of a chunk in
+    its low half, and the feature of the next chunk that is as far from its beginning in its high half. So both halves meet
+    inputs that are neighbours, and no number changes its place in registers.
+
+    Attributes:
+        values: ``[out_features, half of the features]`` uint8; the features are rounded up to two chunks.
+        scales: ``[num_groups, out_features]`` of 16 bits if that rounds none of them, else fp32.
+        zeros: ``[num_groups, out_features]`` uint8; None: 8 everywhere.
+        chunk: features of a chunk, a power of two from 16 to MAX_CHUNK.
+        chunks_per_group: chunks that have one scale.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    chunk: int
+    chunks_per_group: int
+
+
+def pack_int4(weight: Grouped) -> Packed:
+    """Return the weights as the kernel takes them.
+
+    Raises:
+        ValueError: the group size is not a multiple of 16, and there are several groups.
+    """
+    out_features, in_features = weight.values.shape
+    group_size = weight.group_size
+    if group_size >= in_features:  # one group, of any size that holds them
+        group_size = max(16, triton.next_power_of_2(in_features))
+    chunk = min(MAX_CHUNK, group_size & -group_size)
+    if chunk < 16:
+        raise ValueError(
+            f"group_size is {group_size}; on a GPU it must be a multiple of 16. Use such weights, or a CPU."
+        )
+    halves = F.pad(weight.values, (0, -in_features % (2 * chunk)), value=8).view(out_features, -1, 2, chunk)
+    values = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).contiguous()
+    has_zeros = weight.zeros is not None and not bool((weight.zeros == 8).all())
+    zeros = weight.zeros.T.contiguous() if weight.zeros is not None and has_zeros else None
+    return Packed(values, _shortest(weight.scales).T.contiguous(), zeros, chunk, group_size // chunk)
+
+
+def _shortest(scales: Tensor) -> Tensor:
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(scales.to(dtype).float(), scales):
+            return scales.to(dtype)
+    return scales
+
+
+def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Return the dtype in which inputs of ``dtype`` are multiplied."""
+    if triton.knobs.runtime.interpret and dtype == torch.bfloat16:
+        return tl.float32  # the interpreter multiplies bf16 matrices as integers
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def tile_shape(num_rows: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the tile's sizes: with few rows, narrow tiles leave enough programs to read the weights.
+
+    Args:
+        dtype: of what is multiplied; fp32 takes more registers.
+    """
+    is_small = num_rows <= FEW_ROWS or dtype == torch.float32
+    return {"BLOCK_M": 16, "BLOCK_N": 32} if is_small else {"BLOCK_M": 64, "BLOCK_N": 64}
+
+
+def features_per_turn(num_rows: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return how many features of int8 or e4m3 weights a tile takes at a time."""
+    return {"BLOCK_K": 256 if num_rows <= FEW_ROWS and dtype != torch.float32 else 64}
+
+
+def round_rows(x: Tensor) -> Rounded:
+    """Round each row of a contiguous matrix to 8 bits, as the reference does."""
+    num_rows, num_features = x.shape
+    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_rows, device=x.device)
+    if num_rows:
+        block = min(2048, triton.next_power_of_2(num_features))
+        round_rows_kernel[(num_rows,)](x, values, scales, num_features, BLOCK=block, **OPTIONS)
+    return Rounded(values, scales)
+
+
+def int8_linear(x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:
+    """Return ``[num_rows, out_features]``; arguments as the reference's, already checked."""
+    rounded = round_rows(x.contiguous())
+    constants = features_per_turn(len(x), torch.int8) | tile_shape(len(x), torch.int8)
+    return _launch(int8_kernel, (*rounded, *weight), bias, x, weight.values.shape[0], (x.shape[1],), constants)
+
+
+def float8_linear(x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:
+    """Return ``[num_rows, out_features]``; arguments as the reference's, already checked."""
+    inputs = (x.contiguous(), weight.values.view(torch.uint8), weight.scales)
+    constants = features_per_turn(len(x), x.dtype) | tile_shape(len(x), x.dtype) | {"DOT_DTYPE": dot_dtype(x.dtype)}
+    return _launch(float8_kernel, inputs, bias, x, weight.values.shape[0], (x.shape[1],), constants)
+
+
+def int4_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """Return ``[num_rows, out_features]`` of ``x`` ``[num_rows, in_features]``."""
+    values, scales, zeros, chunk, chunks_per_group = weight
+    sizes = (x.shape[1], values.shape[1], scales.numel())
+    constants = {"CHUNK": chunk, "CHUNKS_PER_GROUP": chunks_per_group, "DOT_DTYPE": dot_dtype(x.dtype)}
+    constants |= tile_shape(len(x), x.dtype)
+    inputs = (x.contiguous(), values, scales, zeros)
+    return _launch(int4_kernel, inputs, bias, x, values.shape[0], sizes, constants)
+
+
+def _launch(
+    kernel: Any,
+    inputs: tuple[Tensor | None, ...],
+    bias: Tensor | None,
+    x: Tensor,
+    out_features: int,
+    sizes: tuple[int, ...],
+    constants: dict[str, Any],
+) -> Tensor:
+    num_rows = len(x)
+    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
+    if out.numel():
+        grid = (triton.cdiv(num_rows, constants["BLOCK_M"]), triton.cdiv(out_features, constants["BLOCK_N"]))
+        kernel[grid](*inputs, bias, out, num_rows, out_features, *sizes, **constants, **OPTIONS)
+    return out
+
+
+def specs() -> Iterator[Spec]:
+    """Yield the variants to compile ahead of time: few rows and many, common groups, each dtype."""
+    rounding = {"x_ptr": "*bf16", "values_ptr": "*i8", "scales_ptr": "*fp32", "row_numel": "i32"}
+    yield Spec("linear int8 rounding", round_rows_kernel, rounding, {"BLOCK": 2048}, OPTIONS)
+    types = {"x_ptr": "*i8", "x_scales_ptr": "*fp32", "weight_ptr": "*i8", "scales_ptr": "*fp32", "out_ptr": "*bf16"}
+    types |= {"num_rows": "i32", "out_features": "i32", "row_numel": "i32"}
+    for rows, num_rows in (("few", 1), ("many", 512)):
+        constants = tile_shape(num_rows, torch.int8) | features_per_turn(num_rows, torch.int8) | {"bias_ptr": None}
+        yield Spec(f"linear int8 {rows} rows", int8_kernel, types, constants, OPTIONS)
+    types |= {"x_ptr": "*bf16", "weight_ptr": "*u8"}
+    del types["x_scales_ptr"]
+    for rows, num_rows in (("few", 1), ("many", 512)):
+        constants = tile_shape(num_rows, torch.bfloat16) | features_per_turn(num_rows, torch.bfloat16)
+        constants |= {"bias_ptr": None, "DOT_DTYPE": tl.bfloat16}
+        yield Spec(f"linear fp8 bf16 {rows} rows", float8_kernel, types, constants, OPTIONS)
+    yield _int4_spec("bf16", torch.bfloat16, 32, 1, has_zeros=False)
+    yield _int4_spec("bf16", torch.bfloat16, 128, 512, has_zeros=True)
+    yield _int4_spec("fp16", torch.float16, 128, 1, has_zeros=True)
+    yield _int4_spec("fp32", torch.float32, 32, 512, has_zeros=False)
+
+
+def _int4_spec(name: str, dtype: torch.dtype, group_size: int, num_rows: int, has_zeros: bool) -> Spec:
+    types = {"x_ptr": f"*{name}", "weight_ptr": "*u8", "scales_ptr": f"*{name}", "out_ptr": f"*{name}"}
+    types |= dict.fromkeys(("num_rows", "out_features", "row_numel", "packed_numel", "num_scales"), "i32")
+    types |= {"zeros_ptr": "*u8"} if has_zeros else {}
+    chunk = min(MAX_CHUNK, group_size)
+    constants = {"CHUNK": chunk, "CHUNKS_PER_GROUP": group_size // chunk, "DOT_DTYPE": dot_dtype(dtype)}
+    constants |= tile_shape(num_rows, dtype) | {"bias_ptr": None} | ({} if has_zeros else {"zeros_ptr": None})
+    rows = "few" if num_rows <= FEW_ROWS else "many"
+    title = f"linear int4 {name} g{group_size}{' zeros' if has_zeros else ''} {rows} rows"
+    return Spec(title, int4_kernel, types, constants, OPTIONS)
