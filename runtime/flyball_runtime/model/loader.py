@@ -241,8 +241,6 @@ def _check_can_round(config: ServedModel, place: Place) -> None:
         raise ConfigError(
             f"{who} cannot be served: {config.architecture} runs in transformers, whose layers are not rounded. {way_out}."
         )
-    if place.backend.name == "triton":
-        raise ConfigError(f"{who} is for CPUs; this model runs on {place.device}. {way_out}.")
 
 
 def _load_native(config: ModelConfig, files: list[Path], place: Place, max_len: int) -> CausalLM:
