@@ -20,7 +20,20 @@ import torch
 from torch import Tensor
 
 from common import write
-from flyball_kernels import Backend, add_rms_norm, paged_attention, rope_kv_write, swiglu
+from flyball_kernels import (
+    Backend,
+    CacheBlocks,
+    Float8Linear,
+    Int4Linear,
+    Int8Linear,
+    add_rms_norm,
+    apply_token_bitmask,
+    paged_attention,
+    penalize,
+    rope_kv_write,
+    sample,
+    swiglu,
+)
 from machine import environment
 
 HAS_GPU = torch.cuda.is_available()
@@ -63,6 +76,8 @@ class Shape:
     decodes: tuple[tuple[int, int], ...]  # sequences, context
     prompts: tuple[tuple[int, int], ...]  # tokens, context
     mixed: tuple[int, int, int]  # decoding sequences, their context, tokens of a prompt
+    vocab_size: int
+    num_layers: int
 
 
 QWEN3_8B = Shape(
@@ -75,6 +90,8 @@ QWEN3_8B = Shape(
     decodes=((1, 1024), (1, 32768), (16, 4096), (64, 2048), (256, 1024)),
     prompts=((512, 512), (4096, 4096), (1024, 16384)),
     mixed=(64, 2048, 1984),
+    vocab_size=151_936,
+    num_layers=36,
 )
 TINY = Shape(
     hidden_size=48,
@@ -86,6 +103,8 @@ TINY = Shape(
     decodes=((2, 600),),
     prompts=((40, 50),),
     mixed=(2, 20, 40),
+    vocab_size=100,
+    num_layers=2,
 )
 
 
@@ -176,17 +195,109 @@ def _attention(shape: Shape, kind: str, load: str, sequences: list[tuple[int, in
     )
 
 
-GROUPS: list[Callable[[Shape], Iterator[Case]]] = [elementwise, attention]
+def quantized_linear(shape: Shape) -> Iterator[Case]:
+    """Yield layers of 8 and 4 bits: the gate and up projections, with few rows and with many."""
+    weight = random(2 * shape.intermediate_size, shape.hidden_size)
+    out_features, in_features = weight.shape
+    layers = {
+        "int8": (Int8Linear, 1.0),
+        "int4": (Int4Linear, 0.5 + 2 / 32),  # groups of 32 have a scale of 16 bits
+        "fp8": (Float8Linear, 1.0),
+    }
+    for name, (layer, bytes_per_weight) in layers.items():
+        by_backend = {backend: layer(weight, backend=Backend(backend)) for backend in ("triton", "torch")}
+        for n in shape.num_tokens:
+            x = random(n, in_features)
+            yield Case(
+                f"linear, {name}",
+                f"{n} tokens",
+                lambda backend, layers=by_backend, x=x: (layers[backend.name](x),),
+                int(weight.numel() * bytes_per_weight) + n * (in_features + out_features) * DTYPE.itemsize,
+                2 * n * weight.numel(),
+            )
+
+
+def sampling(shape: Shape) -> Iterator[Case]:
+    """Yield what follows the layers: each row of logits is read at least once."""
+    for n in (1, 64):
+        logits = torch.randn(n, shape.vocab_size, device=DEVICE) * 3
+        settings = {
+            "temperature": torch.full((n,), 0.8, device=DEVICE),
+            "top_k": torch.full((n,), 50, device=DEVICE),
+            "top_p": torch.full((n,), 0.95, device=DEVICE),
+            "min_p": None,
+            "seeds": torch.arange(n, device=DEVICE),
+            "positions": torch.arange(n, device=DEVICE),
+        }
+        off = dict.fromkeys(("temperature", "top_k", "top_p"))
+        for name, some in (("filtered", settings), ("greedy", settings | off)):
+            yield Case(
+                f"sample, {name}",
+                f"{n} rows",
+                lambda backend, logits=logits, some=some: (sample(logits, **some, backend=backend),),
+                logits.numel() * 4,
+            )
+        histories = list(torch.randint(0, shape.vocab_size, (n, 1000), dtype=torch.int32, device=DEVICE))
+        penalties = [100] * n, [1.1] * n, [0.1] * n, [0.1] * n
+        yield Case(
+            "penalties",
+            f"{n} rows, 1000 tokens",
+            lambda backend, logits=logits, histories=histories, penalties=penalties: _changed(
+                logits, lambda x: penalize(x, range(len(x)), histories, *penalties, backend=backend)
+            ),
+            2 * logits.numel() * 4,  # the copy; and the table of counts is cleared
+        )
+        bitmask = torch.randint(-(2**31), 2**31, (n, -(-shape.vocab_size // 32)), device=DEVICE).int()
+        yield Case(
+            "token_bitmask",
+            f"{n} rows",
+            lambda backend, logits=logits, bitmask=bitmask: _changed(
+                logits, lambda x: apply_token_bitmask(x, bitmask, range(len(x)), backend=backend)
+            ),
+            2 * logits.numel() * 4,
+        )
+
+
+def _changed(logits: Tensor, change: Callable[[Tensor], None]) -> Sequence[Tensor]:
+    copy = logits.clone()
+    change(copy)
+    return (copy,)
+
+
+def blocks(shape: Shape) -> Iterator[Case]:
+    """Yield copies of blocks in all layers."""
+    num_blocks, block = 64, (BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    tensors = [random(2 * num_blocks, *block) for _ in range(2 * shape.num_layers)]
+    pairs = [(2 * index, 2 * index + 1) for index in range(num_blocks)]
+    by_backend = {backend: CacheBlocks(tensors, backend=Backend(backend)) for backend in ("triton", "torch")}
+
+    def run(backend: Backend) -> Sequence[Tensor]:
+        by_backend[backend.name].copy(pairs)
+        return tensors[0], tensors[-1]
+
+    num_bytes = num_blocks * sum(tensor[0].numel() * DTYPE.itemsize for tensor in tensors)
+    yield Case("cache_blocks, copy", f"{num_blocks} blocks", run, 2 * num_bytes)
+    yield Case(
+        "cache_blocks, gather",
+        f"{num_blocks} blocks",
+        lambda backend: (by_backend[backend.name].gather([source for source, _ in pairs]),),
+        2 * num_bytes,
+    )
+
+
+GROUPS: list[Callable[[Shape], Iterator[Case]]] = [elementwise, attention, quantized_linear, sampling, blocks]
 
 
 def largest_error(case: Case) -> tuple[float, bool]:
     """Return the largest difference from the reference, and whether all are within the tolerance."""
     actual = [x.clone() for x in case.run(Backend("triton"))]
     expected = case.run(Backend("torch"))
-    pairs = [(a.float(), e.float()) for a, e in zip(actual, expected, strict=True)]
-    error = max(float((a - e).abs().max()) for a, e in pairs)
+    pairs = list(zip(actual, expected, strict=True))
+    error = max(float(torch.where(a == e, 0, a - e).abs().max()) for a, e in pairs)
     rtol, atol = TOLERANCE
-    return error, all(torch.allclose(a, e, rtol=rtol, atol=atol) for a, e in pairs)
+    return error, all(
+        torch.allclose(a, e, rtol=rtol, atol=atol) if a.is_floating_point() else a.equal(e) for a, e in pairs
+    )
 
 
 def seconds_of(run: Callable[[], object]) -> float:

@@ -44,7 +44,8 @@ def test_every_kernel_is_checked_in_the_interpreter(tmp_path: Path) -> None:
     assert written["rates"] is None
     assert all(row["is_right"] and "us" not in row for row in written["kernels"])
     kernels = {row["kernel"].split(",")[0] for row in written["kernels"]}
-    assert kernels >= {"add_rms_norm", "swiglu", "rope_kv_write", "paged_attention"}
+    assert kernels >= {"add_rms_norm", "swiglu", "rope_kv_write", "paged_attention", "linear", "cache_blocks"}
+    assert kernels >= {"sample", "penalties", "token_bitmask"}
 
 
 def test_share_of_the_slower_bound() -> None:
