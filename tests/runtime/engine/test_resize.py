@@ -115,4 +115,5 @@ def test_the_engine_says_what_a_block_takes_and_how_many_there_are(path: Path, k
     assert engine.state().num_allocated_kv_blocks == 40
     runner = engine._executor
     assert isinstance(runner, ModelRunner)
-    assert sum(tensor.nbytes for pair in runner._kv for tensor in pair) == 40 * a_block
+    blocks = runner._blocks
+    assert blocks.num_blocks * blocks.numel * blocks.dtype.itemsize == 40 * a_block
