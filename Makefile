@@ -23,7 +23,7 @@ test: $(STAMP) ## run the tests (a few minutes)
 	@$(PYTEST)
 
 test-slow: $(STAMP) ## run the slow tests: long property tests, fuzzing, soaks (CI runs them too)
-	@$(PYTEST) -m slow --durations=20
+	@$(PYTEST) -m "slow and not gpu" --durations=20
 
 proof: $(STAMP) ## run the tuner against an oracle in simulation, write docs/tuning-proof.md (two hours; PROOF='--full' and others)
 	@$(BIN)/python -m flyball_simulation.proof $(PROOF)
