@@ -22,7 +22,10 @@ LINEAR_VARIABLE = "FLYBALL_CPU_LINEAR"
 LINEAR_BACKENDS = ("auto", "cpp", "torch")
 
 MEASURED = frozenset({"x86-64-v3", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "x86-64-v4-amx"})
-"""Instruction sets with which the C++ linear layers have been measured against torch's (see docs/decisions.md)."""
+"""Instruction sets with which the C++ linear layers have been measured against torch's (see docs/decisions.md).
+
+For 16 and 32 bits, x86-64-v4-vnni has the instructions of x86-64-v4.
+"""
 
 
 @dataclass(frozen=True)

@@ -252,8 +252,8 @@ struct Attention {
 
   Work work() const {
     int64_t num_partial_rows = 0;
-    const std::vector<Task> tasks = plan(num_partial_rows);
-    return {num_partial_rows * (dim() + kLanes), [*this, tasks, num_partial_rows](const Team& team, float* partials) {
+    std::vector<Task> tasks = plan(num_partial_rows);
+    return {num_partial_rows * (dim() + kLanes), [*this, tasks = std::move(tasks), num_partial_rows](const Team& team, float* partials) {
               struct Tile;
               const int64_t rows = std::max(kQueryRows, group());
               float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
