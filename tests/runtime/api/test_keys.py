@@ -22,6 +22,7 @@ pytestmark = pytest.mark.anyio
 
 OLD, NEW, OF_VARIABLE = "old-key-1234", "new-key-1234", "key-of-the-environment"
 COMPLETION = {"prompt": [5], "max_tokens": 1}
+NOBODY = 65534
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -193,6 +194,18 @@ def test_only_a_regular_file_can_be_read_again(tmp_path: Path, make: object) -> 
     make(tmp_path / "keys")
     with pytest.raises(ConfigError, match=r"not a regular file|directory"):
         ApiKeys(tmp_path / "keys", None, FakeClock())
+
+
+def test_a_file_that_may_not_be_read_stops_start_up(file: Path) -> None:
+    file.chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(NOBODY)  # root may read anything
+    try:
+        with pytest.raises(ConfigError, match=r"cannot read .*Permission denied"):
+            ApiKeys(file, None, FakeClock())
+    finally:
+        os.seteuid(user)
 
 
 @pytest.mark.parametrize("variable", ["", "short", "with a space"])

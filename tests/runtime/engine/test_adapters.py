@@ -6,6 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from adapters import ATTENTION, MLP, make_adapter, merged
 from checkpoints import make_checkpoint
@@ -240,3 +244,16 @@ def test_a_bad_adapter_at_the_start_is_a_config_error(case: Case, tmp_path: Path
     path = make_adapter(tmp_path, case.base, rank=32)
     with pytest.raises(ConfigError, match="r is 32, above --max-lora-rank 16"):
         make_engine(case.base, lora=LoraConfig(modules=(LoraModule(name="a", path=str(path)),)))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # in peft
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=["all", "few", "rank-stabilized"])
+def test_merging_is_that_of_peft(tmp_path: Path, adapter: dict[str, Any]) -> None:
+    """The weights from which the expected tokens come are what peft makes of the same files."""
+    base = make_checkpoint(tmp_path / "base", "qwen3")
+    path = make_adapter(tmp_path / "adapter", base, **adapter)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    by_peft = PeftModel.from_pretrained(model, str(path)).merge_and_unload().state_dict()
+    ours = load_file(merged(tmp_path / "merged", base, path) / "model.safetensors")
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, by_peft[name], rtol=0, atol=1e-6)
