@@ -41,7 +41,13 @@ struct Int4 {
   static int64_t column(int64_t i) { return i / 2 + i % 2 * kLanes; }
   static int64_t feature(int64_t) { return 0; }
   static Halves<Vec> weights(const Weight* from) {
+#if defined(__AVX512F__)
+    const VecI both = (VecI)_mm512_cvtepu8_epi32(load_raw<__m128i>(from));  // GCC 12 makes several of this one
+#elif defined(__AVX2__)
+    const VecI both = (VecI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
     const VecI both = __builtin_convertvector(load_raw<VecBytes>(from), VecI);
+#endif
     return {__builtin_convertvector((both & 15) - 8, Vec), __builtin_convertvector((both >> 4) - 8, Vec)};
   }
   static Input input(const T* x, int64_t) { return static_cast<float>(*x); }
