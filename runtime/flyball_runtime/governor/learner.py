@@ -164,7 +164,7 @@ class StepTimeLearner:
     ) -> None:
         """Learn from one step. What no step can be (nothing computed, no time or an hour, NaN) is left out."""
         work = Work(prefill_tokens, decodes, context_tokens, attention_pairs)
-        if not (_TINY_S < seconds < _LONGEST_S) or not all(0 <= one < _LARGEST for one in work) or not work.num_tokens:
+        if not (_TINY_S < seconds < _LONGEST_S) or not 0 <= min(work) <= max(work) < _LARGEST or not work.num_tokens:
             return
         self.num_steps += 1
         expected_s = 0.0
@@ -212,8 +212,13 @@ class StepTimeLearner:
 
     def _follow_shift(self) -> None:
         """Rescale both fits if both say so: where only one does, it is that one that is wrong."""
-        shifts = [one.shift() for one in (self._linear, self._fitted) if one.model is not None]
-        if not shifts or 1.0 in shifts or len({one > 1.0 for one in shifts}) > 1:
+        shifts = []
+        for one in (self._linear, self._fitted):
+            if one.model is not None:
+                if (shift := one.shift()) == 1.0:
+                    return
+                shifts.append(shift)
+        if not shifts or len({one > 1.0 for one in shifts}) > 1:
             return
         factor = min(shifts, key=lambda one: abs(math.log(one)))
         self._recursive.rescale(factor)
@@ -239,11 +244,11 @@ class StepTimeLearner:
 
     def _best(self) -> _Candidate:
         """Return the best candidate; see PREFERENCE."""
-        known = [one for one in (self._prior, self._fitted) if one.model is not None]
-        if not known:
-            return self._linear
-        best = min(known, key=lambda one: one.error)
-        return self._linear if self._linear.error < PREFERENCE * best.error else best
+        prior, linear, fitted = self._prior, self._linear, self._fitted
+        if fitted.model is None and prior.model is None:
+            return linear
+        best = prior if fitted.model is None or (prior.model is not None and prior.error <= fitted.error) else fitted
+        return linear if linear.error < PREFERENCE * best.error else best
 
 
 def _spread(ratios: deque[float]) -> float:

@@ -43,13 +43,14 @@ class StepStore:
         self._rows = np.zeros((NUM_BUCKETS * PER_BUCKET, 5))  # P, D, K, Q, seconds; seconds 0: empty
 
     def add(self, work: Work, seconds: float) -> None:
-        kind = tuple(count.bit_length() for count in work)
+        prefill, decodes, context, pairs = work
+        kind = prefill.bit_length(), decodes.bit_length(), context.bit_length(), pairs.bit_length()
         slot = self._slots.get(kind)
         if slot is None:
             slot = self._slots[kind] = self._new_slot()
         else:
             self._slots.move_to_end(kind)
-        self._rows[slot * PER_BUCKET + self._num_in_slot[slot] % PER_BUCKET] = (*work, seconds)
+        self._rows[slot * PER_BUCKET + self._num_in_slot[slot] % PER_BUCKET] = prefill, decodes, context, pairs, seconds
         self._num_in_slot[slot] += 1
 
     def rescale(self, factor: float) -> None:
