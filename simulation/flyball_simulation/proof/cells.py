@@ -110,7 +110,19 @@ def a100(kv_tokens: int, *, ttft_s: float = 2.0, itl_s: float = 0.05, shape: Sha
     )
 
 
-CAPACITY = {"chat390": 7.8, "chat43": 5.5, "code90": 4.2, "long390": 0.97, "h200": 22.5, "l4": 1.55}
+CAPACITY = {
+    "chat390": 7.8,
+    "chat390, ITL 25 ms": 7.5,
+    "chat390, ITL 100 ms": 8.3,
+    "chat43": 5.5,
+    "code90": 4.2,
+    "long390": 0.97,
+    "h200": 22.5,
+    "h200, ITL 15 ms": 21.8,
+    "h200, ITL 60 ms": 23.9,
+    "l4": 1.55,
+    "cpu": 0.65,
+}
 """Requests a second that the best fixed limits serve with 95 % good requests."""
 
 CHAT_390, CHAT_43, CODE_90 = a100(390_000), a100(43_008), a100(90_000)
@@ -124,6 +136,12 @@ H200 = structs.replace(
     max_num_batched_tokens=4096,
 )
 L4 = structs.replace(CHAT_43, name="l4", plant=PROFILES["l4"].plant, objectives=Bounds(ttft_s=4.0, itl_s=0.12))
+CPU = structs.replace(CHAT_43, name="cpu", plant=PROFILES["cpu"].plant, objectives=Bounds(ttft_s=4.0, itl_s=0.1))
+
+
+def with_itl(setup: Setup, itl_s: float) -> Setup:
+    """Return a setup with another objective for the time between tokens."""
+    return structs.replace(setup, objectives=structs.replace(setup.objectives, itl_s=itl_s))
 
 
 def steady(name: str, setup: Setup, mix: str, capacity: str, load: float) -> Cell:
@@ -146,8 +164,17 @@ def matrix() -> list[Cell]:
     ]
     return [
         *cells,
+        *(
+            steady(f"chat, KV 390k, {itl}", with_itl(CHAT_390, itl_s), "chat", f"chat390, {itl}", 0.95)
+            for itl, itl_s in (("ITL 25 ms", 0.025), ("ITL 100 ms", 0.1))
+        ),
         steady("chat, H200, ITL 30 ms", H200, "chat", "h200", 0.95),
+        *(
+            steady(f"chat, H200, {itl}", with_itl(H200, itl_s), "chat", f"h200, {itl}", 0.95)
+            for itl, itl_s in (("ITL 15 ms", 0.015), ("ITL 60 ms", 0.06))
+        ),
         steady("chat, L4, ITL 120 ms", L4, "chat", "l4", 0.95),
+        steady("chat, CPU, ITL 100 ms", CPU, "chat", "cpu", 0.95),
         shift(),
         overload(),
         bursts(),
