@@ -1,26 +1,32 @@
-"""This checkout against another one of Flyball, e.g. an older commit: output tokens a second on three offline loads, in turns.
+"""This checkout against another one of Flyball, e.g. an older commit, in turns: offline and behind a server.
 
     git worktree add ../before COMMIT && make -C ../before setup
     python benchmarks/versus_checkout.py ../before [--runs 5]
 
-Each side runs the `offline.py` and the environment of its own checkout, with the same random weights. The side that is not
-measured is stopped (SIGSTOP); the one that goes first changes from run to run. Writes results/versus_checkout.json.
+Offline: output tokens a second on three loads; each side runs its own `offline.py`. Online: `flyball bench` of this checkout at
+both servers, as in `versus_vllm.py`. Each side has the environment of its own checkout, and both have the same random weights.
+The side that is not measured is stopped (SIGSTOP); the one that goes first changes from run to run. Writes
+results/versus_checkout.json.
 """
 
 import argparse
 import contextlib
+import itertools
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from common import make_checkpoint, save
 from machine import commit_of, median_of
+from servers import CONCURRENCIES, OURS, measure, server, show, warm_up
 from versus_vllm import OfflineEngine, offline_speeds
 
 HERE = Path(__file__).parent
+FLAGS = ["--dtype", "bfloat16", "--max-model-len", "4096", "--served-model-name", "m"]
 
 
-def measure(before: Path, checkpoint: Path, runs: int) -> dict[str, Any]:
+def offline(before: Path, checkpoint: Path, runs: int) -> dict[str, Any]:
     """Return the figures of each load, and of its median this checkout's over the other's."""
     sides = {
         "before": (str(before / ".venv/bin/python"), before / "benchmarks/offline.py"),
@@ -40,6 +46,25 @@ def measure(before: Path, checkpoint: Path, runs: int) -> dict[str, Any]:
     return result
 
 
+def online(before: Path, checkpoint: Path, runs: int) -> dict[str, Any]:
+    """Return the figures of each concurrency, and how much better this checkout's are."""
+    pythons = {"before": str(before / ".venv/bin/python"), OURS: sys.executable}
+    serve = ["-m", "flyball_runtime.cli", "serve", str(checkpoint), *FLAGS]
+    result: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = {
+            name: stack.enter_context(server([python, *serve], logs / name, {})) for name, python in pythons.items()
+        }
+        seeds = itertools.count(1)
+        warm_up(servers, checkpoint, seeds)
+        for concurrency in CONCURRENCIES:
+            figures = result[str(concurrency)] = measure(servers, checkpoint, seeds, concurrency, runs)
+            for figure, values in figures.items():
+                print(f"online concurrency {concurrency} {figure}: {show(values)}", flush=True)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, metavar="CHECKOUT", help="a checkout of Flyball that is set up")
@@ -48,10 +73,14 @@ def main() -> None:
     args = parser.parse_args()
     before = args.before.absolute()
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
-    measured = measure(before, checkpoint, args.runs)
     save(
         "versus_checkout",
-        {"shape": args.shape, "before": commit_of(before), "offline_output_tokens_per_s": measured},
+        {
+            "shape": args.shape,
+            "before": commit_of(before),
+            "offline_output_tokens_per_s": offline(before, checkpoint, args.runs),
+            "online_128_in_64_out": {"flags": FLAGS, "by_concurrency": online(before, checkpoint, args.runs)},
+        },
     )
 
 
