@@ -18,7 +18,9 @@ assert text == whole.choices[0].message.content, (text, whole)
 several = litellm.completion("openai/test", n=3, seed=1, **(ask | {"temperature": 1}), **at)
 assert len(several.choices) == 3
 
-completed = litellm.text_completion(prompt="One, two,", model="text-completion-openai/test", max_tokens=4, **at)
+completed = litellm.text_completion(
+    prompt="One, two,", model="text-completion-openai/test", max_tokens=4, temperature=0, **at
+)
 assert completed.choices[0].text
 
 hosted = litellm.completion("hosted_vllm/test", **ask, **at)

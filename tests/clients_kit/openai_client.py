@@ -33,7 +33,9 @@ assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob == ent
 
 several = client.completions.create(model="test", prompt=["One, two,", "Red,"], n=2, max_tokens=4, logprobs=1, seed=1)
 assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
-assert "".join(part.choices[0].text for part in client.completions.create(model="test", prompt="One,", stream=True))
+assert "".join(
+    part.choices[0].text for part in client.completions.create(model="test", prompt="One,", temperature=0, stream=True)
+)
 
 answer = client.responses.create(model="test", input="Say hello.", max_output_tokens=16, temperature=0, store=False)
 assert answer.status in ("completed", "incomplete") and answer.output_text.startswith(text[:4]), answer
