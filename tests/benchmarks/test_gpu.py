@@ -35,6 +35,7 @@ def test_throughput_of_a_tiny_model(tmp_path: Path) -> None:
     assert 6 * 4 <= written["load"]["num_output_tokens"] <= 6 * 12
 
 
+@pytest.mark.slow
 def test_every_kernel_is_checked_in_the_interpreter(tmp_path: Path) -> None:
     out = tmp_path / "rates.json"
     command = (sys.executable, "benchmarks/gpu_kernels.py", "--out", out)

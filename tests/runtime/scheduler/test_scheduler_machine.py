@@ -10,6 +10,7 @@ from array import array
 from collections import Counter, deque
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -688,6 +689,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert num_freed == (0 if window is None else max(0, start - window + 1) // self.kv.block_size)
 
 
+@pytest.mark.slow
 def test_long_histories_under_load() -> None:
     """Hypothesis favours short histories; these keep the pool full for hundreds of calls."""
     num_verified: Counter[bool] = Counter()
