@@ -9,16 +9,14 @@ the threads. Writes results/cpu_limit.json.
 
 import argparse
 import contextlib
-import itertools
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from common import make_checkpoint, save
-from servers import CONCURRENCIES, OURS, measure, server, show, warm_up
+from servers import OURS, measure_all, server
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 100_000
@@ -55,7 +53,6 @@ def main() -> None:
     more = f"{int(args.cpus) + 1} threads"
     flags = {OURS: [], more: [f"--num-threads={int(args.cpus) + 1}"]}
     serve = [sys.executable, "-m", "flyball_runtime.cli", "serve", str(checkpoint), "--served-model-name", "m"]
-    by_concurrency: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {}
@@ -63,12 +60,7 @@ def main() -> None:
             folder = stack.enter_context(cgroup(f"flyball-benchmark-{number}", args.cpus))
             command = ["sh", "-c", ENTER, str(folder), *serve, *own]
             servers[name] = stack.enter_context(server(command, logs / str(number), {}))
-        seeds = itertools.count(1)
-        warm_up(servers, checkpoint, seeds)
-        for concurrency in CONCURRENCIES:
-            figures = by_concurrency[str(concurrency)] = measure(servers, checkpoint, seeds, concurrency, args.runs)
-            for figure, values in figures.items():
-                print(f"{args.cpus:g} CPUs, concurrency {concurrency} {figure}: {show(values)}", flush=True)
+        by_concurrency = measure_all(f"{args.cpus:g} CPUs", servers, checkpoint, args.runs)
     save("cpu_limit", {"shape": args.shape, "cpus": args.cpus, "by_concurrency": by_concurrency})
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -107,6 +108,18 @@ def warm_up(servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int
         seed = next(seeds)
         for one in servers.values():
             bench(one, checkpoint, concurrency, seed)
+
+
+def measure_all(name: str, servers: Mapping[str, Server], checkpoint: Path, runs: int) -> dict[str, Any]:
+    """Print, under this name, and return the figures of each concurrency, after a warm-up; each run has prompts of its own."""
+    seeds = itertools.count(1)
+    warm_up(servers, checkpoint, seeds)
+    by_concurrency = {}
+    for concurrency in CONCURRENCIES:
+        figures = by_concurrency[str(concurrency)] = measure(servers, checkpoint, seeds, concurrency, runs)
+        for figure, values in figures.items():
+            print(f"{name}, concurrency {concurrency} {figure}: {show(values)}", flush=True)
+    return by_concurrency
 
 
 def measure(

@@ -11,7 +11,6 @@ results/versus_checkout.json.
 
 import argparse
 import contextlib
-import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from common import make_checkpoint, save
 from machine import commit_of, median_of
-from servers import CONCURRENCIES, OURS, measure, server, show, warm_up
+from servers import OURS, measure_all, server
 from versus_vllm import OfflineEngine, offline_speeds
 
 HERE = Path(__file__).parent
@@ -50,19 +49,12 @@ def online(before: Path, checkpoint: Path, runs: int) -> dict[str, Any]:
     """Return the figures of each concurrency, and how much better this checkout's are."""
     pythons = {"before": str(before / ".venv/bin/python"), OURS: sys.executable}
     serve = ["-m", "flyball_runtime.cli", "serve", str(checkpoint), *FLAGS]
-    result: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {
             name: stack.enter_context(server([python, *serve], logs / name, {})) for name, python in pythons.items()
         }
-        seeds = itertools.count(1)
-        warm_up(servers, checkpoint, seeds)
-        for concurrency in CONCURRENCIES:
-            figures = result[str(concurrency)] = measure(servers, checkpoint, seeds, concurrency, runs)
-            for figure, values in figures.items():
-                print(f"online concurrency {concurrency} {figure}: {show(values)}", flush=True)
-    return result
+        return measure_all("online", servers, checkpoint, runs)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ changes from run to run, and the one that is not measured is stopped (SIGSTOP). 
 
 import argparse
 import contextlib
-import itertools
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import save
-from servers import CONCURRENCIES, INPUT_LEN, OURS, OUTPUT_LEN, Server, measure, server, show, warm_up
+from servers import CONCURRENCIES, INPUT_LEN, OURS, OUTPUT_LEN, Server, measure_all, server
 
 PAIRS = {
     "16 bits": ((), "BF16"),
@@ -69,19 +68,14 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, required=True, metavar="FILE")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
-    seeds = itertools.count(1)
     pairs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (flags, kind) in PAIRS.items():
             gguf = quantized(args.gguf, kind, args.llamacpp, Path(folder))
             with both(args.checkpoint, flags, gguf, args.llamacpp, Path(folder)) as servers:
-                warm_up(servers, args.checkpoint, seeds)
-                pairs[name] = {"flags": flags, "gguf": kind, "gguf_bytes": gguf.stat().st_size, "by_concurrency": {}}
-                for concurrency in CONCURRENCIES:
-                    figures = measure(servers, args.checkpoint, seeds, concurrency, args.runs)
-                    pairs[name]["by_concurrency"][str(concurrency)] = figures
-                    for figure, values in figures.items():
-                        print(f"{name} concurrency {concurrency} {figure}: {show(values)}", flush=True)
+                by_concurrency = measure_all(name, servers, args.checkpoint, args.runs)
+            about = {"flags": flags, "gguf": kind, "gguf_bytes": gguf.stat().st_size}
+            pairs[name] = about | {"by_concurrency": by_concurrency}
     save("versus_llamacpp", {"checkpoint": args.checkpoint.name, "llamacpp": version(args.llamacpp), "pairs": pairs})
 
 

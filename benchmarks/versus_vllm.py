@@ -16,7 +16,6 @@ compare: machines and neighbours differ.
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common import make_checkpoint, save
-from servers import CONCURRENCIES, awake, in_turns, measure, server, show, summary, warm_up
+from servers import awake, in_turns, measure_all, server, show, summary
 
 LOADS = ("96x128x64", "64x32x128", "16x1024x16")
 OFFLINE = Path(__file__).with_name("offline.py")
@@ -118,15 +117,8 @@ def online(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
             "vllm": stack.enter_context(server(theirs, logs / "vllm", vllm.variables)),
             "flyball": stack.enter_context(server(ours, logs / "flyball", {})),
         }
-        seeds = itertools.count(1)
-        warm_up(servers, checkpoint, seeds)
-        result: dict[str, Any] = {"flags": flags[1:], "by_concurrency": {}}
-        for concurrency in CONCURRENCIES:
-            figures = result["by_concurrency"][str(concurrency)] = measure(
-                servers, checkpoint, seeds, concurrency, runs
-            )
-            for figure, values in figures.items():
-                print(f"online concurrency {concurrency} {figure}: {show(values)}", flush=True)
+        by_concurrency = measure_all("online", servers, checkpoint, runs)
+        result: dict[str, Any] = {"flags": flags[1:], "by_concurrency": by_concurrency}
         result["prefix_cache_hit_tokens"] = {name: one.num_prefix_hits() for name, one in servers.items()}
         result["warnings"] = {name: one.warnings() for name, one in servers.items()}
     if any(result["prefix_cache_hit_tokens"].values()):
