@@ -6,7 +6,7 @@ the number of open connections; aiohttp took 12-27 us and 0.1-0.2 ms, which one 
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -18,6 +18,9 @@ from flyball_clients.errors import BadAnswer, Disconnected, HttpError, RequestTi
 
 # uvicorn closes idle connections after 5 s. A request on a connection that is being closed would count as a failure.
 KEEPALIVE_TIMEOUT_S = 2.0
+
+# The end of a body follows [DONE], often in a packet of its own. A server that never ends it costs so long, and a connection.
+END_TIMEOUT_S = 1.0
 
 
 class ReportedUsage(Struct, frozen=True):
@@ -165,12 +168,24 @@ async def stream_chunks(
         async for packet in response.content.iter_any():
             for data in parser.feed(packet):
                 if data == b"[DONE]":
+                    await _read_end(response)
                     return
                 chunk = decode_chunk(data)
                 finished = finished or chunk.finished
                 yield chunk
         if not finished:
             raise Disconnected("the stream ended without a finish_reason or [DONE].")
+
+
+async def _read_end(response: aiohttp.ClientResponse) -> None:
+    """Read what follows a complete answer, because only a connection whose body was read to its end is used again.
+
+    Whatever goes wrong here is no failure of the request. It only costs the connection.
+    """
+    with suppress(TimeoutError, aiohttp.ClientError, ConnectionError):
+        async with asyncio.timeout(END_TIMEOUT_S):
+            async for _ in response.content.iter_any():
+                pass
 
 
 @asynccontextmanager

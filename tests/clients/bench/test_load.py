@@ -5,6 +5,7 @@ import msgspec
 import pytest
 
 from fake_openai import DONE, FakeServer, Reply, delta, event, token, usage
+from flyball_clients import stream
 from flyball_clients.bench.load import RequestRecord, Sender
 from flyball_clients.endpoint import Api, Endpoint
 from flyball_clients.stream import open_session
@@ -87,18 +88,26 @@ def test_a_server_that_stalls_is_a_timeout(server: FakeServer) -> None:
     )
 
 
+@pytest.mark.parametrize("pause", [[], [0.02]], ids=["at once", "later"])
 @pytest.mark.parametrize("keep_alive", [True, False])
-def test_connections_are_used_again_unless_told(server: FakeServer, keep_alive: bool) -> None:
+def test_connections_are_used_again_unless_told(server: FakeServer, keep_alive: bool, pause: list[float]) -> None:
+    """Also when the end of the body comes in a packet of its own, after [DONE]."""
+
     async def twice() -> list[Any]:
         endpoint = Endpoint(server.url)
         async with open_session(endpoint, 5.0, keep_alive=keep_alive) as session:
             sender = Sender(session, endpoint, "completions")
             return [await sender.send(index, msgspec.json.encode({"prompt": "x"})) for index in range(2)]
 
-    server.script = lambda request: Reply([token("a", "length"), usage(1, 1), DONE])
+    server.script = lambda request: Reply([token("a", "length"), usage(1, 1), DONE, *pause])
     server.connections.clear()
     assert [one.error for one in asyncio.run(twice())] == [None, None]
     assert len(set(server.connections)) == (1 if keep_alive else 2)
+
+
+def test_a_stream_that_stays_open_after_done_is_complete(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "END_TIMEOUT_S", 0.05)
+    assert send(server, Reply([token("a", "stop"), usage(1, 1), DONE, 60.0])).error is None
 
 
 def test_nothing_listening_is_unreachable(dead_url: str) -> None:
