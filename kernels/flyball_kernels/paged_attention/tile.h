@@ -88,10 +88,13 @@ inline void for_each_vectors(int64_t begin, int64_t end, F f) {
   }
 }
 
+// Into the second cache: a tile of 128 features may not fit into the first beside what is being read there.
+inline void prefetch_line(const void* from) { __builtin_prefetch(from, /*rw=*/0, /*locality=*/2); }
+
 template <int64_t N, class T>
 inline void prefetch(const T* from) {
 #pragma GCC unroll 8
-  for (int64_t i = 0; i < N; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+  for (int64_t i = 0; i < N; i += 64 / sizeof(T)) prefetch_line(from + i);
 }
 
 // Scales of a tile's keys and values in an int8 cache; other caches have none.
@@ -166,7 +169,7 @@ inline void score_few(const KeyTile<T>& tile, const float* query, int64_t any_di
       Vec acc[R] = {};
 #pragma GCC unroll 8
       for (int64_t d = 0; d < dim; d += kLanes) {
-        if (d * sizeof(T) % 64 == 0) __builtin_prefetch(tile.values[j] + d);
+        if (d * sizeof(T) % 64 == 0) prefetch_line(tile.values[j] + d);
         const Vec k = load(key + d);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) acc[r] += k * load(query + r * dim + d);
