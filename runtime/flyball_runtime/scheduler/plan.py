@@ -362,7 +362,8 @@ class Step(Struct):
         endings, filled = self._take_decodes(list(islice(tokens, self.num_decodes - self.num_beams)))
         if self.num_beams:
             self._take_beams(tokens, endings, filled, block_size)
-        self._take_chunks(tokens, endings, filled, spoiled)
+        if len(self.sequences) > self.num_decodes:
+            self._take_chunks(tokens, endings, filled, spoiled)
         if self.drafts:
             self.num_accepted = num_accepted
             self._take_verified(tokens, endings, filled)
