@@ -448,7 +448,7 @@ class Scheduler:
             self._queue_again(self._forks.take_ready())
         if self._adapters.num_held:
             self._queue_again(self._adapters.take_ready())
-        if len(running) < self._limits.max_num_seqs:
+        if self._waiting and len(running) < self._limits.max_num_seqs:
             self._waiting.settle()
         while self._waiting:
             if (step.preempted and step.sequences) or step.lacks_blocks:
