@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
+from math import nan
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -31,14 +32,15 @@ class Slices(Generic[T]):
         self._make = make
         self._slice_s = window_s / SLICES
         self._slices: deque[tuple[int, T]] = deque()
+        self._tick, self._current = nan, make()  # the slice of the last sample
 
     def current(self, now: float) -> T:
         """Return the slice that ``now`` belongs to."""
-        tick = int(now // self._slice_s)
-        if not self._slices or self._slices[-1][0] != tick:
-            self._prune(tick)
-            self._slices.append((tick, self._make()))
-        return self._slices[-1][1]
+        if (tick := now // self._slice_s) != self._tick:
+            self._tick, self._current = tick, self._make()
+            self._prune(int(tick))
+            self._slices.append((int(tick), self._current))
+        return self._current
 
     def live(self, now: float) -> list[T]:
         """Return the slices inside the window, oldest first."""

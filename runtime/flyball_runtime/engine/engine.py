@@ -3,10 +3,9 @@
 import logging
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -20,9 +19,20 @@ from flyball_runtime.core.sampling_params import with_seed
 from flyball_runtime.core.stats import EngineInfo, Sampled, StepOutput, StepStats
 from flyball_runtime.governor import Drafting, GhostCache, Governor, OutputLengths, usable_prior
 from flyball_runtime.kv_cache import HostTier, KVCache
-from flyball_runtime.scheduler import BatchPlan, Drafter, Ending, LimitsLedger, Scheduler, SchedulerConfig, Step
+from flyball_runtime.scheduler import (
+    BatchPlan,
+    Drafter,
+    Ending,
+    Endings,
+    LimitsLedger,
+    Scheduler,
+    SchedulerConfig,
+    Step,
+)
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Handle = Any
 """What ``launch`` gives back, for its own executor only."""
@@ -126,8 +136,7 @@ COMPILE_WAIT_S = 0.005
 """How long a step without work waits for a grammar, before requests that have come meanwhile are looked after."""
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     step: Step
     handle: Handle
     started_s: float
@@ -267,7 +276,8 @@ class Engine:
         With ``async_scheduling`` the step after that one is planned and launched before, and runs on meanwhile. If there
         is nothing to do but to wait for grammars, that is done for a moment.
         """
-        self._take_compiled()
+        if self._compiling:
+            self._take_compiled()
         while len(self._in_flight) < self._max_in_flight and self._launch():
             pass
         if not self._in_flight and (self._compiling or self._refused):
@@ -346,11 +356,7 @@ class Engine:
         if sampled.drafts:
             step.fill_drafts(sampled.drafts)
         ended = self.scheduler.commit(step, sampled.token_ids, spoiled, sampled.num_accepted, sampled.logprobs)
-        pooled = {step.sequences[entry].request_id: vector or b"" for entry, vector in sampled.pooled.items()}
-        stuck = {step.sampled[index].request_id: reason for index, reason in (sampled.stuck or {}).items()}
-        endings = [
-            self._end(seq, ending, stuck.get(seq.request_id), pooled.get(seq.request_id, b"")) for seq, ending in ended
-        ]
+        endings = self._end_all(step, sampled, ended) if ended else []
         endings += self._take_refused()
         request_ids, token_ids = _new_tokens(step)
         now_s = self._clock.now()
@@ -366,9 +372,7 @@ class Engine:
             num_cached_tokens=step.num_cached_tokens,
             logprobs=_by_request(step, sampled.logprobs) if sampled.logprobs else {},
             hypotheses=step.hypotheses,
-            prompt_logprobs={
-                step.sequences[entry].request_id: scores for entry, scores in (sampled.prompt_logprobs or {}).items()
-            },
+            prompt_logprobs=_of_entries(step, sampled.prompt_logprobs) if sampled.prompt_logprobs else {},
         )
 
     def _learn(self, done: _InFlight, seconds: float, drafting_s: float) -> None:
@@ -394,6 +398,14 @@ class Engine:
             seq.num_prompt_tokens, seq.num_output_tokens, num_cached_tokens=seq.num_cached_tokens, route=seq.client
         )
 
+    def _end_all(self, step: Step, sampled: Sampled, ended: Endings) -> list[Finished | Failed]:
+        pooled = _of_entries(step, sampled.pooled)
+        stuck = {step.sampled[index].request_id: reason for index, reason in (sampled.stuck or {}).items()}
+        return [
+            self._end(seq, ending, stuck.get(seq.request_id), pooled.get(seq.request_id) or b"")
+            for seq, ending in ended
+        ]
+
     def _end(self, seq: Sequence, ending: Ending, stuck: str | None, pooled: bytes) -> Finished | Failed:
         del self._sequences[seq.request_id]
         self._grammars.pop(seq.request_id, None)
@@ -410,7 +422,7 @@ class Engine:
         return _failed(seq.request_id, error)
 
     def _stats(self, step: Step | None, duration_s: float, predicted_s: float | None = None) -> StepStats:
-        scheduler = self.scheduler
+        scheduler, done = self.scheduler, step or _NO_STEP
         is_due = step is None or step.plan.number % MODEL_STEPS == 0
         return StepStats(
             duration_s=duration_s,
@@ -419,29 +431,34 @@ class Engine:
             step_model=self.governor.model if is_due else None,
             lengths=self.lengths.snapshot() if is_due else None,
             prefix_hits=self._ghost.curve() if is_due and self._ghost is not None else (),
-            num_tokens=step.num_tokens if step else 0,
-            num_prefill_tokens=step.plan.num_prefill_tokens if step else 0,
-            num_decodes=step.num_decodes + len(step.drafts) if step else 0,
-            num_drafts=len(step.drafts) if step else 0,
-            num_draft_tokens=sum(step.plan.num_drafts) if step else 0,
-            num_accepted_tokens=sum(step.num_accepted) if step else 0,
-            num_swapped_out_blocks=len(step.swap_outs) if step else 0,
-            num_swapped_in_blocks=len(step.swap_ins) if step else 0,
-            num_host_hit_tokens=step.num_host_hit_tokens if step else 0,
+            num_tokens=done.num_tokens,
+            num_prefill_tokens=done.plan.num_prefill_tokens,
+            num_decodes=done.num_decodes + len(done.drafts),
+            num_drafts=len(done.drafts),
+            num_draft_tokens=sum(done.plan.num_drafts),
+            num_accepted_tokens=sum(done.num_accepted),
+            num_swapped_out_blocks=len(done.swap_outs),
+            num_swapped_in_blocks=len(done.swap_ins),
+            num_host_hit_tokens=done.num_host_hit_tokens,
             host_usage=self.kv_cache.host_usage,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(self._compiling),
-            blocked_by=step.blocked_by if step else "none",
+            blocked_by=done.blocked_by,
             kv_blocks=self.kv_cache.counts(),
-            num_preemptions=len(step.preempted) if step else 0,
-            num_recomputed_tokens=step.num_recomputed_tokens if step else 0,
-            num_prefix_queried_tokens=step.num_prefix_queried_tokens if step else 0,
-            num_prefix_hit_tokens=step.num_prefix_hit_tokens if step else 0,
+            num_preemptions=len(done.preempted),
+            num_recomputed_tokens=done.num_recomputed_tokens,
+            num_prefix_queried_tokens=done.num_prefix_queried_tokens,
+            num_prefix_hit_tokens=done.num_prefix_hit_tokens,
             revision=self._ledger.revision,
             target=scheduler.limits,
             effective=scheduler.effective,
             max_num_seqs=scheduler.envelope.max_num_seqs,
         )
+
+
+_NO_STEP = Step.of_decodes([], [])
+"""What an engine does that is idle."""
+_NO_STEP.seal(0)
 
 
 def _drafting(step: Step) -> Drafting:
@@ -459,6 +476,11 @@ def _new_tokens(step: Step) -> tuple[list[str], list[int]]:
     return request_ids, [
         token for seq, count in zip(sequences, counts, strict=True) for token in seq.token_ids[-count:]
     ]
+
+
+def _of_entries(step: Step, values: Mapping[int, T]) -> dict[str, T]:
+    """Return what a step gave some entries of its plan, by request id."""
+    return {step.sequences[entry].request_id: value for entry, value in values.items()}
 
 
 def _by_request(step: Step, logprobs: dict[int, TokenLogprobs]) -> dict[str, TokenLogprobs]:

@@ -159,11 +159,8 @@ class StepTimeLearner:
         """Share to add to predicted times for their errors: half a standard deviation, at least 2 %."""
         return max(0.02, 0.5 * self._sigma)
 
-    def observe(
-        self, prefill_tokens: int, decodes: int, context_tokens: int, attention_pairs: int, seconds: float
-    ) -> None:
+    def observe(self, work: Work, seconds: float) -> None:
         """Learn from one step. What no step can be (nothing computed, no time or an hour, NaN) is left out."""
-        work = Work(prefill_tokens, decodes, context_tokens, attention_pairs)
         if not (_TINY_S < seconds < _LONGEST_S) or not 0 <= min(work) <= max(work) < _LARGEST or not work.num_tokens:
             return
         self.num_steps += 1

@@ -29,6 +29,25 @@ def nnls(gram: Array, moment: Array) -> Array:
     return found
 
 
+def nnls_each(grams: Array, moments: Array) -> Array:
+    """Return what ``nnls`` does for each of several problems: ``[k, n, n]`` and ``[k, n]`` in, ``[k, n]`` out.
+
+    As long as the solutions without bounds are not negative, one call of each of numpy's operations serves all of them.
+    """
+    size = np.sqrt(np.maximum(np.diagonal(grams, axis1=1, axis2=2), 0.0))
+    if not (size > 0.0).all():
+        return np.array([nnls(gram, moment) for gram, moment in zip(grams, moments, strict=True)])
+    units = grams / (size[:, :, None] * size[:, None, :])
+    at = np.arange(grams.shape[1])
+    units[:, at, at] += _RIDGE
+    wanted = moments / size
+    found: Array = np.linalg.solve(units, wanted[:, :, None])[:, :, 0]
+    for one in np.flatnonzero(found.min(axis=1) < 0.0):
+        found[one] = _active_set(units[one], wanted[one])
+    found /= size
+    return found
+
+
 def inverse(gram: Array) -> Array:
     """Return the inverse of a positive semidefinite matrix without a 0 on its diagonal; see ``_RIDGE``."""
     size = np.sqrt(np.diagonal(gram))

@@ -75,7 +75,7 @@ class Governor:
         """Learn from a step. The caller leaves out those that took their time for another reason than their work."""
         work = work_of(step)
         self._largest_chunk = max(self._largest_chunk, work.prefill_tokens)
-        self._learner.observe(*work, seconds)
+        self._learner.observe(work, seconds)
 
     def observe_drafting(self, drafting: Drafting, seconds: float) -> None:
         """Learn what the passes of a draft model took, which are left out of the time that ``observe`` gets; 0.0: none ran."""

@@ -15,6 +15,10 @@ EVERY = 16
 _UPPER = np.triu_indices(len(SCALES))
 """Where the entries of a symmetric matrix stand that are kept: its upper triangle, row by row."""
 
+_KEPT = np.zeros((len(SCALES), len(SCALES)), dtype=np.intp)
+"""Where each entry of the matrix is kept."""
+_KEPT[_UPPER] = _KEPT.T[_UPPER] = range(len(_UPPER[0]))
+
 
 class RecursiveFit:
     """Recursive least squares with directional forgetting (Cao and Schwartz 2000), in the information form.
@@ -95,8 +99,7 @@ class RecursiveFit:
         return tuple(self._inverse)
 
     def _solve(self) -> None:
-        info, moment = np.empty((len(SCALES), len(SCALES))), np.array(self._moment)
-        info[_UPPER] = info.T[_UPPER] = self._info
+        info, moment = np.array(self._info)[_KEPT], np.array(self._moment)
         known = inverse(info)
         self._inverse = known[_UPPER].tolist()
         found = known @ moment

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from flyball_protocol import StepModel
-from flyball_runtime.governor.nnls import Array, nnls
+from flyball_runtime.governor.nnls import Array, nnls_each
 from flyball_runtime.governor.work import SCALES, Work
 
 NUM_BUCKETS = 128
@@ -25,6 +25,11 @@ INERTIA = 0.01
 _KNEE_SCALE = 256.0
 _INTERACTION_SCALE = 2.0**13
 _CONTEXT, _PAIRS, _INTERACTION = 1 + len(KNEES), 2 + len(KNEES), 3 + len(KNEES)
+
+_CHOICES = tuple(
+    np.array([[0, 1 + knee, _CONTEXT, _PAIRS, *more] for knee in range(len(KNEES))]) for more in ([], [_INTERACTION])
+)
+"""Features of a fit by knee, without and with an interaction."""
 
 
 class StepStore:
@@ -73,10 +78,12 @@ class StepStore:
         yield
         gram, moment, total = features.T @ features, features.T @ relative, float(relative @ relative)
         yield
+        held, pull = (gram, moment) if weighting is None else _held(gram, moment, weighting)
         best: tuple[float, StepModel] | None = None
-        for interaction in (False, True):
-            for index in range(len(KNEES)):
-                error, model = _fit(gram, moment, total, index, interaction, weighting)
+        for interaction, choices in enumerate(_CHOICES):
+            fits = nnls_each(held[choices[:, :, None], choices[:, None, :]], pull[choices])
+            for index, (chosen, found) in enumerate(zip(choices, fits, strict=True)):
+                error, model = _squared_error(gram, moment, total, chosen, found), _model(found, KNEES[index])
                 cost = error * (1.0 + PAYS * ((index > 0) + interaction) + CHANGES * _differs(model, self.model))
                 if best is None or cost < best[0]:
                     best = cost, model
@@ -145,37 +152,33 @@ def _predicted(model: StepModel, rows: Array) -> Array:
     return seconds
 
 
-def _fit(
-    gram: Array, moment: Array, total: float, knee: int, interaction: bool, before: StepModel | None
-) -> tuple[float, StepModel]:
-    """Return the squared error and the model of one choice of features."""
-    chosen = [0, 1 + knee, _CONTEXT, _PAIRS, *([_INTERACTION] if interaction else [])]
+def _held(gram: Array, moment: Array, before: StepModel) -> tuple[Array, Array]:
+    """Return the matrix and the vector of fits that the model before pulls on; see INERTIA."""
+    weights = INERTIA * np.diagonal(gram)
+    token = before.token_s * _KNEE_SCALE
+    scaled = (
+        before.base_s,
+        *(token for _ in KNEES),
+        before.context_token_s * float(SCALES[2]),
+        before.attention_pair_s * float(SCALES[3]),
+        before.interaction_s * _INTERACTION_SCALE,
+    )
+    return gram + np.diag(weights), moment + weights * np.array(scaled)
+
+
+def _squared_error(gram: Array, moment: Array, total: float, chosen: Array, found: Array) -> float:
     part, aim = gram[chosen][:, chosen], moment[chosen]
-    held, pull = part, aim
-    if before is not None:
-        weights = INERTIA * np.diagonal(part)
-        held, pull = part + np.diag(weights), aim + weights * _scaled(before)[: len(chosen)]
-    found = nnls(held, pull)
-    error = max(0.0, total - 2.0 * float(aim @ found) + float(found @ part @ found))
+    return max(0.0, total - 2.0 * float(aim @ found) + float(found @ part @ found))
+
+
+def _model(found: Array, knee_tokens: float) -> StepModel:
+    """Return the model of a fit's coefficients."""
     base, token, context, pairs, *rest = found.tolist()
-    return error, StepModel(
+    return StepModel(
         base_s=base,
         token_s=token / _KNEE_SCALE,
-        knee_tokens=KNEES[knee],
+        knee_tokens=knee_tokens,
         context_token_s=context / float(SCALES[2]),
         attention_pair_s=pairs / float(SCALES[3]),
         interaction_s=rest[0] / _INTERACTION_SCALE if rest else 0.0,
-    )
-
-
-def _scaled(model: StepModel) -> Array:
-    """Return the coefficients in the order and units of a fit's features."""
-    return np.array(
-        (
-            model.base_s,
-            model.token_s * _KNEE_SCALE,
-            model.context_token_s * float(SCALES[2]),
-            model.attention_pair_s * float(SCALES[3]),
-            model.interaction_s * _INTERACTION_SCALE,
-        )
     )

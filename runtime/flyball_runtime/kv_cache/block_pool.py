@@ -144,7 +144,7 @@ class BlockPool:
 
     def is_overdue(self, now_s: float) -> bool:
         """Whether a drain has gone on past its deadline."""
-        return self.drains and now_s >= self._deadline_s
+        return now_s >= self._deadline_s and self.drains
 
     def resize(self, capacity: int, deadline_s: float = inf) -> None:
         """Limit used plus cached blocks to ``capacity``, at once or, where blocks are in use, as they are released.
@@ -169,7 +169,8 @@ class BlockPool:
         """Return ``num`` blocks with one reference each and no content. The caller has checked that there is room."""
         assert num <= self.num_growable, f"{num} blocks asked, {self.num_growable} left; the caller did not check"
         free, num_refs = self._free, self._num_refs
-        blocks = self._evict(max(0, num - self._num_free_in_capacity))
+        num_evicted = num - self._num_free_in_capacity
+        blocks = self._evict(num_evicted) if num_evicted > 0 else []
         blocks += [heappop(free) for _ in range(num - len(blocks))]
         for block in blocks:
             num_refs[block] = 1

@@ -2,12 +2,11 @@
 
 from array import array
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from typing import Literal
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from flyball_runtime.core.past import Past
 from flyball_runtime.core.pooling import PoolSpan
@@ -153,8 +152,7 @@ class BlockedBy(StrEnum):
     """All adapter slots are those of other running sequences. Requests for the base model go on."""
 
 
-@dataclass(slots=True)
-class Step:
+class Step(Struct):
     """One planned step, from its first decode until it is committed.
 
     Attributes:
@@ -191,34 +189,34 @@ class Step:
     num_context_tokens: int
     prefill_work: int = 0
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
-    row_starts: list[RowStart] = field(default_factory=list)
-    table_writes: list[TableWrite] = field(default_factory=list)
-    block_copies: list[BlockCopy] = field(default_factory=list)
-    prompt_spans: list[PromptSpan] = field(default_factory=list)
-    pool_spans: list[PoolSpan] = field(default_factory=list)
-    row_tokens: list[RowToken] = field(default_factory=list)
-    adapter_writes: list[AdapterWrite] = field(default_factory=list)
-    swap_outs: list[BlockSwap] = field(default_factory=list)
-    swap_ins: list[BlockSwap] = field(default_factory=list)
+    row_starts: list[RowStart] = []
+    table_writes: list[TableWrite] = []
+    block_copies: list[BlockCopy] = []
+    prompt_spans: list[PromptSpan] = []
+    pool_spans: list[PoolSpan] = []
+    row_tokens: list[RowToken] = []
+    adapter_writes: list[AdapterWrite] = []
+    swap_outs: list[BlockSwap] = []
+    swap_ins: list[BlockSwap] = []
     num_beams: int = 0
-    preempted: list[Sequence] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = []
+    admitted: list[Sequence] = []
     lacks_blocks: bool = False
     num_moved_blocks: int = 0
     blocked_by: BlockedBy = BlockedBy.NONE
-    num_cached_tokens: dict[str, int] = field(default_factory=dict)
+    num_cached_tokens: dict[str, int] = {}
     num_prefix_queried_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_host_hit_tokens: int = 0
-    filled: list[Computed] = field(default_factory=list)
-    last: list[Sequence] = field(default_factory=list)
+    filled: list[Computed] = []
+    last: list[Sequence] = []
     has_ended: bool = False
-    drafts: "list[array[int]]" = field(default_factory=list)
+    drafts: "list[array[int]]" = []
     num_accepted: Collection[int] = ()
-    got_tokens: list[Sequence] = field(default_factory=list)
-    num_taken: dict[str, int] = field(default_factory=dict)
-    hypotheses: dict[str, list[Hypothesis]] = field(default_factory=dict)
-    plan: BatchPlan = field(init=False)
+    got_tokens: list[Sequence] = []
+    num_taken: dict[str, int] = {}
+    hypotheses: dict[str, list[Hypothesis]] = {}
+    plan: BatchPlan = None  # type: ignore[assignment]  # until seal()
 
     @classmethod
     def of_decodes(cls, decodes: list[Sequence], starts: list[int], num_beams: int = 0) -> "Step":
@@ -364,7 +362,8 @@ class Step:
         endings, filled = self._take_decodes(list(islice(tokens, self.num_decodes - self.num_beams)))
         if self.num_beams:
             self._take_beams(tokens, endings, filled, block_size)
-        self._take_chunks(tokens, endings, filled, spoiled)
+        if len(self.sequences) > self.num_decodes:
+            self._take_chunks(tokens, endings, filled, spoiled)
         if self.drafts:
             self.num_accepted = num_accepted
             self._take_verified(tokens, endings, filled)

@@ -240,14 +240,15 @@ class Scheduler:
             return None
         step, prefills = planned
         budget = self._limits.max_num_batched_tokens - step.num_tokens
-        budget -= self._beams.join(step, budget, self._limits.max_num_batched_tokens)
+        if self._beams:
+            budget -= self._beams.join(step, budget, self._limits.max_num_batched_tokens)
         if self._policy in (edf, srpf):
             prefills.sort(key=lambda seq: (seq.is_late, order_of(seq)))
         budget -= self._add_chunks(step, prefills, budget)
         while prefills and not step.sequences and not self._in_flight:
             self._make_room(step, prefills)
             budget -= self._add_chunks(step, prefills, budget)
-        if not step.sequences:
+        if self._beams and not step.sequences:
             budget -= self._beams.join(step, budget, self._limits.max_num_batched_tokens)
         if self._kv.has_surplus:
             self._compact(step)
@@ -338,14 +339,16 @@ class Scheduler:
             step, growing = self._all_decodes()
         if preempted:
             self._outlook.preempted(len(self._running))
-        self._beams.go_on(step)
-        self._kv.grow(growing)
+        if step.num_beams:
+            self._beams.go_on(step)
         self._seats.at_edge.clear()
-        step.table_writes += [
-            TableWrite(row_of(seq), len(table) - 1, table[-1:], group)
-            for seq in growing
-            for group, table in enumerate(seq.block_tables)
-        ]
+        if growing:
+            self._kv.grow(growing)
+            step.table_writes += [
+                TableWrite(row_of(seq), len(table) - 1, table[-1:], group)
+                for seq in growing
+                for group, table in enumerate(seq.block_tables)
+            ]
         step.preempted = preempted
         return step, self._seats.prefills.copy()
 
@@ -415,8 +418,13 @@ class Scheduler:
         step.seal(self._num_planned)
         self._num_planned += 1
         self._in_flight.append(step)
-        num_decodes, num_chunks = step.num_decodes, len(step.sequences) - len(step.drafts)
         self._seats.advance(step)
+        if step.num_beams or len(step.sequences) > step.num_decodes:
+            self._advance_others(step)
+
+    def _advance_others(self, step: Step) -> None:
+        """Count as computed what is no single token of a sequence that decodes: of most steps, nothing."""
+        num_decodes, num_chunks = step.num_decodes, len(step.sequences) - len(step.drafts)
         for seq in step.beams:
             seq.num_computed_tokens += 1
             seq.num_uncomputed_tokens -= 1  # the next token is known when all beams of the search are computed
@@ -440,7 +448,7 @@ class Scheduler:
             self._queue_again(self._forks.take_ready())
         if self._adapters.num_held:
             self._queue_again(self._adapters.take_ready())
-        if len(running) < self._limits.max_num_seqs:
+        if self._waiting and len(running) < self._limits.max_num_seqs:
             self._waiting.settle()
         while self._waiting:
             if (step.preempted and step.sequences) or step.lacks_blocks:

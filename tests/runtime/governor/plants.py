@@ -54,7 +54,7 @@ def paced(rng: random.Random, learner: StepTimeLearner, plant: StepModel, num_st
             times_s = partial(_predicted_s, model, start, decodes, context)
             most = max(0, bisect_right(range(most + 1), target_s, key=times_s) - 1)
         work = Work(most, decodes, context, pairs(most, start))
-        learner.observe(*work, took(rng, plant, work, 0.05))
+        learner.observe(work, took(rng, plant, work, 0.05))
         left, start = left - most, start + most
 
 

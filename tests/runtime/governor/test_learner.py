@@ -34,7 +34,7 @@ def learned(
 ) -> tuple[StepTimeLearner, random.Random]:
     learner, rng = StepTimeLearner(), random.Random(seed)
     for work in mixed(rng, num_steps):
-        learner.observe(*work, took(rng, plant, work, noise))
+        learner.observe(work, took(rng, plant, work, noise))
     return learner, rng
 
 
@@ -64,11 +64,11 @@ def test_steady_serving_does_not_wreck_what_it_does_not_excite(noise: float):
     """5000 steps of decodes alone, then prompts again: exponential forgetting would have lost all of them."""
     learner, rng = learned(LINEAR, noise)
     for work in decodes_only(rng, 5000):
-        learner.observe(*work, took(rng, LINEAR, work, noise))
+        learner.observe(work, took(rng, LINEAR, work, noise))
     median, p95 = errors(learner, LINEAR)
     assert median <= 0.15 and p95 <= 0.30
     for work in mixed(rng, 100):
-        learner.observe(*work, took(rng, LINEAR, work, noise))
+        learner.observe(work, took(rng, LINEAR, work, noise))
     assert errors(learner, LINEAR)[0] <= 0.15
 
 
@@ -78,7 +78,7 @@ def test_a_machine_that_slows_down_is_followed_and_back(plant: StepModel, noise:
     learner, rng = learned(plant, noise)
     for slower in (1.6, 1.0):
         for work in mixed(rng, 120):
-            learner.observe(*work, took(rng, plant, work, noise, slower))
+            learner.observe(work, took(rng, plant, work, noise, slower))
         assert errors(learner, rescaled(plant, slower))[0] <= bound
 
 
@@ -88,14 +88,14 @@ def test_a_wrong_prior_is_left_behind(wrong: float, noise: float):
     learner, rng = StepTimeLearner(rescaled(LINEAR, wrong)), random.Random(5)
     assert errors(learner, LINEAR)[0] >= 0.4
     for work in mixed(rng, 100):
-        learner.observe(*work, took(rng, LINEAR, work, noise))
+        learner.observe(work, took(rng, LINEAR, work, noise))
     assert errors(learner, LINEAR)[0] <= 0.15
 
 
 def test_a_right_prior_is_used_from_the_first_step_on():
     learner, rng = StepTimeLearner(KNEE), random.Random(5)
     for work in mixed(rng, 40):
-        learner.observe(*work, took(rng, KNEE, work, 0.05))
+        learner.observe(work, took(rng, KNEE, work, 0.05))
         assert errors(learner, KNEE)[1] <= 0.1
     assert learner.is_settled
 
@@ -112,7 +112,7 @@ def test_a_knee_just_below_the_steps_of_a_paced_replica_is_found():
 def test_a_hiccup_changes_little():
     learner, rng = learned(LINEAR, 0.05)
     for work in mixed(rng, 5):
-        learner.observe(*work, 50 * LINEAR.predict(*work))
+        learner.observe(work, 50 * LINEAR.predict(*work))
     assert errors(learner, LINEAR)[1] <= 0.15
 
 
@@ -121,7 +121,7 @@ def test_a_machine_that_is_interrupted_all_the_time_is_known_all_the_same():
     learner, rng = StepTimeLearner(), random.Random(4)
     for work in mixed(rng, 1500):
         longer = rng.uniform(2, 10) if rng.random() < 0.15 else 1.0
-        learner.observe(*work, took(rng, LINEAR, work, 0.05, longer))
+        learner.observe(work, took(rng, LINEAR, work, 0.05, longer))
     assert errors(learner, LINEAR)[0] <= 0.10
     assert learner.margin <= 0.10
 
@@ -131,7 +131,7 @@ def test_a_machine_that_is_interrupted_all_the_time_is_known_all_the_same():
 def test_under_a_cpu_limit_it_learns_what_a_step_takes_when_it_runs(noise: float, seed: int):
     learner = StepTimeLearner()
     for work, seconds in throttled(random.Random(seed), 1500, noise):
-        learner.observe(*work, seconds)
+        learner.observe(work, seconds)
     model = learner.model
     assert model is not None and model.settled
     median, p95 = errors(learner, THROTTLED)
@@ -148,7 +148,7 @@ def test_a_machine_at_another_speed_is_not_interrupted(noise: float):
     assert learner.interrupted_share <= 0.02
     for slower in (2.5, 1.0):
         for work in mixed(rng, 150):
-            learner.observe(*work, took(rng, LINEAR, work, noise, slower))
+            learner.observe(work, took(rng, LINEAR, work, noise, slower))
         assert learner.interrupted_share <= 0.05
         assert errors(learner, rescaled(LINEAR, slower))[0] <= 0.25
 
@@ -173,7 +173,7 @@ def test_nothing_is_known_before_the_first_step():
 )
 def test_what_no_step_can_be_is_left_out(work: tuple[int, int, int, int], seconds: float):
     learner = StepTimeLearner()
-    learner.observe(*work, seconds)
+    learner.observe(Work(*work), seconds)
     assert (learner.num_steps, learner.model) == (0, None)
 
 
@@ -199,7 +199,7 @@ def test_whatever_comes_the_model_is_finite_and_not_negative(
     learner = StepTimeLearner(prior)
     for *work, seconds, times in steps:
         for _ in range(times):
-            learner.observe(*Work(*work), seconds)
+            learner.observe(Work(*work), seconds)
     model = learner.model
     if model is None:
         return
@@ -224,5 +224,5 @@ def test_steps_that_are_nearly_all_alike_do_not_hold_it_up(seed: int, num_steps:
         seconds = (0.9e-3 + 5e-5 * (prefill + decodes) + 2e-8 * context) * (1 + abs(rng.normal(0, 0.1)))
         if rng.random() < 0.05:
             seconds += 0.06
-        learner.observe(prefill, decodes, context, prefill * (prefill + 1) // 2, seconds)
+        learner.observe(Work(prefill, decodes, context, prefill * (prefill + 1) // 2), seconds)
     assert learner.num_steps == num_steps

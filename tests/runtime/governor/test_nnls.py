@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyball_runtime.governor.nnls import nnls
+from flyball_runtime.governor.nnls import nnls, nnls_each
 
 
 @settings(deadline=None, max_examples=200)
@@ -22,6 +22,24 @@ def test_it_meets_the_conditions_of_an_optimum(num_features: int, num_rows: int,
     assert (found >= 0).all()
     assert (gradient <= slack).all()
     assert (np.abs(gradient[found > 0]) <= slack).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    num_problems=st.integers(1, 5),
+    num_features=st.integers(1, 6),
+    num_missing=st.integers(0, 1),
+    seed=st.integers(0, 2**31),
+)
+def test_several_at_once_get_what_each_gets_alone(
+    num_problems: int, num_features: int, num_missing: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(num_problems, 30, num_features)) * 10.0 ** rng.integers(-3, 4, num_features)
+    rows[0, :, :num_missing] = 0.0
+    grams, moments = rows.transpose(0, 2, 1) @ rows, (rng.normal(size=(num_problems, 1, 30)) @ rows)[:, 0]
+    alone = [nnls(gram, moment) for gram, moment in zip(grams, moments, strict=True)]
+    assert nnls_each(grams, moments).tolist() == [one.tolist() for one in alone]
 
 
 def test_a_feature_that_never_appeared_costs_nothing():
