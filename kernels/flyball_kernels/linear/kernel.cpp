@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kTileRows = kRegisters / 2 - 2;  // 2 sums for each row, 2 weights and a broadcast fill the registers
-constexpr int64_t kAheadBytes = 64 * kPanel;  // how far ahead of a panel's weights to prefetch
+constexpr int64_t kAheadBytes = 8192;  // of weights, to prefetch: what memory delivers while it fetches the first of them
 constexpr int64_t kTilesOfBlock = 8;  // the copy of their rows stays in the second-level cache
 
 template <class V>
@@ -209,14 +209,18 @@ void pack_rows(const typename A::Value* x, int64_t stride, int64_t rows, int64_t
 template <class A, int Rows, int Panels>
 void multiply_tile(const typename A::Input* x, const typename A::Weight* panels, int64_t steps, const Output<A>& out) {
   typename A::Sum low[Panels][Rows] = {}, high[Panels][Rows] = {};
+  constexpr int64_t kStepBytes = A::kWidth * sizeof(typename A::Weight), kPanelAhead = kAheadBytes / Panels;
   const auto add_steps = [&](int64_t first, int64_t end) __attribute__((always_inline)) {
     for (int64_t step = first; step < end; ++step) {
+      // where a panel ends, the one that the next tile has in its place comes next
+      const bool turns = (steps - step) * kStepBytes <= kPanelAhead;
+      const int64_t ahead = kPanelAhead + (turns ? (Panels - 1) * steps * kStepBytes : 0);
 #pragma GCC unroll 4
       for (int p = 0; p < Panels; ++p) {
         const typename A::Weight* from = panels + (p * steps + step) * A::kWidth;
 #pragma GCC unroll 4
-        for (size_t line = 0; line < A::kWidth * sizeof(*from); line += 64)  // without it a core reads memory at about half speed
-          __builtin_prefetch(reinterpret_cast<const char*>(from) + kAheadBytes + line);
+        for (int64_t line = 0; line < kStepBytes; line += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead + line);
         const auto w = A::weights(from);
 #pragma GCC unroll 16
         for (int row = 0; row < Rows; ++row) {
@@ -283,7 +287,8 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
   const int64_t num_threads = team.size();
   const int64_t group = num_panels >= 2 * num_threads * panels_at_once(rows) ? panels_at_once(rows) : 1;
   const int64_t num_groups = round_up(num_panels, group) / group;
-  const int64_t chunk = num_groups >= 4 * num_threads ? num_tiles : 1;  // a panel's tiles stay on one thread
+  // A panel's tiles stay on one thread, and so do panels that follow each other, since each fetches the beginning of the next.
+  const int64_t chunk = num_groups >= 4 * num_threads ? num_groups / (4 * num_threads) * num_tiles : 1;
   const auto tile_start = [=](int64_t tile) { return tile * rows / num_tiles; };  // tiles of equal height, give or take 1
   team.share(num_tiles, [&](int64_t tile) {
     const int64_t row = tile_start(tile), num = tile_start(tile + 1) - row;
