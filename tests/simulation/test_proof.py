@@ -15,7 +15,6 @@ from flyball_simulation.workload import Phase
 SCENARIOS = scenarios.scenarios()
 
 
-@pytest.mark.slow
 def test_the_smoke_runs_every_contender_and_writes_the_page(tmp_path: Path) -> None:
     words = ["--smoke", "--seeds", "1", "--development", "--output", str(tmp_path), "--cache", str(tmp_path / "cache")]
     assert main([*words, "--processes", "1"]) == 0
