@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,8 @@ def online(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
 
 PROFILES = {"64_decodes": (64, 32, 32), "prefill_16_x_128": (16, 128, 1), "prefill_16_x_1024": (16, 1024, 1)}
 """Name to sequences, input and output tokens."""
+NUM_PROFILES = 5
+"""Of each, the quickest is kept: whatever else ran meanwhile would count as time outside any op."""
 
 
 def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
@@ -156,11 +159,15 @@ def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
         start_s = time.perf_counter()
         llm.generate(prompts, sampling)
         wall_s = time.perf_counter() - start_s
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as recorded:
-            start_s = time.perf_counter()
-            llm.generate(prompts, sampling)
-            profiled_us = (time.perf_counter() - start_s) * 1e6
-        ops = {event.key: event.self_cpu_time_total / profiled_us for event in recorded.key_averages()}
+        taken = []
+        for _ in range(NUM_PROFILES):
+            with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as recorded:
+                start_s = time.perf_counter()
+                llm.generate(prompts, sampling)
+                profiled_us = (time.perf_counter() - start_s) * 1e6
+            taken.append((profiled_us, recorded.key_averages()))
+        profiled_us, events = min(taken, key=itemgetter(0))
+        ops = {event.key: event.self_cpu_time_total / profiled_us for event in events}
         largest = dict(sorted(ops.items(), key=lambda item: -item[1])[:8])
         outside = {"outside any op (scheduling, inputs, Python)": 1 - sum(ops.values())}
         result[name] = largest | outside | {"tokens_per_s": num * (num_input + num_output) / wall_s}
