@@ -7,11 +7,11 @@ and time are noted. The plant's coefficients are fitted to half of the steps, by
 negative; the other half says how far off they are. Half of the learning load comes before the loads to compare and half behind
 them, so if the machine gets slower meanwhile, it does for both.
 
-In between, `flyball serve` runs, as processes of their own, whose engine has one thread. Requests one after the other, and
-several at once, show what it takes outside of its steps: a time for each request and for each token of its prompt (HTTP, JSON),
-and a time between steps (messages between the processes, and what the engine does there), once and for each sequence. Then
-three loads arrive in real time over HTTP. The same arrivals go through the simulator, and p50 and p95 of TTFT and ITL are
-compared, as the client saw them. No request that is compared has a part in the fit.
+In between, `flyball serve` runs, as processes of their own, whose engine has one thread. Single requests show what it takes
+outside of its steps: a time for each request and for each token of its prompt (HTTP, JSON), and a time between steps (messages
+between the processes, and what the engine does there). Then three loads arrive in real time over HTTP. The same arrivals go
+through the simulator, and p50 and p95 of TTFT and ITL are compared, as the client saw them. No request that is compared has a
+part in the fit.
 
 Takes about five minutes, on a machine that does nothing else. Writes results/plant.json.
 """
@@ -55,8 +55,6 @@ KV_TOKENS = KV_BYTES // (12 * 2 * 4 * 64 * 2)
 KNEES = (0, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 TARGET = 0.10
 """The simulator is to be this near, as a share of the measured value."""
-NUM_TOGETHER, TOGETHER_TOKENS = 8, MAX_TOKENS // 8
-"""Requests that are sent at once, and the tokens of their prompts."""
 NUM_SIMULATIONS = 5
 """Runs of the simulator that are taken together: they differ by the noise of the steps only."""
 
@@ -70,17 +68,11 @@ class Step(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """What a server takes outside of its steps, in seconds.
-
-    Attributes:
-        request_s, prompt_token_s: of a request, before its first step: once, and for each token of its prompt.
-        between_steps_s, between_sequence_s: between two steps: once, and for each sequence beyond the first.
-    """
+    """What a server takes outside of its steps, in seconds: once and for each prompt token of a request, and between steps."""
 
     request_s: float
     prompt_token_s: float
     between_steps_s: float
-    between_sequence_s: float
 
 
 class Recorder:
@@ -241,25 +233,11 @@ async def single_requests(session: aiohttp.ClientSession, one: Pod, rng: random.
     return found
 
 
-async def requests_together(session: aiohttp.ClientSession, one: Pod, rng: random.Random) -> list[Answer]:
-    """Send several requests of one length at once, some times; the server computes their prompts in one step."""
-    found = []
-    for _ in range(12):
-        prompts = [rng.choices(VOCABULARY, k=TOGETHER_TOKENS) for _ in range(NUM_TOGETHER)]
-        found += await asyncio.gather(*(send(session, one, prompt, 24) for prompt in prompts))
-    return found
-
-
-def outside_of(singles: Sequence[tuple[int, Answer]], together: Sequence[Answer], plant: Plant) -> Outside:
-    """Return what the requests took beside the steps that the plant knows of."""
-    alone_s = statistics.median(
+def outside_of(singles: Sequence[tuple[int, Answer]], plant: Plant) -> Outside:
+    """Return what single requests took beside the steps that the plant knows of."""
+    between_s = statistics.median(
         gap_s - plant.seconds(0, 1, num_tokens + place + 1, 0)
         for num_tokens, answer in singles
-        for place, gap_s in enumerate(answer.gaps_s)
-    )
-    beside_s = statistics.median(
-        gap_s - plant.seconds(0, NUM_TOGETHER, NUM_TOGETHER * (TOGETHER_TOKENS + place + 1), 0)
-        for answer in together
         for place, gap_s in enumerate(answer.gaps_s)
     )
     rest_s = [
@@ -267,7 +245,7 @@ def outside_of(singles: Sequence[tuple[int, Answer]], together: Sequence[Answer]
         for num_tokens, answer in singles
     ]
     slope_s, request_s = np.polyfit([num_tokens for num_tokens, _ in singles], rest_s, 1)
-    return Outside(float(request_s), float(slope_s), alone_s, (beside_s - alone_s) / (NUM_TOGETHER - 1))
+    return Outside(float(request_s), float(slope_s), between_s)
 
 
 async def ask_all(
@@ -284,28 +262,21 @@ async def ask_all(
 
 async def measure(
     model: Path, loads: dict[str, list[Arrival]], rng: random.Random
-) -> tuple[list[tuple[int, Answer]], list[Answer], dict[str, list[Answer]]]:
-    """Return what a client of a real server saw: of single requests, of several at once, and of each load."""
+) -> tuple[list[tuple[int, Answer]], dict[str, list[Answer]]]:
+    """Return what a client of a real server saw: of single requests, and of each load."""
     (one, *_) = pods_of(1)
     with tempfile.TemporaryDirectory() as folder:
         async with replica(one, model, (MAX_SEQS, MAX_TOKENS), Path(folder) / "log"), new_session() as session:
             await warm_up(session, one)
             singles = await single_requests(session, one, rng)
-            together = await requests_together(session, one, rng)
-            answers = {name: await ask_all(session, one, load, rng) for name, load in loads.items()}
-            return singles, together, answers
+            return singles, {name: await ask_all(session, one, load, rng) for name, load in loads.items()}
 
 
 def simulate(load: Sequence[Arrival], plant: Plant, noise: float, outside: Outside) -> tuple[list[float], list[float]]:
     """Return TTFT of each request and all gaps, as a client would see them, of several runs."""
-    served = structs.replace(
-        plant,
-        overhead_s=plant.overhead_s + outside.between_steps_s - outside.between_sequence_s,
-        decode_s=plant.decode_s + outside.between_sequence_s,
-    )
     setup = Setup(
         name="fit",
-        plant=served,
+        plant=structs.replace(plant, overhead_s=plant.overhead_s + outside.between_steps_s),
         disturbances=Disturbances(noise=noise),
         kv_tokens=KV_TOKENS,
         max_model_len=MAX_MODEL_LEN,
@@ -359,14 +330,14 @@ def main() -> None:
     first = fit(recorder.steps)
     loads = {name: arrivals(load, first, args.seconds, rng) for name, load in LOADS.items()}
     print(f"{len(recorder.steps)} steps: {first}", flush=True)
-    singles, together, answers = asyncio.run(measure(model, loads, rng))
+    singles, answers = asyncio.run(measure(model, loads, rng))
     learn(engine, args.requests - args.requests // 2, rng)
     steps = recorder.steps
     plant, rest = fit(steps[::2]), steps[1::2]
     off = sorted(errors(plant, rest))
     p50, p95 = off[len(off) // 2], off[int(0.95 * len(off))]
     bias = sum(plant.seconds(*step[:4]) for step in rest) / sum(step.seconds for step in rest) - 1
-    outside = outside_of(singles, together, plant)
+    outside = outside_of(singles, plant)
     print(f"{len(steps)} steps: {plant}\nrelative error p50 {p50:.1%}, p95 {p95:.1%}, of all together {bias:+.1%}")
     print(", ".join(f"{name} {1e6 * value:.1f} us" for name, value in outside._asdict().items()))
     noise = min(0.3, 1.48 * p50)

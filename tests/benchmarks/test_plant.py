@@ -41,9 +41,9 @@ def test_a_plant_is_found_again_from_its_steps() -> None:
         assert found.seconds(*work) == pytest.approx(TRUE.seconds(*work), rel=0.03)
 
 
-def test_what_a_server_takes_beside_its_steps_is_told_from_requests_alone_and_together() -> None:
+def test_what_a_server_takes_beside_its_steps_is_told_from_single_requests() -> None:
     from contender import Answer
-    from plant import NUM_TOGETHER, TOGETHER_TOKENS, outside_of
+    from plant import outside_of
 
     singles = []
     for num_tokens in (16, 64, 256, 500):
@@ -51,11 +51,8 @@ def test_what_a_server_takes_beside_its_steps_is_told_from_requests_alone_and_to
         gaps_s = [TRUE.seconds(0, 1, num_tokens + place + 1, 0) + 5e-4 for place in range(20)]
         gaps_s[3] += 0.1  # the machine did something else
         singles.append((num_tokens, Answer(ttft_s=first_s + 0.003 + 2e-6 * num_tokens, gaps_s=gaps_s)))
-    context = (NUM_TOGETHER * (TOGETHER_TOKENS + place + 1) for place in range(20))
-    steps_s = [TRUE.seconds(0, NUM_TOGETHER, num_tokens, 0) for num_tokens in context]
-    together = [Answer(gaps_s=[one + 5e-4 + 3e-5 * (NUM_TOGETHER - 1) for one in steps_s])] * NUM_TOGETHER
-    found = outside_of(singles, together, TRUE)
-    assert found == pytest.approx((0.003, 2e-6, 5e-4, 3e-5), rel=0.01)
+    found = outside_of(singles, TRUE)
+    assert found == pytest.approx((0.003, 2e-6, 5e-4), rel=0.01)
 
 
 def test_the_simulator_tells_what_a_server_like_its_plant_would_show() -> None:
@@ -63,7 +60,7 @@ def test_the_simulator_tells_what_a_server_like_its_plant_would_show() -> None:
     from plant import Outside, compare, simulate
 
     load = [Arrival(0.2 * number, 200 + number, 20) for number in range(60)]
-    told = simulate(load, TRUE, 0.0, Outside(0.003, 2e-6, 5e-4, 3e-5))
+    told = simulate(load, TRUE, 0.0, Outside(0.003, 2e-6, 5e-4))
     ttft_s, gaps_s = told
     answers = [Answer(ttft_s=one, gaps_s=gaps_s[19 * place : 19 * place + 19]) for place, one in enumerate(ttft_s)]
     assert set(compare(load, answers, told)["off"].values()) == {0.0}
