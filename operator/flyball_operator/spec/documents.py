@@ -21,6 +21,7 @@ MAX_NODES = 20_000
 """Most values of a text, with each alias counted as what it stands for. An LLMDeployment has about a hundred."""
 MAX_DEPTH = 64
 """Deepest nesting, aliases included. A pod template has about fifteen levels."""
+_TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
 MAX_NUMBER_CHARS = 64
 MAX_DIRECTIVES = 16
 """libyaml compares each directive with all before it."""
@@ -210,7 +211,7 @@ class _Meter:
                 event, f"there are more than {MAX_NODES} values up to here; split the file, use fewer aliases"
             )
         if len(self._open) + size.depth > MAX_DEPTH:
-            raise _problem(event, f"lists and mappings are nested more than {MAX_DEPTH} levels deep")
+            raise _problem(event, _TOO_DEEP)
         self._keep(anchor, size)
 
     def _keep(self, anchor: str | None, size: _Size) -> None:
@@ -223,5 +224,7 @@ class _Meter:
 def _explain(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    if problem == "exceeded maximum nesting depth":  # libyaml from 0.2.6 on stops at 1,000, before the meter sees an event
+        problem = _TOO_DEEP
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return f"not valid YAML: {place}{one_line(problem)}"
