@@ -1,5 +1,5 @@
 # `make` or `make help` lists what can be done. Everything runs in .venv, which set-up fills once and again when
-# pyproject.toml changes.
+# pyproject.toml or constraints.txt changes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow proof sanitize e2e-prepare e2e compat clients wheel check format chart clean
+.PHONY: help setup demo test test-slow proof sanitize e2e-prepare e2e compat clients lock wheel check format chart clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,11 @@ compat: ## run the tests with the oldest and with the newest versions that pypro
 clients: $(STAMP) ## run outside clients against a server of the demo model, each in an environment of its own (CLIENTS='litellm')
 	@PYTHONPATH=tests $(BIN)/python -m clients_kit $(CLIENTS)
 
+lock: $(STAMP) ## write constraints.txt: the newest versions, for set-up, CI and the images (run the tests afterwards)
+	@$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report - '.[dev]' \
+		| $(BIN)/python docker/constraints.py > $(VENV)/constraints.txt
+	@mv $(VENV)/constraints.txt constraints.txt
+
 wheel: $(STAMP) ## build dist/flyball-VERSION-py3-none-any.whl
 	@rm -rf build # setuptools puts all that it finds there into the wheel, also files that are no longer in the packages
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
@@ -70,13 +75,13 @@ chart: $(STAMP) ## copy the CRD into the chart, write its dashboard and golden f
 clean: ## remove .venv and caches
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis out
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is $$($(PYTHON) -V 2>&1); Flyball needs Python 3.11 or newer. Try: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@echo "Setting up $(VENV) (once; a few minutes, mostly torch's download)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@# setuptools warns of editable installs, at length, to no use here
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m flyball_kernels.cpu.build
 	@touch $(STAMP)

@@ -15,9 +15,9 @@ ENV PIP="/opt/pip/bin/pip --python /opt/flyball/bin/python --disable-pip-version
 # A file of certificates to trust, for registries behind a proxy; mount it with --volume.
 ARG PIP_CERT
 WORKDIR /src
-COPY pyproject.toml docker/requirements.py ./
+COPY pyproject.toml constraints.txt docker/requirements.py ./
 RUN python3 requirements.py operator pyproject.toml > requirements.txt \
-    && $PIP install --no-cache-dir --no-compile -r requirements.txt
+    && $PIP install --no-cache-dir --no-compile -c constraints.txt -r requirements.txt
 COPY . .
 # Bytecode now: a pod has no place to keep it, and would compile everything at each start.
 RUN $PIP install --no-cache-dir --no-compile --no-deps . \

@@ -21,12 +21,12 @@ ENV PIP="/opt/pip/bin/pip --python /opt/flyball/bin/python --disable-pip-version
 # A file of certificates to trust, for registries behind a proxy; mount it with --volume.
 ARG PIP_CERT
 WORKDIR /src
-COPY pyproject.toml docker/requirements.py docker/prune_torch.py ./
+COPY pyproject.toml constraints.txt docker/requirements.py docker/prune_torch.py ./
 ARG DEVICE
 ARG TORCH_INDEX=https://pypi.org/simple
 RUN python3 requirements.py runtime pyproject.toml $([ ${DEVICE} = cuda ] || echo triton) > requirements.txt \
-    && $PIP install --no-cache-dir --no-compile --index-url ${TORCH_INDEX} "$(grep '^torch' requirements.txt)" \
-    && $PIP install --no-cache-dir --no-compile -r requirements.txt
+    && $PIP install --no-cache-dir --no-compile --index-url ${TORCH_INDEX} -c constraints.txt "$(grep '^torch' requirements.txt)" \
+    && $PIP install --no-cache-dir --no-compile -c constraints.txt -r requirements.txt
 COPY kernels kernels
 ARG VARIANTS=
 ENV FLYBALL_CPU_LIBRARY=/opt/flyball/lib/flyball_kernels

@@ -10,6 +10,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,6 +42,20 @@ def required(extra: str | None) -> set[str]:
 
 def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def all_required() -> set[str]:
+    return set().union(*map(required, PROJECT["optional-dependencies"]))
+
+
+def test_each_package_has_a_version_for_set_up_and_images_that_pyproject_allows() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    versions = dict(line.split("==") for line in lines)
+    assert all_required() <= versions.keys(), "run `make lock`"
+    extras = PROJECT["optional-dependencies"].values()
+    asked = [Requirement(line) for line in (*PROJECT["dependencies"], *(one for extra in extras for one in extra))]
+    others = [one for one in asked if one.name != "flyball"]
+    assert [str(one) for one in others if versions[normalized(one.name)] not in one.specifier] == []
 
 
 distributions = cache(packages_distributions)

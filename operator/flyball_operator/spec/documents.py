@@ -224,7 +224,7 @@ class _Meter:
 def _explain(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    if problem == "exceeded maximum nesting depth":  # libyaml from 0.2.6 on stops at 1,000, before the meter sees an event
+    if problem == "exceeded maximum nesting depth":  # libyaml from 0.2.6 on stops at 1,000, ahead of the meter
         problem = _TOO_DEEP
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return f"not valid YAML: {place}{one_line(problem)}"
