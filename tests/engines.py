@@ -3,6 +3,7 @@
 import random
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from flyball_kernels.linear.reference import round_rows
+from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.checkpoint import KVDType
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.kv_layout import KVLayout
 from flyball_runtime.core.request import Finished, Request, Sequence
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.speculation import SpeculativeConfig
+from flyball_runtime.core.stats import StepStats
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.engine.runner import start_engine
 from flyball_runtime.model.loader import describe_model
@@ -100,6 +103,8 @@ class Oracle(Drafter):
         self._num_calls = self.num_drafts = self.num_accepted = 0
 
     def draft(self, seq: Sequence) -> "array[int]":
+        if not seq.sampling.allows_drafts:
+            return array("I")
         num, token_ids = len(seq.token_ids), seq.token_ids.tolist()
         known = next((one for one in self._sequences if one[:num] == token_ids), [])
         drafts = known[num : min(num + self._num_tokens, seq.max_total_tokens - 1)]
@@ -159,3 +164,44 @@ class Reference:
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
         )
         return output[0, len(prompt) :].tolist()
+
+
+def shake(engine: Engine, waiting: list[Request], rng: random.Random) -> tuple[dict[str, list[int]], Counter[str]]:
+    """Run the requests to their ends, a few at a time, under a hundred resizes of the KV cache; now and then abort one whose id
+    ends in "cancelled". Return the output tokens, and how often what happened.
+    """
+    outputs: dict[str, list[int]] = {one.request_id: [] for one in waiting}
+    seen: Counter[str] = Counter()
+    while engine.has_work() or waiting or seen["resizes"] < 100:
+        if waiting and engine.scheduler.num_waiting < 4:
+            assert engine.submit(waiting.pop()) is None
+        if seen["resizes"] < 100 and rng.random() < 0.7:
+            seen["resizes"] += 1
+            fraction = rng.uniform(engine.scheduler.envelope.min_kv_cache_fraction, 1.0)
+            update = LimitsUpdate(revision=seen["resizes"], limits=LimitsChange(kv_cache_fraction=fraction))
+            assert engine.post_limits(update).status in (LimitsStatus.APPLIED, LimitsStatus.DEFERRED)
+        engine.tick()
+        if not engine.has_work():
+            continue
+        output = engine.step()
+        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            outputs[request_id].append(token_id)
+        for request_id in outputs:
+            if request_id.endswith("cancelled") and rng.random() < 0.05 and engine.abort(request_id) is not None:
+                seen["cancelled"] += 1
+        seen += _counts(output.stats)
+    return outputs, seen
+
+
+def _counts(stats: StepStats) -> Counter[str]:
+    return Counter(
+        {
+            "hits": stats.num_prefix_hit_tokens,
+            "host hits": stats.num_host_hit_tokens,
+            "swapped out": stats.num_swapped_out_blocks,
+            "swapped in": stats.num_swapped_in_blocks,
+            "preempted": stats.num_preemptions,
+            "accepted": stats.num_accepted_tokens,
+            "rejected": stats.num_draft_tokens - stats.num_accepted_tokens,
+        }
+    )

@@ -1,6 +1,7 @@
 """Outputs conform to their grammars, however the work is cut up, and nobody else notices."""
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engines import make_engine, random_prompts
+from engines import Oracle, have_drafted, kv_block_bytes, make_engine, random_prompts, shake
 from flyball_runtime.core.grammar import ANY_OBJECT, Grammar
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.core.stats import StepOutput
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.text.tokenizer import load_tokenizer
@@ -128,6 +130,45 @@ def test_a_preempted_sequence_goes_on_where_it_was(engine: Engine, decode: Any, 
     assert sum(step.stats.num_preemptions for step in steps) > 0
     assert outputs == expected
     assert all(re.fullmatch(r"[a-z ]+[0-9]*", decode(output)) for output in outputs)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_all_at_once(alone: list[list[int]], ahead: bool) -> None:
+    """Chunks, prefix hits, blocks in host memory, preemptions, a hundred resizes, drafts and cancellations."""
+    rng = random.Random(ahead)
+    block_bytes = kv_block_bytes(CHECKPOINT)
+    engine = make_engine(
+        CHECKPOINT,
+        kernel_backend="auto",
+        max_num_seqs=6,
+        max_num_batched_tokens=40,
+        max_model_len=144,
+        kv_cache_memory_bytes=18 * block_bytes,
+        swap_space_bytes=60 * block_bytes,
+        kv_drain_timeout_s=0.0,
+        async_scheduling=ahead,
+        speculative_config=None if ahead else SpeculativeConfig(num_speculative_tokens=5),
+    )
+    if not ahead:
+        have_drafted(engine, Oracle(5, [prompt + output for prompt, output in zip(PROMPTS, alone, strict=True)]))
+    waiting = [
+        Request(
+            request_id=f"{at} of {number}{' cancelled' if rng.random() < 1 / 3 else ''}",
+            prompt_token_ids=PROMPTS[at],
+            sampling=SETTINGS[at],
+        )
+        for number in range(8)
+        for at in range(len(PROMPTS))
+    ]
+    rng.shuffle(waiting)
+    outputs, seen = shake(engine, waiting, rng)
+    for request_id, tokens in outputs.items():
+        expected = alone[int(request_id.split()[0])]
+        assert tokens == expected[: len(tokens)]
+        assert tokens == expected or request_id.endswith("cancelled")
+    happened = ["cancelled", "hits", "host hits", "swapped out", "swapped in", "preempted"]
+    assert [one for one in (*happened, *(() if ahead else ("accepted", "rejected"))) if not seen[one]] == []
+    assert engine.kv_cache.counts().used == 0
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Greedy tokens equal those of transformers, however the scheduler cuts the work up; on a GPU too (``-m gpu``)."""
 
 import random
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ from engines import (
     kv_block_bytes,
     make_engine,
     random_prompts,
+    shake,
 )
-from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.kv_layout import KVGroup, KVLayout
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.speculation import SpeculativeConfig
-from flyball_runtime.core.stats import StepStats
 from flyball_runtime.engine.engine import Engine
 from flyball_runtime.scheduler.drafts import FIRST_ACCEPTANCE
 
@@ -212,27 +210,7 @@ def test_all_at_once(case: Case, ahead: bool) -> None:
     if not ahead:
         known = [prompt + output for prompt, output in zip(case.prompts, case.expected, strict=True)]
         have_drafted(engine, Oracle(5, known))
-    waiting = _requests(case, rng)
-    outputs: dict[str, list[int]] = {one.request_id: [] for one in waiting}
-    seen: Counter[str] = Counter()
-    while engine.has_work() or waiting or seen["resizes"] < 100:
-        if waiting and engine.scheduler.num_waiting < 4:
-            assert engine.submit(waiting.pop()) is None
-        if seen["resizes"] < 100 and rng.random() < 0.7:
-            seen["resizes"] += 1
-            fraction = rng.uniform(engine.scheduler.envelope.min_kv_cache_fraction, 1.0)
-            update = LimitsUpdate(revision=seen["resizes"], limits=LimitsChange(kv_cache_fraction=fraction))
-            assert engine.post_limits(update).status in (LimitsStatus.APPLIED, LimitsStatus.DEFERRED)
-        engine.tick()
-        if not engine.has_work():
-            continue
-        output = engine.step()
-        for request_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
-            outputs[request_id].append(token_id)
-        for request_id in outputs:
-            if request_id.endswith("cancelled") and rng.random() < 0.05 and engine.abort(request_id) is not None:
-                seen["cancelled"] += 1
-        seen += _counts(output.stats)
+    outputs, seen = shake(engine, _requests(case, rng), rng)
     for request_id, tokens in outputs.items():
         expected = case.expected[int(request_id.split()[0])]
         assert tokens == expected[: len(tokens)]
@@ -253,20 +231,6 @@ def _requests(case: Case, rng: random.Random) -> list[Request]:
             prompt = case.prompts[at]
             requests.append(Request(request_id=name, prompt_token_ids=prompt, sampling=GREEDY, fork_group=group))
     return requests
-
-
-def _counts(stats: StepStats) -> Counter[str]:
-    return Counter(
-        {
-            "hits": stats.num_prefix_hit_tokens,
-            "host hits": stats.num_host_hit_tokens,
-            "swapped out": stats.num_swapped_out_blocks,
-            "swapped in": stats.num_swapped_in_blocks,
-            "preempted": stats.num_preemptions,
-            "accepted": stats.num_accepted_tokens,
-            "rejected": stats.num_draft_tokens - stats.num_accepted_tokens,
-        }
-    )
 
 
 def _bytes_of_blocks(case: Case, num_blocks: int) -> int:
