@@ -129,19 +129,24 @@ def _pod(number: int, host: int) -> Pod:
     return Pod.of({"metadata": metadata, "status": status})
 
 
-def own_time(*words: str) -> tuple[str, ...]:
-    """Return the command line of a process that has this process's time."""
-    return (sys.executable, str(Path(__file__).with_name("own_time.py")), *words)
+OWN_TIME = "own_time.py"
+
+
+def run_by(script: str, *words: str) -> tuple[str, ...]:
+    """Return the command line of a module that one of the scripts here runs; by OWN_TIME, it has this process's time."""
+    return (sys.executable, str(Path(__file__).with_name(script)), *words)
 
 
 @contextlib.asynccontextmanager
-async def replica(one: Pod, model: Path, limits: tuple[int, int], log: Path) -> AsyncIterator[int]:
+async def replica(
+    one: Pod, model: Path, limits: tuple[int, int], log: Path, script: str = OWN_TIME
+) -> AsyncIterator[int]:
     """One replica at the pod's address, ready. Yields the id of its process."""
     addresses = (f"--host={one.ip}", f"--port={API_PORT}", f"--admin-host={one.ip}", f"--admin-port={ADMIN_PORT}")
     envelope = (f"--max-num-seqs={limits[0]}", f"--max-num-batched-tokens={limits[1]}", KV_CACHE)
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *own_time("flyball_runtime.cli", "serve", str(model), *FLAGS, *addresses, *envelope),
+            *run_by(script, "flyball_runtime.cli", "serve", str(model), *FLAGS, *addresses, *envelope),
             env={**os.environ, ADMIN_TOKEN_ENV: TOKEN},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
@@ -247,7 +252,7 @@ class Operator:
     async def start(self) -> None:
         with (self._folder / "operator.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *own_time("contender", "operate", str(self._folder)), stdout=log, stderr=log
+                *run_by(OWN_TIME, "contender", "operate", str(self._folder)), stdout=log, stderr=log
             )
 
     async def until_it_decides(self) -> None:

@@ -1,23 +1,26 @@
 """What a step of this machine's runtime costs, as a plant of the simulator; how near that is to a real server.
 
-    python benchmarks/plant.py [--requests 160] [--seconds 60] [--seed 1]
+    python benchmarks/plant.py [--seconds 60] [--seed 1]
 
-First and last, a mixed load under limits that change all the time is run through an engine in this process. Each step's work
-and time are noted. The plant's coefficients are fitted to half of the steps, by least squares of the relative error, none
-negative; the other half says how far off they are. Half of the learning load comes before the loads to compare and half behind
-them, so if the machine gets slower meanwhile, it does for both.
+`flyball serve` runs with one engine thread and notes what each step computed and how long it took: the steps that its own model
+of step times learns from (recorded_steps.py). A load to learn from, of all sizes, arrives over HTTP in four parts, with more
+and with fewer requests at once. The plant's coefficients are fitted to half of the steps of these parts, by least squares of
+the relative error, none negative; the other half says how far off they are. A step's time has in it what the engine process
+does between steps, and what the API process and the client beside it cost on the same machine.
 
-In between, `flyball serve` runs, as processes of their own, whose engine has one thread. Single requests show what it takes
-outside of its steps: a time for each request and for each token of its prompt (HTTP, JSON), and a time between steps (messages
-between the processes, and what the engine does there). Then three loads arrive in real time over HTTP. The same arrivals go
-through the simulator, and p50 and p95 of TTFT and ITL are compared, as the client saw them. No request that is compared has a
-part in the fit.
+Between the parts, three loads arrive in real time. Before each of them, requests one after the other show what a request takes
+outside of the steps: once, and for each token of its prompt (HTTP, JSON). The same arrivals go through the simulator, and p50
+and p95 of TTFT and ITL are compared, as the client saw them. No request that is compared has a part in the fit.
 
-Takes about five minutes, on a machine that does nothing else. Writes results/plant.json.
+The machine may get slower or faster meanwhile. How fast it was at a load is told by the parts before and behind it: what their
+steps took, as a multiple of what the plant says of them.
+
+Takes about seven minutes, on a machine that does nothing else. Writes results/plant.json.
 """
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import tempfile
@@ -34,20 +37,13 @@ from numpy.typing import NDArray
 from common import make_checkpoint, save
 from contender import VOCABULARY, Answer, new_session, pods_of, replica, send, warm_up
 from flyball_operator.observed import Pod
-from flyball_protocol import LimitsChange, LimitsUpdate
-from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.request import Request
-from flyball_runtime.core.sampling_params import SamplingParams
-from flyball_runtime.core.stats import Sampled
-from flyball_runtime.engine.engine import Engine
-from flyball_runtime.engine.runner import start_engine
-from flyball_runtime.scheduler import BatchPlan
 from flyball_simulation.controllers import Static
 from flyball_simulation.plant import Disturbances, Plant
 from flyball_simulation.replica import percentile
 from flyball_simulation.result import Bounds
 from flyball_simulation.workload import Arrival
 from flyball_simulation.world import Setup, World
+from recorded_steps import STEPS_ENV, Step, Steps
 
 MAX_MODEL_LEN, KV_BYTES, MAX_SEQS, MAX_TOKENS = 4096, 256 << 20, 48, 512
 """As the server of contender.py has them."""
@@ -55,106 +51,80 @@ KV_TOKENS = KV_BYTES // (12 * 2 * 4 * 64 * 2)
 KNEES = (0, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 TARGET = 0.10
 """The simulator is to be this near, as a share of the measured value."""
+LEARN = {1: 4, 2: 6, 4: 10, 8: 16, 16: 24, 32: 40}
+"""How many requests a part of the load to learn from has, by how many are under way at once."""
 NUM_SIMULATIONS = 5
 """Runs of the simulator that are taken together: they differ by the noise of the steps only."""
 
 
-class Step(NamedTuple):
-    prefill_tokens: int
-    decodes: int
-    context_tokens: int
-    attention_pairs: int
-    seconds: float
-
-
 class Outside(NamedTuple):
-    """What a server takes outside of its steps, in seconds: once and for each prompt token of a request, and between steps."""
+    """What a request takes outside of the steps, in seconds: once, and for each token of its prompt."""
 
     request_s: float
     prompt_token_s: float
-    between_steps_s: float
 
 
-class Recorder:
-    """An executor that notes what each plan asked for and how long it took, from its launch to its tokens."""
+class Answers(NamedTuple):
+    """What a client of the server saw of requests one after the other, with the lengths of their prompts, and of a load.
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.steps: list[Step] = []
+    Attributes:
+        steps: of the load.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def launch(self, plan: BatchPlan) -> tuple[BatchPlan, float, Any]:
-        started_s = time.perf_counter()
-        return plan, started_s, self.inner.launch(plan)
-
-    def collect(self, handle: tuple[BatchPlan, float, Any]) -> Sampled:
-        plan, started_s, inner = handle
-        tokens: Sampled = self.inner.collect(inner)
-        self.steps.append(
-            Step(
-                plan.num_prefill_tokens,
-                plan.num_decodes,
-                plan.num_context_tokens,
-                plan.prefill_work,
-                time.perf_counter() - started_s,
-            )
-        )
-        return tokens
+    alone: list[tuple[int, Answer]]
+    load: list[Answer]
+    steps: list[Step]
 
 
-def make_engine(checkpoint: Path) -> tuple[Engine, Recorder]:
-    config = EngineConfig(
-        model=str(checkpoint),
-        served_model_name="m",
-        dtype="bfloat16",
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=MAX_TOKENS,
-        enable_prefix_caching=False,
-        kv_cache_memory_bytes=KV_BYTES,
-        num_threads=1,
-        fair_share=False,
-    )
-    engine = start_engine(config)
-    recorder = engine._executor = Recorder(engine._executor)
-    return engine, recorder
+async def learn(session: aiohttp.ClientSession, one: Pod, rng: random.Random) -> None:
+    """Send requests of all sizes, with more and with fewer of them under way at once."""
+    for num_at_once, num_requests in rng.sample(list(LEARN.items()), len(LEARN)):
+        seats = asyncio.Semaphore(num_at_once)
+        await asyncio.gather(*(_ask(session, one, seats, rng) for _ in range(num_requests)))
 
 
-def learn(engine: Engine, num_requests: int, rng: random.Random) -> None:
-    """Run a load of all sizes, under a token budget and a number of sequences that keep changing."""
-    waiting = [_request(str(index), rng) for index in range(num_requests)]
-    revision = engine.limits().revision
-    while waiting or engine.has_work():
-        if revision % 25 == 0:
-            num_seqs = rng.choice((1, 2, 4, 8, 16, 32, MAX_SEQS))
-            budget = max(num_seqs, rng.choice((16, 48, 96, 200, 350, MAX_TOKENS)))
-            change = LimitsChange(max_num_seqs=num_seqs, max_num_batched_tokens=budget)
-            engine.post_limits(LimitsUpdate(revision=revision + 1, limits=change))
-        revision += 1
-        while waiting and engine.scheduler.num_waiting < 4:
-            engine.submit(waiting.pop())
-        engine.step()
-
-
-def _request(request_id: str, rng: random.Random) -> Request:
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=rng.choices(VOCABULARY, k=rng.choice((16, 64, 200, 500, 1500, 3000))),
-        sampling=SamplingParams(temperature=0.0, max_tokens=rng.choice((4, 20, 80)), ignore_eos=True),
-    )
+async def _ask(session: aiohttp.ClientSession, one: Pod, seats: asyncio.Semaphore, rng: random.Random) -> None:
+    prompt = rng.choices(VOCABULARY, k=rng.choice((16, 64, 200, 500, 1500, 3000)))
+    num_outputs = rng.choice((4, 20, 80, 200))
+    async with seats:
+        answer = await send(session, one, prompt, num_outputs)
+    if answer.problem:
+        raise SystemExit(f"a request of the load to learn from failed: {answer.problem}")
 
 
 def fit(steps: Sequence[Step]) -> Plant:
     """Return the plant of the knee with the least relative error."""
-    return min((_fit_knee(steps, knee) for knee in KNEES), key=lambda plant: statistics.median(errors(plant, steps)))
+    return min((_fit_knee(steps, knee) for knee in KNEES), key=lambda plant: _mean_error(plant, steps))
+
+
+def _mean_error(plant: Plant, steps: Sequence[Step]) -> float:
+    """Return the mean of the relative errors; a step that was interrupted counts no more than one that is 20 % off."""
+    return statistics.fmean(min(error, 0.2) for error in errors(plant, steps))
+
+
+def speed(plant: Plant, steps: Sequence[Step]) -> float:
+    """Return how long the steps took together, as a multiple of what the plant says, without those that were interrupted."""
+    ratios = [step.seconds / plant.seconds(*step.work) for step in steps]
+    middle = statistics.median(ratios)
+    kept = [step for step, ratio in zip(steps, ratios, strict=True) if abs(ratio / middle - 1) <= 0.3]
+    return 1 / (1 + bias_of(plant, kept))
+
+
+def bias_of(plant: Plant, steps: Sequence[Step]) -> float:
+    """Return how much more time than the steps took together the plant says that they took, as a share."""
+    return sum(plant.seconds(*step.work) for step in steps) / sum(step.seconds for step in steps) - 1
+
+
+def scaled(plant: Plant, factor: float) -> Plant:
+    """Return a plant whose steps take ``factor`` times as long."""
+    times = {name: factor * getattr(plant, name) for name in plant.__struct_fields__ if name.endswith("_s")}
+    return structs.replace(plant, **times)
 
 
 def _fit_knee(steps: Sequence[Step], knee: int) -> Plant:
-    table = np.array(steps, dtype=np.float64)
+    table = np.array([step.work for step in steps], dtype=np.float64)
+    seconds = np.array([step.seconds for step in steps])
     num_tokens = table[:, 0] + table[:, 1]
-    seconds = table[:, 4]
     columns = np.stack(
         [np.ones(len(steps)), np.maximum(0.0, num_tokens - knee), table[:, 1], table[:, 2], table[:, 3]], axis=1
     )
@@ -194,7 +164,7 @@ def _nonnegative(columns: NDArray[np.float64], target: NDArray[np.float64]) -> l
 
 
 def errors(plant: Plant, steps: Sequence[Step]) -> list[float]:
-    return [abs(plant.seconds(*step[:4]) - step.seconds) / step.seconds for step in steps]
+    return [abs(plant.seconds(*step.work) - step.seconds) / step.seconds for step in steps]
 
 
 class Load(NamedTuple):
@@ -225,27 +195,22 @@ def arrivals(load: Load, plant: Plant, seconds: float, rng: random.Random) -> li
     return drawn
 
 
-async def single_requests(session: aiohttp.ClientSession, one: Pod, rng: random.Random) -> list[tuple[int, Answer]]:
+async def requests_alone(session: aiohttp.ClientSession, one: Pod, rng: random.Random) -> list[tuple[int, Answer]]:
     """Send requests of several lengths one after the other; return the lengths of their prompts with the answers."""
     found = []
-    for num_tokens in (16, 16, 64, 256, 500) * 6:
+    for num_tokens in (16, 16, 64, 256, 500) * 4:
         found.append((num_tokens, await send(session, one, rng.choices(VOCABULARY, k=num_tokens), 24)))
     return found
 
 
-def outside_of(singles: Sequence[tuple[int, Answer]], plant: Plant) -> Outside:
-    """Return what single requests took beside the steps that the plant knows of."""
-    between_s = statistics.median(
-        gap_s - plant.seconds(0, 1, num_tokens + place + 1, 0)
-        for num_tokens, answer in singles
-        for place, gap_s in enumerate(answer.gaps_s)
-    )
+def outside_of(alone: Sequence[tuple[int, Answer]], plant: Plant) -> Outside:
+    """Return what the requests took until their first token, beside the step that computed their prompts."""
     rest_s = [
         (answer.ttft_s or 0.0) - plant.seconds(num_tokens, 0, 0, num_tokens * (num_tokens + 1) // 2)
-        for num_tokens, answer in singles
+        for num_tokens, answer in alone
     ]
-    slope_s, request_s = np.polyfit([num_tokens for num_tokens, _ in singles], rest_s, 1)
-    return Outside(float(request_s), float(slope_s), between_s)
+    slope_s, request_s = np.polyfit([num_tokens for num_tokens, _ in alone], rest_s, 1)
+    return Outside(float(request_s), float(slope_s))
 
 
 async def ask_all(
@@ -261,22 +226,18 @@ async def ask_all(
 
 
 async def measure(
-    model: Path, loads: dict[str, list[Arrival]], rng: random.Random
-) -> tuple[list[tuple[int, Answer]], dict[str, list[Answer]]]:
-    """Return what a client of a real server saw: of single requests, and of each load."""
-    (one, *_) = pods_of(1)
-    with tempfile.TemporaryDirectory() as folder:
-        async with replica(one, model, (MAX_SEQS, MAX_TOKENS), Path(folder) / "log"), new_session() as session:
-            await warm_up(session, one)
-            singles = await single_requests(session, one, rng)
-            return singles, {name: await ask_all(session, one, load, rng) for name, load in loads.items()}
+    session: aiohttp.ClientSession, one: Pod, load: Sequence[Arrival], steps: Steps, rng: random.Random
+) -> Answers:
+    alone = await requests_alone(session, one, rng)
+    steps.new()
+    return Answers(alone, await ask_all(session, one, load, rng), steps.new())
 
 
 def simulate(load: Sequence[Arrival], plant: Plant, noise: float, outside: Outside) -> tuple[list[float], list[float]]:
     """Return TTFT of each request and all gaps, as a client would see them, of several runs."""
     setup = Setup(
         name="fit",
-        plant=structs.replace(plant, overhead_s=plant.overhead_s + outside.between_steps_s),
+        plant=plant,
         disturbances=Disturbances(noise=noise),
         kv_tokens=KV_TOKENS,
         max_model_len=MAX_MODEL_LEN,
@@ -315,49 +276,71 @@ def _quantiles(ttft_s: list[float], gaps_s: list[float]) -> dict[str, float]:
     }
 
 
+async def observe(
+    model: Path, seconds: float, rng: random.Random
+) -> tuple[list[list[Step]], dict[str, list[Arrival]], dict[str, Answers]]:
+    """Return the steps of each part of the load to learn from, the loads to compare, and what a client saw around them."""
+    (one, *_) = pods_of(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ[STEPS_ENV] = str(folder / "steps")
+        steps = Steps(folder / "steps")
+        server = replica(one, model, (MAX_SEQS, MAX_TOKENS), folder / "log", script="recorded_steps.py")
+        async with server, new_session() as session:
+            await warm_up(session, one)
+            await requests_alone(session, one, rng)  # the first steps touch their memory
+            steps.new()
+
+            async def part() -> list[Step]:
+                await learn(session, one, rng)
+                return steps.new()
+
+            parts, loads, answers = [await part()], {}, {}
+            first = fit(parts[0])
+            print(f"{len(parts[0])} steps: {first}", flush=True)
+            for name, load in LOADS.items():
+                loads[name] = arrivals(load, first, seconds, rng)
+                answers[name] = await measure(session, one, loads[name], steps, rng)
+                parts.append(await part())
+    return parts, loads, answers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=160, help="of the load to learn from")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load to compare")
     parser.add_argument("--seed", type=int, default=1, help="of lengths, times and tokens")
     parser.add_argument("--folder", type=Path, default=Path("out/checkpoints"))
     args = parser.parse_args()
     rng, model = random.Random(args.seed), make_checkpoint(args.folder, "small")
-    engine, recorder = make_engine(model)
-    learn(engine, 8, rng)
-    recorder.steps.clear()  # the first ones touch their memory
-    learn(engine, args.requests // 2, rng)
-    first = fit(recorder.steps)
-    loads = {name: arrivals(load, first, args.seconds, rng) for name, load in LOADS.items()}
-    print(f"{len(recorder.steps)} steps: {first}", flush=True)
-    singles, answers = asyncio.run(measure(model, loads, rng))
-    learn(engine, args.requests - args.requests // 2, rng)
-    steps = recorder.steps
-    plant, rest = fit(steps[::2]), steps[1::2]
+    parts, loads, answers = asyncio.run(observe(model, args.seconds, rng))
+    plant, rest = fit([step for part in parts for step in part[::2]]), [step for part in parts for step in part[1::2]]
     off = sorted(errors(plant, rest))
     p50, p95 = off[len(off) // 2], off[int(0.95 * len(off))]
-    bias = sum(plant.seconds(*step[:4]) for step in rest) / sum(step.seconds for step in rest) - 1
-    outside = outside_of(singles, plant)
-    print(f"{len(steps)} steps: {plant}\nrelative error p50 {p50:.1%}, p95 {p95:.1%}, of all together {bias:+.1%}")
-    print(", ".join(f"{name} {1e6 * value:.1f} us" for name, value in outside._asdict().items()))
+    bias = bias_of(plant, rest)
+    print(f"{sum(map(len, parts))} steps: {plant}")
+    print(f"relative error p50 {p50:.1%}, p95 {p95:.1%}, of all together {bias:+.1%}")
     noise = min(0.3, 1.48 * p50)
-    compared = {
-        name: compare(load, answers[name], simulate(load, plant, noise, outside)) for name, load in loads.items()
-    }
-    for name, one in compared.items():
-        print(
-            f"{name}: {one['requests']} requests; " + ", ".join(f"{key} {off:+.1%}" for key, off in one["off"].items())
-        )
+    compared = {}
+    for place, (name, load) in enumerate(loads.items()):
+        factor = speed(plant, parts[place] + parts[place + 1])
+        then = scaled(plant, factor)
+        outside = outside_of(answers[name].alone, then)
+        told = simulate(load, then, noise, outside)
+        own = bias_of(then, answers[name].steps)
+        one = {"steps_took": round(factor, 4), "bias": round(own, 4), "outside_of_steps": outside._asdict()}
+        compared[name] = one | compare(load, answers[name].load, told)
+        print(f"{name}: {len(load)} requests; the machine took {factor:.3f} times as long as on the average", end="")
+        print(f", the plant says {own:+.1%} of the load's own steps; outside of them {outside}")
+        print("  " + ", ".join(f"{key} {off:+.1%}" for key, off in compared[name]["off"].items()))
     worst = max(abs(off) for one in compared.values() for off in one["off"].values())
     print(f"farthest off: {worst:.1%}, {'within' if worst <= TARGET else 'NOT within'} {TARGET:.0%}")
     save(
         "plant",
         {
-            "settings": {name: getattr(args, name) for name in ("requests", "seconds", "seed")},
-            "num_steps": len(steps),
+            "settings": {name: getattr(args, name) for name in ("seconds", "seed")},
+            "num_steps": sum(map(len, parts)),
             "plant": {name: getattr(plant, name) for name in plant.__struct_fields__},
             "relative_error": {"p50": p50, "p95": p95, "of_all_together": bias},
-            "outside_of_steps": outside._asdict(),
             "target": TARGET,
             "farthest_off": worst,
             "loads": compared,

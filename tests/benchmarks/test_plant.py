@@ -1,10 +1,12 @@
-"""The parts of benchmarks/plant.py that need no server: the fit, what a server takes beside its steps, the comparison."""
+"""The parts of benchmarks/plant.py that need no server: the fit, what requests take beside steps, the comparison."""
 
 import random
 from pathlib import Path
 
 import pytest
 
+from flyball_runtime.governor.learner import StepTimeLearner
+from flyball_runtime.governor.work import Work
 from flyball_simulation.plant import Plant
 from flyball_simulation.workload import Arrival
 
@@ -26,14 +28,15 @@ def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plant_is_found_again_from_its_steps() -> None:
-    from plant import Step, errors, fit
+    from plant import errors, fit
+    from recorded_steps import Step
 
     rng, steps = random.Random(0), []
     for number in range(2000):
         prefill, decodes = rng.choice((0, 16, 100, 400)), rng.randrange(1, 40)
-        work = prefill, decodes, decodes * rng.randrange(50, 2000), prefill * rng.randrange(1, 1500)
+        work = Work(prefill, decodes, decodes * rng.randrange(50, 2000), prefill * rng.randrange(1, 1500))
         interrupted = 5.0 if number % 40 == 0 else 1.0
-        steps.append(Step(*work, interrupted * rng.gauss(1.0, 0.03) * TRUE.seconds(*work)))
+        steps.append(Step(work, interrupted * rng.gauss(1.0, 0.03) * TRUE.seconds(*work)))
     found = fit(steps[::2])
     apart = sorted(errors(found, steps[1::2]))
     assert apart[len(apart) // 2] < 0.03
@@ -41,18 +44,44 @@ def test_a_plant_is_found_again_from_its_steps() -> None:
         assert found.seconds(*work) == pytest.approx(TRUE.seconds(*work), rel=0.03)
 
 
-def test_what_a_server_takes_beside_its_steps_is_told_from_single_requests() -> None:
+def test_a_slower_machine_is_a_plant_whose_steps_take_longer() -> None:
+    from plant import scaled, speed
+    from recorded_steps import Step
+
+    works = [Work(0, 4, 400, 0), Work(100, 4, 400, 5000), Work(512, 0, 0, 131_072)]
+    steps = [Step(work, 1.3 * TRUE.seconds(*work)) for work in works]
+    steps[0] = steps[0]._replace(seconds=1.0)  # the machine did something else
+    assert speed(TRUE, steps) == pytest.approx(1.3)
+    for work in works:
+        assert scaled(TRUE, 1.3).seconds(*work) == pytest.approx(1.3 * TRUE.seconds(*work))
+
+
+def test_what_a_request_takes_beside_its_steps_is_told_from_requests_alone() -> None:
     from contender import Answer
     from plant import outside_of
 
-    singles = []
+    alone = []
     for num_tokens in (16, 64, 256, 500):
         first_s = TRUE.seconds(num_tokens, 0, 0, num_tokens * (num_tokens + 1) // 2)
-        gaps_s = [TRUE.seconds(0, 1, num_tokens + place + 1, 0) + 5e-4 for place in range(20)]
-        gaps_s[3] += 0.1  # the machine did something else
-        singles.append((num_tokens, Answer(ttft_s=first_s + 0.003 + 2e-6 * num_tokens, gaps_s=gaps_s)))
-    found = outside_of(singles, TRUE)
-    assert found == pytest.approx((0.003, 2e-6, 5e-4), rel=0.01)
+        alone.append((num_tokens, Answer(ttft_s=first_s + 0.003 + 2e-6 * num_tokens)))
+    assert outside_of(alone, TRUE) == pytest.approx((0.003, 2e-6), rel=0.01)
+
+
+def test_steps_that_a_server_learns_from_are_read_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recorded_steps import Step, Steps, record
+
+    learned = []
+    monkeypatch.setattr(StepTimeLearner, "observe", lambda _, work, seconds: learned.append(Step(work, seconds)))
+    steps, learner = Steps(tmp_path / "steps"), StepTimeLearner()
+    done = [Step(Work(100, 4, 4000, 5000), 0.25), Step(Work(0, 5, 5100, 0), 0.0125), Step(Work(0, 1, 7, 0), 0.5)]
+    with (tmp_path / "steps").open("ab", buffering=0) as file:
+        record(file)
+        assert steps.new() == []
+        for some in (done[:2], done[2:]):
+            for step in some:
+                learner.observe(*step)
+            assert steps.new() == some
+    assert learned == done
 
 
 def test_the_simulator_tells_what_a_server_like_its_plant_would_show() -> None:
@@ -60,7 +89,7 @@ def test_the_simulator_tells_what_a_server_like_its_plant_would_show() -> None:
     from plant import Outside, compare, simulate
 
     load = [Arrival(0.2 * number, 200 + number, 20) for number in range(60)]
-    told = simulate(load, TRUE, 0.0, Outside(0.003, 2e-6, 5e-4))
+    told = simulate(load, TRUE, 0.0, Outside(0.003, 2e-6))
     ttft_s, gaps_s = told
     answers = [Answer(ttft_s=one, gaps_s=gaps_s[19 * place : 19 * place + 19]) for place, one in enumerate(ttft_s)]
     assert set(compare(load, answers, told)["off"].values()) == {0.0}
