@@ -39,6 +39,7 @@ KEY, TOKEN = Key("default", "demo"), "a-benchmark-token"
 FLAGS = ("--served-model-name=m", "--dtype=bfloat16", "--max-model-len=4096", "--num-threads=1", "--drain-timeout=5")
 KV_CACHE = "--kv-cache-memory-bytes=256MiB"
 NUM_REPLICAS = 2
+OWN_TIME = "own_time.py"
 START_S = 180.0
 LAST_S = 300.0
 """How long requests may take after the last one was sent; what has not ended then has failed."""
@@ -127,9 +128,6 @@ def _pod(number: int, host: int) -> Pod:
     metadata = {"namespace": KEY.namespace, "name": f"demo-{number}", "uid": f"{number}", "resourceVersion": "1"}
     status = {"podIP": f"127.99.{host}.{number + 1}", "conditions": [{"type": "Ready", "status": "True"}]}
     return Pod.of({"metadata": metadata, "status": status})
-
-
-OWN_TIME = "own_time.py"
 
 
 def run_by(script: str, *words: str) -> tuple[str, ...]:

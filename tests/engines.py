@@ -166,9 +166,23 @@ class Reference:
         return output[0, len(prompt) :].tolist()
 
 
-def shake(engine: Engine, waiting: list[Request], rng: random.Random) -> tuple[dict[str, list[int]], Counter[str]]:
+def tight(block_bytes: int, ahead: bool) -> dict[str, Any]:
+    """Settings of an engine that lacks room for most of what is asked of it, and plans ahead or drafts."""
+    return {
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 40,
+        "max_model_len": 144,
+        "kv_cache_memory_bytes": 18 * block_bytes,
+        "swap_space_bytes": 60 * block_bytes,
+        "kv_drain_timeout_s": 0.0,
+        "async_scheduling": ahead,
+        "speculative_config": None if ahead else SpeculativeConfig(num_speculative_tokens=5),
+    }
+
+
+def shake(engine: Engine, waiting: list[Request], expected: list[list[int]], rng: random.Random) -> None:
     """Run the requests to their ends, a few at a time, under a hundred resizes of the KV cache; now and then abort one whose id
-    ends in "cancelled". Return the output tokens, and how often what happened.
+    ends in "cancelled". The tokens must be those expected (an id begins with their index), and all that can happen must have.
     """
     outputs: dict[str, list[int]] = {one.request_id: [] for one in waiting}
     seen: Counter[str] = Counter()
@@ -190,7 +204,14 @@ def shake(engine: Engine, waiting: list[Request], rng: random.Random) -> tuple[d
             if request_id.endswith("cancelled") and rng.random() < 0.05 and engine.abort(request_id) is not None:
                 seen["cancelled"] += 1
         seen += _counts(output.stats)
-    return outputs, seen
+    for request_id, tokens in outputs.items():
+        right = expected[int(request_id.split()[0])]
+        assert tokens == right[: len(tokens)]
+        assert tokens == right or request_id.endswith("cancelled")
+    happened = ["cancelled", "hits", "host hits", "swapped out", "swapped in", "preempted"]
+    drafted = () if engine.scheduler._drafter is None else ("accepted", "rejected")
+    assert [one for one in (*happened, *drafted) if not seen[one]] == []
+    assert engine.kv_cache.counts().used == 0
 
 
 def _counts(stats: StepStats) -> Counter[str]:
