@@ -1,7 +1,8 @@
 """Delete from this Python's packages what torch does not need to run on a CPU, and say how much that was.
 
 torch on PyPI is a CUDA build. It loads on a machine without a GPU as long as the libraries that it links to are there; what
-those would load later (most of cuDNN and NVRTC), triton and the headers are two gigabytes that nothing uses.
+those would load later (most of cuDNN and NVRTC), triton and the headers of CUDA are gigabytes that nothing uses. The headers of
+torch stay: the C++ ops are compiled with them.
 """
 
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 PACKAGES = Path(sysconfig.get_path("purelib"))
 TORCH = PACKAGES / "torch"
 ENTRY = TORCH / "lib" / "libtorch_python.so"
-UNUSED = ("triton", "cuda", "nvidia/*/include", "torch/include", "torch/share", "torch/lib/*.a")
+UNUSED = ("triton", "cuda", "nvidia/*/include", "torch/share", "torch/lib/*.a")
 
 
 def needed_names(library: Path) -> set[str]:

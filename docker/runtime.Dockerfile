@@ -26,13 +26,14 @@ ARG DEVICE
 ARG TORCH_INDEX=https://pypi.org/simple
 RUN python3 requirements.py runtime pyproject.toml $([ ${DEVICE} = cuda ] || echo triton) > requirements.txt \
     && $PIP install --no-cache-dir --no-compile --index-url ${TORCH_INDEX} -c constraints.txt "$(grep '^torch' requirements.txt)" \
-    && $PIP install --no-cache-dir --no-compile -c constraints.txt -r requirements.txt
+    && $PIP install --no-cache-dir --no-compile -c constraints.txt -r requirements.txt \
+    && if [ ${DEVICE} = cpu ]; then /opt/flyball/bin/python prune_torch.py; fi
 COPY kernels kernels
 ARG VARIANTS=
 ENV FLYBALL_CPU_LIBRARY=/opt/flyball/lib/flyball_kernels
 RUN PYTHONPATH=kernels /opt/flyball/bin/python -m flyball_kernels.cpu.build \
         --variants ${VARIANTS} --output ${FLYBALL_CPU_LIBRARY} \
-    && if [ ${DEVICE} = cpu ]; then /opt/flyball/bin/python prune_torch.py; fi \
+    && if [ ${DEVICE} = cpu ]; then rm -r /opt/flyball/lib/python3*/site-packages/torch/include; fi \
     && PYTHONPATH=kernels /opt/flyball/bin/python -c 'import transformers; from flyball_kernels.cpu import library; library.load()'
 COPY . .
 # Bytecode now: a pod has no place to keep it, and would compile torch at each start. The folder left out has newer syntax.

@@ -67,6 +67,12 @@ def _make_room() -> None:
             _run("buildah", "rmi", "--prune")
         except CommandFailed as error:  # a build that was killed keeps layers in use; the space may do all the same
             print(f"e2e: not all of them could be removed: {error}", flush=True)
+        if (free := shutil.disk_usage(store).free) < MIN_FREE_BYTES:
+            needed = f"building all of them may take {MIN_FREE_BYTES / 1e9:.0f} GB"
+            print(
+                f"e2e: {free / 1e9:.0f} GB free, {needed}; `buildah rm --all` removes what killed builds left",
+                flush=True,
+            )
 
 
 def _debian() -> str:
