@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from flyball_protocol import Evidence, HitPoint, Lengths, LimitsReport, MemoryState, Objectives, StepModel
@@ -50,6 +51,21 @@ ARRIVED = "requests_arrived"
 REQUESTS = "requests"
 REJECTED = "requests_rejected"
 BLOCKED_STEPS = "blocked_steps"
+
+RARE = {
+    PREEMPTIONS: "num_preemptions",
+    RECOMPUTED: "num_recomputed_tokens",
+    SWAPPED_OUT: "num_swapped_out_blocks",
+    SWAPPED_IN: "num_swapped_in_blocks",
+    HOST_HITS: "num_host_hit_tokens",
+    DRAFTS: "num_drafts",
+    DRAFT_TOKENS: "num_draft_tokens",
+    ACCEPTED_TOKENS: "num_accepted_tokens",
+    PREFIX_QUERIED: "num_prefix_queried_tokens",
+    PREFIX_HITS: "num_prefix_hit_tokens",
+}
+"""Counts that most steps leave alone, and where StepStats has them."""
+_RARE = attrgetter(*RARE.values())
 
 QUEUE_FULL = "queue_full"
 """Code of the refusals that count as demand all the same."""
@@ -133,20 +149,14 @@ class Measurements:
         if stats.num_tokens or stats.blocked_by != "none":
             count(now, (BLOCKED_STEPS, stats.blocked_by))
         if stats.num_tokens:
-            self.step_time.add(now, [stats.duration_s])
-            self.step_tokens.add(now, [stats.num_tokens])
+            self.step_time.add_one(now, stats.duration_s)
+            self.step_tokens.add_one(now, stats.num_tokens)
             if stats.predicted_s is not None:
-                self.predicted_step_time.add(now, [stats.predicted_s])
-        count(now, PREEMPTIONS, stats.num_preemptions)
-        count(now, RECOMPUTED, stats.num_recomputed_tokens)
-        count(now, SWAPPED_OUT, stats.num_swapped_out_blocks)
-        count(now, SWAPPED_IN, stats.num_swapped_in_blocks)
-        count(now, HOST_HITS, stats.num_host_hit_tokens)
-        count(now, DRAFTS, stats.num_drafts)
-        count(now, DRAFT_TOKENS, stats.num_draft_tokens)
-        count(now, ACCEPTED_TOKENS, stats.num_accepted_tokens)
-        count(now, PREFIX_QUERIED, stats.num_prefix_queried_tokens)
-        count(now, PREFIX_HITS, stats.num_prefix_hit_tokens)
+                self.predicted_step_time.add_one(now, stats.predicted_s)
+        rare = _RARE(stats)
+        if any(rare):  # in most steps there is none of them
+            for key, number in zip(RARE, rare, strict=True):
+                count(now, key, number)
 
     def tokens(self, requests: Sequence[RequestTimes], count: int = 1) -> None:
         """Each of these requests has ``count`` tokens more; after the first ones, such tokens share their gap evenly."""
@@ -184,15 +194,15 @@ class Measurements:
         self.counts.add(now, (REQUESTS, outcome))
         if outcome not in ("stop", "length"):
             return
-        self.e2e.add(now, [now - request.arrival_s])
-        self.request_prompt_tokens.add(now, [request.num_prompt_tokens])
-        self.request_generation_tokens.add(now, [num_output_tokens])
+        self.e2e.add_one(now, now - request.arrival_s)
+        self.request_prompt_tokens.add_one(now, request.num_prompt_tokens)
+        self.request_generation_tokens.add_one(now, num_output_tokens)
         if request.first_token_s is None:
             return
         if self.objective_counter is not None:
             self.objective_counter.ended(now, request.first_token_s, num_output_tokens - 1, request.num_gaps_over)
         if num_output_tokens > 1:
-            self.tpot.add(now, [(request.last_token_s - request.first_token_s) / (num_output_tokens - 1)])
+            self.tpot.add_one(now, (request.last_token_s - request.first_token_s) / (num_output_tokens - 1))
 
     def rejected(self, code: str) -> None:
         """Take in a request that the engine refused, by error code."""

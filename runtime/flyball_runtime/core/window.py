@@ -112,17 +112,23 @@ class Series:
         self._sum = 0.0
         self._slices: Slices[_Slice] = Slices(lambda: _Slice(len(edges) + 1), window_s)
         self._pending: list[float] = []
-        self._pending_slice = _Slice(len(edges) + 1)
+        self._slice_s = window_s / SLICES
+        self._pending_tick, self._pending_slice = nan, _Slice(len(edges) + 1)
         self._rng = np.random.default_rng(0)
 
     def add(self, now: float, values: Sequence[float]) -> None:
         """Add any number of samples of this moment."""
         if not values:
             return
-        if (current := self._slices.current(now)) is not self._pending_slice or len(self._pending) >= MAX_PENDING:
-            self._settle()
-            self._pending_slice = current
+        if now // self._slice_s != self._pending_tick or len(self._pending) >= MAX_PENDING:
+            self._turn_to(now)
         self._pending.extend(values)
+
+    def add_one(self, now: float, value: float) -> None:
+        """Add a sample of this moment."""
+        if now // self._slice_s != self._pending_tick or len(self._pending) >= MAX_PENDING:
+            self._turn_to(now)
+        self._pending.append(value)
 
     def totals(self) -> tuple[list[int], float]:
         """Return the samples by bucket since the start, not cumulative, and their sum."""
@@ -144,6 +150,11 @@ class Series:
             edges_s=tuple(self.edges),
             counts=tuple(buckets.tolist()),
         )
+
+    def _turn_to(self, now: float) -> None:
+        """Have samples of this moment wait."""
+        self._settle()
+        self._pending_tick, self._pending_slice = now // self._slice_s, self._slices.current(now)
 
     def _settle(self) -> None:
         """Put the waiting samples into the buckets of the slice that they came in."""

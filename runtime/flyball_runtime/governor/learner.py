@@ -68,22 +68,24 @@ class _Candidate:
         self.error = error
         self._num_scored = 0
         self._ratios: deque[float] = deque(maxlen=SHIFT_STEPS)
+        self._last_distance = 0.0  # of the last ratio
 
     def score(self, work: Work, seconds: float, *, well_known: bool, interrupted: bool) -> None:
         """Compare a step with what this predicts. One that was interrupted says nothing about the error."""
         if self.model is None:
             return
         ratio = seconds / max(_TINY_S, self.model.predict(*work))
+        distance = abs(math.log(ratio))
         if not interrupted:
-            distance = abs(math.log(ratio))
             self._num_scored += 1
             self.error += (min(1.0, distance) - self.error) / min(64, self._num_scored + 4)
         if well_known:
             self._ratios.append(ratio)
+            self._last_distance = distance
 
     def shift(self) -> float:
         """Return the factor by which all well-known steps differ lately from what this predicts; 1.0 if it may be chance."""
-        if len(self._ratios) < SHIFT_STEPS or abs(math.log(self._ratios[-1])) < MIN_SHIFT:
+        if self._last_distance < MIN_SHIFT or len(self._ratios) < SHIFT_STEPS:
             return 1.0
         shift = median(self._ratios)
         noise = 1.25 * max(_spread(self._ratios) / shift, 1.25 * self.error) / math.sqrt(SHIFT_STEPS)

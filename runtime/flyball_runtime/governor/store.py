@@ -46,6 +46,7 @@ class StepStore:
         self._slots: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._num_in_slot = [0] * NUM_BUCKETS
         self._rows = np.zeros((NUM_BUCKETS * PER_BUCKET, 5))  # P, D, K, Q, seconds; seconds 0: empty
+        self._new: dict[int, tuple[float, ...]] = {}  # rows that are to be written
 
     def add(self, work: Work, seconds: float) -> None:
         prefill, decodes, context, pairs = work
@@ -55,11 +56,13 @@ class StepStore:
             slot = self._slots[kind] = self._new_slot()
         else:
             self._slots.move_to_end(kind)
-        self._rows[slot * PER_BUCKET + self._num_in_slot[slot] % PER_BUCKET] = prefill, decodes, context, pairs, seconds
-        self._num_in_slot[slot] += 1
+        num = self._num_in_slot[slot]
+        self._new[slot * PER_BUCKET + num % PER_BUCKET] = prefill, decodes, context, pairs, seconds
+        self._num_in_slot[slot] = num + 1
 
     def rescale(self, factor: float) -> None:
         """Everything takes ``factor`` times as long from now on."""
+        self._write()
         self._rows[:, 4] *= factor
         if self.model is not None:
             self.model = rescaled(self.model, factor)
@@ -70,6 +73,7 @@ class StepStore:
         Args:
             weighting: the model in use, if there is one. Errors are relative to the times that it predicts.
         """
+        self._write()
         rows = self._rows[_in_line(self._rows[:, 4].reshape(NUM_BUCKETS, PER_BUCKET)).ravel()]
         if len(rows) < MIN_STEPS:
             return
@@ -91,9 +95,15 @@ class StepStore:
         if best is not None:
             self.model = best[1]
 
+    def _write(self) -> None:
+        if self._new:
+            self._rows[list(self._new)] = list(self._new.values())
+            self._new.clear()
+
     def _new_slot(self) -> int:
         if len(self._slots) < NUM_BUCKETS:
             return len(self._slots)
+        self._write()
         _, slot = self._slots.popitem(last=False)
         self._num_in_slot[slot] = 0
         self._rows[slot * PER_BUCKET : (slot + 1) * PER_BUCKET] = 0.0

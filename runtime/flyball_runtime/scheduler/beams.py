@@ -20,6 +20,8 @@ class Beams:
 
     Args:
         add_chunk: the scheduler's.
+    Attributes:
+        searches: by the ids of their requests.
     """
 
     def __init__(
@@ -30,11 +32,8 @@ class Beams:
         self._seats = seats
         self._outlook = outlook
         self._add_chunk = add_chunk
-        self._searches: dict[str, Search] = {}
+        self.searches: dict[str, Search] = {}
         self._beam_of: dict[str, tuple[Search, Beam]] = {}  # by the id of the running sequence
-
-    def __bool__(self) -> bool:
-        return bool(self._searches)
 
     @property
     def num_reserved_seats(self) -> int:
@@ -44,14 +43,14 @@ class Beams:
     @property
     def _active(self) -> list[Search]:
         """Those with a running sequence. The root of each other one waits in the queue."""
-        return [search for search in self._searches.values() if search.running]
+        return [search for search in self.searches.values() if search.running]
 
     def add(self, root: Sequence, settings: BeamSearch) -> None:
         """Take up the search of a request that is about to wait in the queue."""
-        self._searches[root.request_id] = Search(root, settings)
+        self.searches[root.request_id] = Search(root, settings)
 
     def running_of(self, root: Sequence) -> list[Sequence]:
-        return self._searches[root.request_id].running
+        return self.searches[root.request_id].running
 
     def beam_of(self, seq: Sequence) -> Beam:
         """Return the beam that a running sequence computes."""
@@ -65,7 +64,7 @@ class Beams:
 
     def start(self, step: Step, root: Sequence, match: PrefixMatch) -> None:
         """Have a search run whose root was the head of the queue."""
-        self._start(step, self._searches[root.request_id], root, match)
+        self._start(step, self.searches[root.request_id], root, match)
 
     def go_on(self, step: Step) -> None:
         """Tell the executor what the sequences of a step's beams have become, before they take further blocks."""
@@ -193,7 +192,7 @@ class Beams:
 
     def end(self, root: Sequence) -> None:
         """Stop what runs of a search that is over."""
-        for seq in self._searches.pop(root.request_id).running:
+        for seq in self.searches.pop(root.request_id).running:
             self._stop(seq)
 
     def _assign(self, search: Search, beam: Beam, seq: Sequence) -> None:

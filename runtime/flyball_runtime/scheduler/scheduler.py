@@ -240,7 +240,7 @@ class Scheduler:
             return None
         step, prefills = planned
         budget = self._limits.max_num_batched_tokens - step.num_tokens
-        if self._beams:
+        if self._beams.searches:
             budget -= self._beams.join(step, budget, self._limits.max_num_batched_tokens)
         if self._policy in (edf, srpf):
             prefills.sort(key=lambda seq: (seq.is_late, order_of(seq)))
@@ -248,7 +248,7 @@ class Scheduler:
         while prefills and not step.sequences and not self._in_flight:
             self._make_room(step, prefills)
             budget -= self._add_chunks(step, prefills, budget)
-        if self._beams and not step.sequences:
+        if self._beams.searches and not step.sequences:
             budget -= self._beams.join(step, budget, self._limits.max_num_batched_tokens)
         if self._kv.has_surplus:
             self._compact(step)
@@ -300,7 +300,7 @@ class Scheduler:
                 self._drafter.verified(seq, len(drafts), num)
                 if seq.row is not None:
                     self._seats.sort(seq)
-        if self._beams:
+        if self._beams.searches:
             endings = list({self._beams.root_of(seq): ending for seq, ending in endings}.items())
         for seq, ending in endings:
             if ending == "failed":
@@ -313,7 +313,7 @@ class Scheduler:
         for seq, ending in endings:
             if ending != "failed":
                 self._end(seq)
-        if self._beams:
+        if self._beams.searches:
             endings += self._advance_beams(step, candidates or {})
         if self._seats.leaving:
             self._seats.let_go(step.plan.number)
@@ -358,7 +358,7 @@ class Scheduler:
         at_edge = sorted(self._seats.at_edge, key=epoch_of)
         growing = [seq for seq in at_edge if seq.num_computed_tokens == len(seq.block_tables[0]) * block_size]
         num_beams = 0
-        if self._beams:
+        if self._beams.searches:
             decodes, num_beams = plain_first(decodes)
         return Step.of_decodes(decodes, [seq.num_computed_tokens for seq in decodes], num_beams), growing
 

@@ -659,7 +659,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.model.check(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
             self.tables_reach_far_enough(seq)
             self.windows_are_kept(seq)
-        for search in self.scheduler._beams._searches.values():
+        for search in self.scheduler._beams.searches.values():
             self.search_goes_on(search)
 
     def search_goes_on(self, search: Search) -> None:
