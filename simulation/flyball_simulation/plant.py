@@ -24,7 +24,7 @@ class Plant(Struct, frozen=True, kw_only=True):
         overhead_s: of every step.
         weights_s: reading the weights once.
         token_s: computing one token, attention aside.
-        decode_s: of each sequence that decodes, beside its token.
+        decode_s: of each sequence that decodes, beside its token; below 0 where that costs less than a prompt's.
         context_token_s: reading one token of the KV cache, for a decode.
         attention_pair_s: a prefill token that attends to one other.
     """
@@ -46,9 +46,8 @@ class Plant(Struct, frozen=True, kw_only=True):
             if self.shape == "interaction":
                 compute_s += self.token_s / INTERACTION_TOKENS * prefill_tokens * decodes
             dense_s = self.weights_s if self.weights_s > compute_s else compute_s
-        return (
-            self.overhead_s + dense_s + self.context_token_s * context_tokens + self.attention_pair_s * attention_pairs
-        )
+        attention_s = self.context_token_s * context_tokens + self.attention_pair_s * attention_pairs
+        return self.overhead_s + dense_s + self.decode_s * decodes + attention_s
 
 
 class SlowDown(Struct, frozen=True, kw_only=True):
