@@ -1,21 +1,22 @@
 """What a step of this machine's runtime costs, as a plant of the simulator; how near that is to a real server.
 
-    python benchmarks/plant.py [--seconds 60] [--seed 1]
+    python benchmarks/plant.py [--seconds 20] [--rounds 4] [--seed 1]
 
 `flyball serve` runs with one engine thread and notes what each step computed and how long it took: the steps that its own model
-of step times learns from (recorded_steps.py). A load to learn from, of all sizes, arrives over HTTP in four parts, with more
-and with fewer requests at once. The plant's coefficients are fitted to half of the steps of these parts, by least squares of
-the relative error, none negative; the other half says how far off they are. A step's time has in it what the engine process
+of step times learns from (recorded_steps.py). A load to learn from, of all sizes, arrives over HTTP in many short parts, with
+more and with fewer requests at once. The plant's coefficients are fitted to half of the steps of these parts, by least squares
+of the relative error, none negative; the other half says how far off they are. A step's time has in it what the engine process
 does between steps, and what the API process and the client beside it cost on the same machine.
 
-Between the parts, three loads arrive in real time. Before each of them, requests one after the other show what a request takes
-outside of the steps: once, and for each token of its prompt (HTTP, JSON). The same arrivals go through the simulator, and p50
-and p95 of TTFT and ITL are compared, as the client saw them. No request that is compared has a part in the fit.
+Between the parts, three loads take turns to arrive in real time. Before each turn, requests one after the other show what a
+request takes outside of the steps: once, and for each token of its prompt (HTTP, JSON). The same arrivals go through the
+simulator, and p50 and p95 of TTFT and ITL over all turns of a load are compared, as the client saw them. No request that is
+compared has a part in the fit.
 
-The machine may get slower or faster meanwhile. How fast it was at a load is told by the parts before and behind it: what their
+The machine may get slower or faster meanwhile. How fast it was in a turn is told by the parts before and behind it: what their
 steps took, as a multiple of what the plant says of them.
 
-Takes about seven minutes, on a machine that does nothing else. Writes results/plant.json.
+Takes about ten minutes, on a machine that does nothing else. Writes results/plant.json.
 """
 
 import argparse
@@ -51,7 +52,7 @@ KV_TOKENS = KV_BYTES // (12 * 2 * 4 * 64 * 2)
 KNEES = (0, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 TARGET = 0.10
 """The simulator is to be this near, as a share of the measured value."""
-LEARN = {1: 4, 2: 6, 4: 10, 8: 16, 16: 24, 32: 40}
+LEARN = {1: 2, 2: 3, 4: 5, 8: 10, 16: 14, 32: 20}
 """How many requests a part of the load to learn from has, by how many are under way at once."""
 NUM_SIMULATIONS = 5
 """Runs of the simulator that are taken together: they differ by the noise of the steps only."""
@@ -64,16 +65,21 @@ class Outside(NamedTuple):
     prompt_token_s: float
 
 
-class Answers(NamedTuple):
-    """What a client of the server saw of requests one after the other, with the lengths of their prompts, and of a load.
+class Turn(NamedTuple):
+    """What came of a load in one of its turns.
 
     Attributes:
-        steps: of the load.
+        alone: of requests one after the other before it, with the lengths of their prompts.
+        answers: to the arrivals.
+        steps: in which they were computed.
+        around: steps of the parts before and behind it.
     """
 
+    arrivals: list[Arrival]
     alone: list[tuple[int, Answer]]
-    load: list[Answer]
+    answers: list[Answer]
     steps: list[Step]
+    around: list[Step]
 
 
 async def learn(session: aiohttp.ClientSession, one: Pod, rng: random.Random) -> None:
@@ -84,7 +90,7 @@ async def learn(session: aiohttp.ClientSession, one: Pod, rng: random.Random) ->
 
 
 async def _ask(session: aiohttp.ClientSession, one: Pod, seats: asyncio.Semaphore, rng: random.Random) -> None:
-    prompt = rng.choices(VOCABULARY, k=rng.choice((16, 64, 200, 500, 1500, 3000)))
+    prompt = rng.choices(VOCABULARY, k=rng.choice((16, 16, 64, 64, 200, 500, 1500, 3000)))
     num_outputs = rng.choice((4, 20, 80, 200))
     async with seats:
         answer = await send(session, one, prompt, num_outputs)
@@ -125,10 +131,11 @@ def _fit_knee(steps: Sequence[Step], knee: int) -> Plant:
     table = np.array([step.work for step in steps], dtype=np.float64)
     seconds = np.array([step.seconds for step in steps])
     num_tokens = table[:, 0] + table[:, 1]
-    columns = np.stack(
-        [np.ones(len(steps)), np.maximum(0.0, num_tokens - knee), table[:, 1], table[:, 2], table[:, 3]], axis=1
-    )
+    tokens = np.maximum(0.0, num_tokens - knee) if knee else table[:, 0]
+    columns = np.stack([np.ones(len(steps)), tokens, table[:, 1], table[:, 2], table[:, 3]], axis=1)
     base, token, decode, context, pairs = _nonnegative(columns / seconds[:, None], np.ones(len(steps)))
+    if not knee:  # a prompt's token and a decode's have prices of their own
+        decode -= token
     weights = min(token * knee, base)
     return Plant(
         shape="knee" if knee else "linear",
@@ -177,10 +184,13 @@ class Load(NamedTuple):
 
 
 LOADS = {
-    "chat": Load(220, 60, 0.6, 1.0),
+    "chat": Load(220, 30, 0.6, 1.0),
     "long prompts": Load(1800, 30, 0.5, 1.0),
     "code, in bursts": Load(500, 10, 0.5, 0.35),
 }
+"""In each, far more than 5 % of the gaps have a prompt beside them. Were it about 5 %, chance would decide whether the 95th
+percentile is that of the steps with a prompt, or of those without, which are far shorter.
+"""
 
 
 def arrivals(load: Load, plant: Plant, seconds: float, rng: random.Random) -> list[Arrival]:
@@ -198,18 +208,18 @@ def arrivals(load: Load, plant: Plant, seconds: float, rng: random.Random) -> li
 async def requests_alone(session: aiohttp.ClientSession, one: Pod, rng: random.Random) -> list[tuple[int, Answer]]:
     """Send requests of several lengths one after the other; return the lengths of their prompts with the answers."""
     found = []
-    for num_tokens in (16, 16, 64, 256, 500) * 4:
+    for num_tokens in (16, 64, 256, 500) * 2:
         found.append((num_tokens, await send(session, one, rng.choices(VOCABULARY, k=num_tokens), 24)))
     return found
 
 
-def outside_of(alone: Sequence[tuple[int, Answer]], plant: Plant) -> Outside:
-    """Return what the requests took until their first token, beside the step that computed their prompts."""
+def outside_of(alone: Sequence[tuple[int, Answer, Plant]]) -> Outside:
+    """Return what requests took until their first token, beside the step that computed their prompts by the plant of then."""
     rest_s = [
         (answer.ttft_s or 0.0) - plant.seconds(num_tokens, 0, 0, num_tokens * (num_tokens + 1) // 2)
-        for num_tokens, answer in alone
+        for num_tokens, answer, plant in alone
     ]
-    slope_s, request_s = np.polyfit([num_tokens for num_tokens, _ in alone], rest_s, 1)
+    slope_s, request_s = np.polyfit([num_tokens for num_tokens, *_ in alone], rest_s, 1)
     return Outside(float(request_s), float(slope_s))
 
 
@@ -225,16 +235,15 @@ async def ask_all(
     return list(await asyncio.gather(*sent))
 
 
-async def measure(
-    session: aiohttp.ClientSession, one: Pod, load: Sequence[Arrival], steps: Steps, rng: random.Random
-) -> Answers:
-    alone = await requests_alone(session, one, rng)
-    steps.new()
-    return Answers(alone, await ask_all(session, one, load, rng), steps.new())
+class Seen(NamedTuple):
+    """TTFT of each request, and all gaps, as a client saw or would see them."""
+
+    ttft_s: list[float]
+    gaps_s: list[float]
 
 
-def simulate(load: Sequence[Arrival], plant: Plant, noise: float, outside: Outside) -> tuple[list[float], list[float]]:
-    """Return TTFT of each request and all gaps, as a client would see them, of several runs."""
+def simulate(load: Sequence[Arrival], plant: Plant, noise: float, outside: Outside, told: Seen) -> None:
+    """Run a load several times, and add to what a client would see."""
     setup = Setup(
         name="fit",
         plant=plant,
@@ -245,41 +254,28 @@ def simulate(load: Sequence[Arrival], plant: Plant, noise: float, outside: Outsi
         max_num_batched_tokens=MAX_TOKENS,
         objectives=Bounds(),
     )
-    ttft_s: list[float] = []
-    gaps_s: list[float] = []
     for seed in range(NUM_SIMULATIONS):
         world = World(setup, list(load), Static(), seed)
         world.run()
         for arrival, outcome in zip(load, world.outcomes(), strict=True):
-            ttft_s.append((outcome.ttft_s or 0.0) + outside.request_s + outside.prompt_token_s * arrival.input_len)
-        gaps_s += [gap_s for one in world.replicas if one is not None for gap_s in one.gaps]
-    return ttft_s, gaps_s
+            outside_s = outside.request_s + outside.prompt_token_s * arrival.input_len
+            told.ttft_s.append((outcome.ttft_s or 0.0) + outside_s)
+        for one in world.replicas:
+            told.gaps_s.extend([] if one is None else one.gaps)
 
 
-def compare(
-    load: Sequence[Arrival], answers: Sequence[Answer], told: tuple[list[float], list[float]]
-) -> dict[str, Any]:
-    problems = [answer.problem for answer in answers if answer.problem]
-    if problems:
-        raise SystemExit(f"{len(problems)} of {len(answers)} requests failed: {problems[0]}")
-    seen = [answer.ttft_s or 0.0 for answer in answers], [gap_s for answer in answers for gap_s in answer.gaps_s]
-    measured, simulated = _quantiles(*seen), _quantiles(*told)
-    off = {key: round(simulated[key] / measured[key] - 1, 4) for key in measured}
-    return {"requests": len(load), "measured": measured, "simulated": simulated, "off": off}
-
-
-def _quantiles(ttft_s: list[float], gaps_s: list[float]) -> dict[str, float]:
+def _quantiles(seen: Seen) -> dict[str, float]:
     return {
         f"{what}_p{percent}_s": round(percentile(values, percent / 100) or 0.0, 6)
-        for what, values in (("ttft", ttft_s), ("itl", gaps_s))
+        for what, values in (("ttft", seen.ttft_s), ("itl", seen.gaps_s))
         for percent in (50, 95)
     }
 
 
 async def observe(
-    model: Path, seconds: float, rng: random.Random
-) -> tuple[list[list[Step]], dict[str, list[Arrival]], dict[str, Answers]]:
-    """Return the steps of each part of the load to learn from, the loads to compare, and what a client saw around them."""
+    model: Path, seconds: float, rounds: int, rng: random.Random
+) -> tuple[list[list[Step]], dict[str, list[Turn]]]:
+    """Return the steps of each part of the load to learn from, and the turns of the loads between them."""
     (one, *_) = pods_of(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -295,49 +291,76 @@ async def observe(
                 await learn(session, one, rng)
                 return steps.new()
 
-            parts, loads, answers = [await part()], {}, {}
+            parts: list[list[Step]] = [await part()]
+            turns: dict[str, list[Turn]] = {name: [] for name in LOADS}
             first = fit(parts[0])
             print(f"{len(parts[0])} steps: {first}", flush=True)
-            for name, load in LOADS.items():
-                loads[name] = arrivals(load, first, seconds, rng)
-                answers[name] = await measure(session, one, loads[name], steps, rng)
+            for name in list(LOADS) * rounds:
+                load = arrivals(LOADS[name], first, seconds, rng)
+                alone = await requests_alone(session, one, rng)
+                steps.new()
+                answers = await ask_all(session, one, load, rng)
+                own = steps.new()
                 parts.append(await part())
-    return parts, loads, answers
+                turns[name].append(Turn(load, alone, answers, own, parts[-2] + parts[-1]))
+    return parts, turns
+
+
+def compare(turns: Sequence[Turn], plant: Plant, noise: float) -> dict[str, Any]:
+    """Return what the client saw over all turns of a load, what the simulator says of it, and how far apart they are."""
+    problems = [answer.problem for turn in turns for answer in turn.answers if answer.problem]
+    if problems:
+        raise SystemExit(f"{len(problems)} requests of a load failed: {problems[0]}")
+    took = [speed(plant, turn.around) for turn in turns]
+    plants = [scaled(plant, factor) for factor in took]
+    outside = outside_of([(*one, then) for turn, then in zip(turns, plants, strict=True) for one in turn.alone])
+    seen, told = Seen([], []), Seen([], [])
+    for turn, then in zip(turns, plants, strict=True):
+        for answer in turn.answers:
+            seen.ttft_s.append(answer.ttft_s or 0.0)
+            seen.gaps_s.extend(answer.gaps_s)
+        simulate(turn.arrivals, then, noise, outside, told)
+    measured, simulated = _quantiles(seen), _quantiles(told)
+    return {
+        "requests": len(seen.ttft_s),
+        "steps_took": [round(factor, 4) for factor in took],
+        "bias": [round(bias_of(then, turn.steps), 4) for turn, then in zip(turns, plants, strict=True)],
+        "outside_of_steps": outside._asdict(),
+        "measured": measured,
+        "simulated": simulated,
+        "off": {key: round(simulated[key] / measured[key] - 1, 4) for key in measured},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each load to compare")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn of a load to compare")
+    parser.add_argument("--rounds", type=int, default=4, help="in which each load has its turn")
     parser.add_argument("--seed", type=int, default=1, help="of lengths, times and tokens")
     parser.add_argument("--folder", type=Path, default=Path("out/checkpoints"))
     args = parser.parse_args()
     rng, model = random.Random(args.seed), make_checkpoint(args.folder, "small")
-    parts, loads, answers = asyncio.run(observe(model, args.seconds, rng))
+    parts, turns = asyncio.run(observe(model, args.seconds, args.rounds, rng))
     plant, rest = fit([step for part in parts for step in part[::2]]), [step for part in parts for step in part[1::2]]
     off = sorted(errors(plant, rest))
     p50, p95 = off[len(off) // 2], off[int(0.95 * len(off))]
     bias = bias_of(plant, rest)
     print(f"{sum(map(len, parts))} steps: {plant}")
     print(f"relative error p50 {p50:.1%}, p95 {p95:.1%}, of all together {bias:+.1%}")
-    noise = min(0.3, 1.48 * p50)
     compared = {}
-    for place, (name, load) in enumerate(loads.items()):
-        factor = speed(plant, parts[place] + parts[place + 1])
-        then = scaled(plant, factor)
-        outside = outside_of(answers[name].alone, then)
-        told = simulate(load, then, noise, outside)
-        own = bias_of(then, answers[name].steps)
-        one = {"steps_took": round(factor, 4), "bias": round(own, 4), "outside_of_steps": outside._asdict()}
-        compared[name] = one | compare(load, answers[name].load, told)
-        print(f"{name}: {len(load)} requests; the machine took {factor:.3f} times as long as on the average", end="")
-        print(f", the plant says {own:+.1%} of the load's own steps; outside of them {outside}")
-        print("  " + ", ".join(f"{key} {off:+.1%}" for key, off in compared[name]["off"].items()))
+    for name in LOADS:
+        one = compared[name] = compare(turns[name], plant, min(0.3, 1.48 * p50))
+        print(
+            f"{name}: {one['requests']} requests; in its turns steps took {one['steps_took']} times as long as on the average;"
+        )
+        print(f"  the plant says {one['bias']} more of the load's own steps; outside of them {one['outside_of_steps']}")
+        print("  " + ", ".join(f"{key} {off:+.1%}" for key, off in one["off"].items()))
     worst = max(abs(off) for one in compared.values() for off in one["off"].values())
     print(f"farthest off: {worst:.1%}, {'within' if worst <= TARGET else 'NOT within'} {TARGET:.0%}")
     save(
         "plant",
         {
-            "settings": {name: getattr(args, name) for name in ("seconds", "seed")},
+            "settings": {name: getattr(args, name) for name in ("seconds", "rounds", "seed")},
             "num_steps": sum(map(len, parts)),
             "plant": {name: getattr(plant, name) for name in plant.__struct_fields__},
             "relative_error": {"p50": p50, "p95": p95, "of_all_together": bias},

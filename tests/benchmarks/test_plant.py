@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -9,6 +10,10 @@ from flyball_runtime.governor.learner import StepTimeLearner
 from flyball_runtime.governor.work import Work
 from flyball_simulation.plant import Plant
 from flyball_simulation.workload import Arrival
+
+if TYPE_CHECKING:
+    from contender import Answer
+    from plant import Turn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TRUE = Plant(
@@ -20,6 +25,7 @@ TRUE = Plant(
     context_token_s=1e-6,
     attention_pair_s=2e-7,
 )
+OUTSIDE_S, OUTSIDE_TOKEN_S = 0.003, 2e-6
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +63,11 @@ def test_a_slower_machine_is_a_plant_whose_steps_take_longer() -> None:
 
 
 def test_what_a_request_takes_beside_its_steps_is_told_from_requests_alone() -> None:
-    from contender import Answer
-    from plant import outside_of
+    from plant import outside_of, scaled
 
-    alone = []
-    for num_tokens in (16, 64, 256, 500):
-        first_s = TRUE.seconds(num_tokens, 0, 0, num_tokens * (num_tokens + 1) // 2)
-        alone.append((num_tokens, Answer(ttft_s=first_s + 0.003 + 2e-6 * num_tokens)))
-    assert outside_of(alone, TRUE) == pytest.approx((0.003, 2e-6), rel=0.01)
+    plants = TRUE, scaled(TRUE, 1.3)
+    alone = [(*one, plant) for plant in plants for one in requests_alone(plant)]
+    assert outside_of(alone) == pytest.approx((OUTSIDE_S, OUTSIDE_TOKEN_S), rel=0.01)
 
 
 def test_steps_that_a_server_learns_from_are_read_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,15 +89,44 @@ def test_steps_that_a_server_learns_from_are_read_as_they_come(tmp_path: Path, m
 
 def test_the_simulator_tells_what_a_server_like_its_plant_would_show() -> None:
     from contender import Answer
-    from plant import Outside, compare, simulate
+    from plant import compare, scaled
+
+    as_measured, slower = turn(TRUE), turn(scaled(TRUE, 1.3))
+    found = compare([as_measured, slower], TRUE, 0.0)
+    assert set(found["off"].values()) == {0.0}
+    assert (found["requests"], found["steps_took"], found["bias"]) == (120, [1.0, 1.3], [0.0, 0.0])
+
+    late = [Answer(ttft_s=2 * (one.ttft_s or 0.0), gaps_s=one.gaps_s) for one in as_measured.answers]
+    off = compare([as_measured._replace(answers=late)], TRUE, 0.0)["off"]
+    assert (off["ttft_p95_s"], off["itl_p95_s"]) == (-0.5, 0.0)
+
+    as_measured.answers[7].problem = "status 500"
+    with pytest.raises(SystemExit, match="1 requests of a load failed: status 500"):
+        compare([as_measured, slower], TRUE, 0.0)
+
+
+def requests_alone(plant: Plant) -> "list[tuple[int, Answer]]":
+    """Return what requests see that come one after the other to a server like this plant."""
+    from contender import Answer
+
+    alone = []
+    for num_tokens in (16, 64, 256, 500):
+        first_s = plant.seconds(num_tokens, 0, 0, num_tokens * (num_tokens + 1) // 2)
+        alone.append((num_tokens, Answer(ttft_s=first_s + OUTSIDE_S + OUTSIDE_TOKEN_S * num_tokens)))
+    return alone
+
+
+def turn(plant: Plant) -> "Turn":
+    """Return a turn of a load on a server like this plant."""
+    from contender import Answer
+    from plant import NUM_SIMULATIONS, Outside, Seen, Turn, simulate
+    from recorded_steps import Step
 
     load = [Arrival(0.2 * number, 200 + number, 20) for number in range(60)]
-    told = simulate(load, TRUE, 0.0, Outside(0.003, 2e-6))
-    ttft_s, gaps_s = told
-    answers = [Answer(ttft_s=one, gaps_s=gaps_s[19 * place : 19 * place + 19]) for place, one in enumerate(ttft_s)]
-    assert set(compare(load, answers, told)["off"].values()) == {0.0}
-    slower = [Answer(ttft_s=2 * (one.ttft_s or 0.0), gaps_s=one.gaps_s) for one in answers]
-    off = compare(load, slower, told)["off"]
-    assert (off["ttft_p95_s"], off["itl_p95_s"]) == (-0.5, 0.0)
-    with pytest.raises(SystemExit, match="1 of 300 requests failed: status 500"):
-        compare(load, [Answer(problem="status 500"), *answers[1:]], told)
+    simulate(load, plant, 0.0, Outside(OUTSIDE_S, OUTSIDE_TOKEN_S), seen := Seen([], []))
+    assert len(seen.ttft_s) == NUM_SIMULATIONS * len(load)
+    answers = [
+        Answer(ttft_s=one, gaps_s=seen.gaps_s[19 * at : 19 * at + 19]) for at, one in enumerate(seen.ttft_s[:60])
+    ]
+    steps = [Step(work, plant.seconds(*work)) for work in (Work(0, 4, 400, 0), Work(100, 4, 400, 5000))]
+    return Turn(load, requests_alone(plant), answers, steps, around=steps)
