@@ -4,6 +4,7 @@ The form is that of a GPU's roofline: reading the weights or computing the token
 Sources of the profiles: docs/simulation.md.
 """
 
+import math
 import random
 from typing import Literal
 
@@ -27,6 +28,8 @@ class Plant(Struct, frozen=True, kw_only=True):
         decode_s: of each sequence that decodes, beside its token; below 0 where that costs less than a prompt's.
         context_token_s: reading one token of the KV cache, for a decode.
         attention_pair_s: a prefill token that attends to one other.
+        after_prompt: share by which a step without a prompt takes longer right after one with; the second one by a half of it,
+            the third one by a third, and so on. So it was measured on CPUs, whose caches and clock recover.
     """
 
     shape: Shape = "knee"
@@ -36,9 +39,10 @@ class Plant(Struct, frozen=True, kw_only=True):
     decode_s: float = 0.0
     context_token_s: float
     attention_pair_s: float
+    after_prompt: float = 0.0
 
     def seconds(self, prefill_tokens: int, decodes: int, context_tokens: int, attention_pairs: int) -> float:
-        """Return the step time without disturbances."""
+        """Return the step time without disturbances, long after the last prompt."""
         compute_s = self.token_s * (prefill_tokens + decodes)
         if self.shape == "linear":
             dense_s = self.weights_s + compute_s
@@ -177,12 +181,17 @@ class Device:
         self._slow_downs = [one for one in disturbances.slow_downs if one.replica in (None, replica)]
         self._random = random.Random(f"{seed}/{replica}")
         self._period, self._used_s = 0, 0.0
+        self._since_prompt = math.inf  # steps
 
     def seconds(
         self, now_s: float, prefill_tokens: int, decodes: int, context_tokens: int, attention_pairs: int
     ) -> float:
         """Return how long a step takes that begins at ``now_s``."""
         known_s = self._plant.seconds(prefill_tokens, decodes, context_tokens, attention_pairs)
+        if self._plant.after_prompt:
+            self._since_prompt = 0 if prefill_tokens else self._since_prompt + 1
+            if self._since_prompt:
+                known_s *= 1.0 + self._plant.after_prompt / self._since_prompt
         rest = self._disturbances
         if rest.noise:
             known_s *= max(0.3, self._random.gauss(1.0, rest.noise))

@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from flyball_simulation.plant import Plant
+from flyball_simulation.plant import Device, Disturbances, Plant
 
 PLANT = Plant(
     shape="linear",
@@ -43,3 +43,13 @@ def test_an_interaction_makes_prompts_dearer_beside_decodes() -> None:
     both = structs.replace(PLANT, shape="interaction")
     extra_s = 0.0002 / 256 * 100 * 8
     assert both.seconds(*STEP) == pytest.approx(structs.replace(PLANT, shape="knee").seconds(*STEP) + extra_s)
+
+
+def test_steps_after_a_prompt_take_longer_the_first_one_most() -> None:
+    plant = structs.replace(PLANT, after_prompt=0.12)
+    device = Device(plant, Disturbances(noise=0.0), 0, 0)
+    prompt, decodes = (100, 0, 0, 5000), (0, 8, 4000, 0)
+    told = [
+        device.seconds(0.0, *work) / plant.seconds(*work) for work in (decodes, prompt, *[decodes] * 3, prompt, decodes)
+    ]
+    assert told == pytest.approx([1.0, 1.0, 1.12, 1.06, 1.04, 1.0, 1.12])
