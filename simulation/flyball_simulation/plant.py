@@ -50,8 +50,13 @@ class Plant(Struct, frozen=True, kw_only=True):
             if self.shape == "interaction":
                 compute_s += self.token_s / INTERACTION_TOKENS * prefill_tokens * decodes
             dense_s = self.weights_s if self.weights_s > compute_s else compute_s
-        attention_s = self.context_token_s * context_tokens + self.attention_pair_s * attention_pairs
-        return self.overhead_s + dense_s + self.decode_s * decodes + attention_s
+        return (
+            self.overhead_s
+            + dense_s
+            + self.decode_s * decodes
+            + self.context_token_s * context_tokens
+            + self.attention_pair_s * attention_pairs
+        )
 
 
 class SlowDown(Struct, frozen=True, kw_only=True):
