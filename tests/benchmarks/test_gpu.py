@@ -49,6 +49,7 @@ def test_every_kernel_is_checked_in_the_interpreter(tmp_path: Path) -> None:
     assert kernels >= {"sample", "penalties", "token_bitmask"}
 
 
+@pytest.mark.slow
 def test_share_of_the_slower_bound() -> None:
     code = """
 from gpu_kernels import Case, share_of_bound
@@ -64,6 +65,7 @@ print(share_of_bound(decode, 1e-4, rates), share_of_bound(prompt, 1e-3, rates))
     ), result.stderr
 
 
+@pytest.mark.slow
 def test_report_joins_the_parts(tmp_path: Path) -> None:
     cases = [
         '<testcase classname="tests.kernels.test_a" name="test_b[1]"><failure/></testcase>',
@@ -113,6 +115,7 @@ def test_report_joins_the_parts(tmp_path: Path) -> None:
     assert "Ratio of the medians: 2.50." in page
 
 
+@pytest.mark.slow
 def test_report_says_what_was_not_measured(tmp_path: Path) -> None:
     result = run(sys.executable, "benchmarks/gpu_report.py", tmp_path, "--results", tmp_path / "results")
     assert result.returncode == 0, result.stderr
@@ -161,6 +164,7 @@ def test_nothing_runs_where_the_preflight_fails(checkout: Path) -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_preflight_asks_for_a_gpu() -> None:
     result = run(sys.executable, "benchmarks/gpu_preflight.py", CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1

@@ -12,7 +12,7 @@ from flyball_kernels.linear.reference import Grouped
 from kernel_checks import DEVICE, TRITON, assert_close, poisoned
 
 TORCH = Backend("torch")
-SIZES = [(0, 16, 16), (1, 1, 1), (3, 300, 70), (17, 96, 33), (70, 40, 130)]
+SIZES = [(0, 16, 16), (1, 1, 1), (3, 300, 70), (17, 96, 33), pytest.param(70, 40, 130, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)

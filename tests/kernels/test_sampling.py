@@ -249,7 +249,7 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("equal_logits", [False, True])
-@pytest.mark.parametrize(("vocab", "num_rows"), [(1, 7), (31, 21), (300, 14)])
+@pytest.mark.parametrize(("vocab", "num_rows"), [(1, 7), (31, 21), pytest.param(300, 14, marks=pytest.mark.slow)])
 def test_triton_equals_the_reference(vocab, num_rows, equal_logits):
     logits = torch.randn(num_rows, vocab) * 3
     logits = logits.round() if equal_logits else logits

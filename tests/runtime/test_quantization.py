@@ -364,7 +364,7 @@ FEW = SamplingParams(temperature=0.0, max_tokens=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the test below runs the compiled kernels")
-@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "int4", "gptq"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "int4")), "gptq"])
 def test_triton_says_the_same(tmp_path: Path, name: str) -> None:
     """Rounded at load, and a checkpoint with zeros; in Triton's interpreter."""
     path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([6, 3])

@@ -327,7 +327,7 @@ def _rename_architecture(path: Path) -> None:
         (lambda path: (path / "config.json").unlink(), [], "config.json"),
         pytest.param(lambda path: (path / "model.safetensors").unlink(), [], "safetensors", marks=pytest.mark.slow),
         (_truncate, [], "model.safetensors"),
-        (_rename_architecture, [], "Mamba3ForCausalLM"),
+        pytest.param(_rename_architecture, [], "Mamba3ForCausalLM", marks=pytest.mark.slow),
         (lambda path: (path / "tokenizer.json").unlink(), [], "no tokenizer"),
         pytest.param(lambda path: None, ["--kv-cache-memory-bytes", "100"], "--max-model-len", marks=pytest.mark.slow),
         (lambda path: None, ["--kv-cache-memory-bytes", "2 bananas"], "2 bananas"),
