@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from e2e_kit import keda, prometheus
-from e2e_kit.disturbances import BUSY, Load, undisturbed
+from e2e_kit.disturbances import BUSY, Load, undisturbed, work_of
 from e2e_kit.models import LONG_TIMEOUT_S, Model
 from e2e_kit.node import Node
 from e2e_kit.replica import WAITING, gauge
-from e2e_kit.work import measure
 
 AT_ONCE = {"scaleUp": {"stabilizationWindowSeconds": 0}, "scaleDown": {"stabilizationWindowSeconds": 5}}
 TRIGGERS = {
@@ -65,7 +64,7 @@ def test_a_burst_takes_one_to_three_and_back(
     scaled: Node, namespace: str, figures: dict[str, Any], trigger: str
 ) -> None:
     model = make_model(scaled, namespace, trigger)
-    work = measure(model.url)
+    work = work_of(model)
     with prometheus.scrapes(model), undisturbed(model, work, figures, num_streams=MOST_STREAMS) as load:
         figures["up_s"] = seconds_until_replicas(model, 3)
         load.num_streams = FEW_STREAMS
@@ -87,7 +86,7 @@ def test_a_load_beyond_the_objectives_adds_replicas_before_any_request_waits(
         autoscaling={"targetQueueDepth": 1000, "targetRunningPercent": 100, "targetLoadPercent": 20},
         tuning={**tuning, "objectives": {"interTokenLatencyP95Milliseconds": 1000}},
     )
-    work = measure(model.url)
+    work = work_of(model)
     with prometheus.scrapes(model), undisturbed(model, work, figures, num_streams=FEW_STREAMS) as load:
         figures["up_s"] = seconds_until_replicas(model, 3)
         assert sum(gauge(pod, WAITING) for pod in model.ready_pods()) == 0
@@ -99,7 +98,7 @@ def test_a_load_beyond_the_objectives_adds_replicas_before_any_request_waits(
 def test_keda_is_gone_for_a_while(scaled: Node, namespace: str, figures: dict[str, Any]) -> None:
     """The replicas stay as they are, and KEDA goes on with them when it is back."""
     model = make_model(scaled, namespace, "MetricsAPI")
-    work = measure(model.url)
+    work = work_of(model)
     with undisturbed(model, work, figures, num_streams=MOST_STREAMS) as load:
         seconds_until_replicas(model, 3)
         load.wait_until_in_flight()

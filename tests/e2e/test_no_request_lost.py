@@ -10,11 +10,11 @@ import pytest
 
 from e2e_kit import helm, processes
 from e2e_kit.admin import admin_ports
-from e2e_kit.disturbances import BUSY, STREAMS_PER_REPLICA, Load, drain, roll, undisturbed
+from e2e_kit.disturbances import BUSY, STREAMS_PER_REPLICA, Load, drain, roll, undisturbed, work_of
 from e2e_kit.models import LONG_TIMEOUT_S, ROLLOUT_TIMEOUT, Model, is_ready, serving
 from e2e_kit.node import Node
 from e2e_kit.replica import outcomes
-from e2e_kit.work import NUM_RUNNING, Work, measure
+from e2e_kit.work import NUM_RUNNING, Work
 from flyball_protocol import LimitsStatus
 
 FEW, FULL, FULL_DRAINS = 2, 6, 3
@@ -41,7 +41,7 @@ def busy(operator: Node) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def work(busy: Model) -> Work:
-    return measure(busy.url)
+    return work_of(busy)
 
 
 def test_rolling_updates(busy: Model, work: Work, times: int, figures: dict[str, Any]) -> None:

@@ -10,10 +10,9 @@ import pytest
 from msgspec import structs
 
 from e2e_kit.admin import admin_ports
-from e2e_kit.disturbances import BUSY, Load, undisturbed
+from e2e_kit.disturbances import BUSY, Load, undisturbed, work_of
 from e2e_kit.models import Model
 from e2e_kit.node import Node
-from e2e_kit.work import measure
 from flyball_protocol import Limits
 
 NUM_SEATS, FEW_SEATS, NUM_CLIENTS = 16, 4, 12
@@ -71,7 +70,7 @@ def in_force(model: Model) -> list[Limits]:
 
 
 def test_a_missed_objective_is_met_within_two_minutes_and_stays_met(model: Model, figures: dict[str, Any]) -> None:
-    work = measure(model.url, STREAM_S)
+    work = work_of(model, STREAM_S)
     with undisturbed(model, work, figures, NUM_CLIENTS) as load:
         began_s = time.monotonic()
         time.sleep(CALM_S)
@@ -105,7 +104,7 @@ def test_a_missed_objective_is_met_within_two_minutes_and_stays_met(model: Model
 
 
 def test_who_meets_the_objectives_is_left_alone_for_ten_minutes(model: Model, figures: dict[str, Any]) -> None:
-    work = measure(model.url, STREAM_S)
+    work = work_of(model, STREAM_S)
     with undisturbed(model, work, figures, NUM_CLIENTS) as load:
         began_s = time.monotonic()
         time.sleep(CALM_S)

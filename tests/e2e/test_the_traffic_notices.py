@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from e2e_kit.disturbances import BUSY, STREAMS_PER_REPLICA, RequestsLost, drain, roll, undisturbed
+from e2e_kit.disturbances import BUSY, STREAMS_PER_REPLICA, RequestsLost, drain, roll, undisturbed, work_of
 from e2e_kit.models import Model, serving
 from e2e_kit.node import Node
-from e2e_kit.work import Work, measure
+from e2e_kit.work import Work
 
 ENDS_AT_ONCE = ("sh", "-c", 'trap "exit 143" TERM; flyball "$@" & wait', "flyball")
 """A shell as the container's first process: with it the kernel ends all of them, at the first SIGTERM."""
@@ -24,7 +24,7 @@ def hasty(operator: Node) -> Iterator[Model]:
 
 @pytest.fixture(scope="module")
 def work(hasty: Model) -> Work:
-    return measure(hasty.url)
+    return work_of(hasty)
 
 
 DISTURBANCES: dict[str, tuple[int, Callable[[Model], None]]] = {

@@ -5,13 +5,13 @@ from typing import Any
 
 from e2e_kit import processes
 from e2e_kit.admin import admin_ports
-from e2e_kit.disturbances import BUSY, undisturbed
+from e2e_kit.disturbances import BUSY, undisturbed, work_of
 from e2e_kit.models import LONG_TIMEOUT_S, Model
 from e2e_kit.node import Node
-from e2e_kit.work import measure
 from flyball_protocol import Limits
 
 MAX_NUM_SEQS, START_NUM_SEQS = 16, 8
+NUM_REPLICAS = 2
 TUNING = {
     "mode": "Auto",
     "objectives": {"ttftP95Milliseconds": 300_000},  # until the load is there
@@ -43,10 +43,10 @@ def test_limits_are_tried_then_judged_though_the_operator_was_killed_in_between(
     operator: Node, namespace: str, figures: dict[str, Any]
 ) -> None:
     runtime = {**BUSY["runtime"], "maxNumSeqs": MAX_NUM_SEQS}
-    model = Model(operator, namespace, **{**BUSY, "runtime": runtime}, replicas=2, tuning=TUNING)
+    model = Model(operator, namespace, **{**BUSY, "runtime": runtime}, replicas=NUM_REPLICAS, tuning=TUNING)
     model.apply()
     model.wait_ready()
-    work = measure(model.url)
+    work = work_of(model, num_running=NUM_REPLICAS * START_NUM_SEQS)
     with undisturbed(model, work, figures, num_streams=3 * MAX_NUM_SEQS) as load:
         # missed by all that wait for one of the few seats
         model.patch(tuning={"objectives": {"ttftP95Milliseconds": 500}})
@@ -62,5 +62,5 @@ def test_limits_are_tried_then_judged_though_the_operator_was_killed_in_between(
         figures["verdict_s"] = time.monotonic() - began_s
         model.until(lambda: len(in_force(model)) == 1, "the same limits in all pods", LONG_TIMEOUT_S)
         load.wait_until_in_flight()
-        model.scale(3)
+        model.scale(NUM_REPLICAS + 1)
         model.until(lambda: len(in_force(model)) == 1, "the same limits in the new pod too", LONG_TIMEOUT_S)

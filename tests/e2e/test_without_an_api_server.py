@@ -6,10 +6,9 @@ Each waits for up to a minute before it asks again, and they wait for each other
 import time
 from typing import Any
 
-from e2e_kit.disturbances import BUSY, undisturbed
+from e2e_kit.disturbances import BUSY, undisturbed, work_of
 from e2e_kit.models import LONG_TIMEOUT_S, Model
 from e2e_kit.node import Node
-from e2e_kit.work import measure
 
 OUTAGE_S = 60.0
 
@@ -19,7 +18,7 @@ def test_an_api_server_that_is_gone_for_a_minute(operator: Node, namespace: str,
     model = Model(operator, namespace, **BUSY)
     model.apply()
     model.wait_ready()
-    work = measure(model.url)
+    work = work_of(model)
     with undisturbed(model, work, figures) as load:
         load.wait_until_busy()
         operator.take_apiserver_away()

@@ -39,10 +39,17 @@ BEGIN_TIMEOUT_S = 60.0
 
 
 class TooFast(ClusterError):
-    def __init__(self, token_s: float) -> None:
+    """Streams would end too soon.
+
+    Attributes:
+        times: how many times as fast as need be a replica is; more than 1.
+    """
+
+    def __init__(self, token_s: float, stream_s: float) -> None:
+        self.times = stream_s / (MAX_STREAM_TOKENS * token_s)
         super().__init__(
-            f"a token takes {token_s * 1e3:.1f} ms, so that {MAX_STREAM_TOKENS} tokens are no stream of {MIN_STREAM_S:g} s: "
-            "give the replicas of BUSY less CPU."
+            f"a token takes {token_s * 1e3:.1f} ms, so that {MAX_STREAM_TOKENS} tokens are no stream of {stream_s:g} s: "
+            "give the replicas less CPU."
         )
 
 
@@ -51,7 +58,7 @@ class Work:
     """Requests that take a known time on this machine, and their answers.
 
     Attributes:
-        token_s: time between two tokens of a stream, with NUM_RUNNING of them at a time.
+        token_s: time between two tokens of a stream, with as many at a time as will run.
         streams: long ones, each with a prompt and a length of its own, so that they do not end in step.
         short: streamed and whole.
         expected: texts by prompt and number of tokens, taken while nothing was disturbed.
@@ -67,23 +74,24 @@ class Work:
         return SHORT_TOKENS * self.token_s / SLOTS_OF_SHORT
 
 
-def measure(url: str, stream_s: float = STREAM_S) -> Work:
+def measure(url: str, stream_s: float = STREAM_S, num_running: int = NUM_RUNNING) -> Work:
     """Measure the speed of the model behind a Service, make requests to fit, and take their answers.
 
     Args:
         stream_s: how long a stream should take.
+        num_running: how many streams all replicas together will run.
     Raises:
         TooFast: streams would end too soon.
     """
-    return asyncio.run(_measure(url, stream_s))
+    return asyncio.run(_measure(url, stream_s, num_running))
 
 
-async def _measure(url: str, stream_s: float) -> Work:
+async def _measure(url: str, stream_s: float, num_running: int) -> Work:
     async with new_session() as session:
         await _first_answer(session, url)
-        token_s = await _token_s(session, url)
-        if MAX_STREAM_TOKENS * token_s < min(MIN_STREAM_S, stream_s):
-            raise TooFast(token_s)
+        token_s, shortest_s = await _token_s(session, url, num_running), min(MIN_STREAM_S, stream_s)
+        if MAX_STREAM_TOKENS * token_s < shortest_s:
+            raise TooFast(token_s, shortest_s)
         streams, short = tuple(_streams(token_s, stream_s)), tuple(_short())
         answers = await _whole_answers(session, url, streams + short[::2])
         return Work(token_s, streams, short, {one.key: one.text for one in answers})
@@ -97,8 +105,8 @@ async def _first_answer(session: aiohttp.ClientSession, url: str) -> None:
     assert not problem, f"no answer to begin with: {problem}"
 
 
-async def _token_s(session: aiohttp.ClientSession, url: str) -> float:
-    asks = [Ask(prompt, PROBE_TOKENS) for prompt in itertools.islice(itertools.cycle(PROMPTS), NUM_RUNNING)]
+async def _token_s(session: aiohttp.ClientSession, url: str, num_running: int) -> float:
+    asks = [Ask(prompt, PROBE_TOKENS) for prompt in itertools.islice(itertools.cycle(PROMPTS), num_running)]
     answers = await _whole_answers(session, url, asks)
     return statistics.median((one.last_s - (one.first_s or 0.0)) / PROBE_TOKENS for one in answers)
 
