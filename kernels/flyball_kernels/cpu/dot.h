@@ -2,6 +2,8 @@
 // sums are fp32. (Arm's instruction rounds sums to odd, and makes denormals 0.)
 #pragma once
 
+#include <utility>
+
 #include "vec.h"
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -41,6 +43,18 @@ inline void store(Bf16Pair* to, V pairs) {
 
 // Pairs of two vectors that hold bf16 values.
 inline VecU pair_up(Vec first, Vec second) { return (VecU)first >> 16 | (VecU)second; }
+
+// Pairs of two vectors of bf16 as they are in memory: those of the first four features of each eight, and of the last four.
+inline std::pair<VecU, VecU> interleave([[maybe_unused]] VecU first, [[maybe_unused]] VecU second) {
+#if defined(__AVX512BF16__)
+  return {(VecU)_mm512_unpacklo_epi16((__m512i)first, (__m512i)second),
+          (VecU)_mm512_unpackhi_epi16((__m512i)first, (__m512i)second)};
+#elif FLYBALL_DOT
+  return {(VecU)vzip1q_u16((uint16x8_t)first, (uint16x8_t)second), (VecU)vzip2q_u16((uint16x8_t)first, (uint16x8_t)second)};
+#else
+  return {};
+#endif
+}
 
 // One vector after the other, rounded to bf16.
 inline Vec join(Vec first, Vec second) {

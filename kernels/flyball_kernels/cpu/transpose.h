@@ -40,19 +40,23 @@ inline void transpose(Vec* rows) {
   if constexpr (H > 1) transpose<H / 2>(rows);
 }
 
-template <int H>
-inline void fold_blocks(Vec* rows) {
-#pragma GCC unroll 16
-  for (int i = 0; i < H; ++i) {
-    swap_blocks<H>(rows[i], rows[i + H], std::make_index_sequence<kLanes>());
-    rows[i] += rows[i + H];
-  }
+// a's sums of lanes that stand H apart, and b's, in the blocks that H lanes make: a's in the even ones.
+template <int H, size_t... Lane>
+[[gnu::always_inline]] inline Vec fold(Vec a, Vec b, std::index_sequence<Lane...>) {
+#if FLYBALL_SHUFFLE
+  const Vec kept = __builtin_shufflevector(a, b, (Lane % (2 * H) < H ? Lane : Lane + kLanes)...);
+  const Vec moved = __builtin_shufflevector(a, b, (Lane % (2 * H) < H ? Lane + H : Lane - H + kLanes)...);
+#else
+  const Vec kept{(Lane % (2 * H) < H ? a[Lane] : b[Lane])...}, moved{(Lane % (2 * H) < H ? a[Lane + H] : b[Lane - H])...};
+#endif
+  return kept + moved;
 }
 
 // Lane i of the result is the sum of rows[i]: a transposition that adds what it would exchange.
 template <int H = kLanes / 2>
-inline Vec sum_each(Vec* rows) {
-  fold_blocks<H>(rows);
+[[gnu::always_inline]] inline Vec sum_each(Vec* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < H; ++i) rows[i] = fold<H>(rows[i], rows[i + H], std::make_index_sequence<kLanes>());
   if constexpr (H > 1) return sum_each<H / 2>(rows);
   return rows[0];
 }

@@ -3,8 +3,8 @@
 // A task is a tile of one sequence's query tokens, with all query heads of one KV head, and a run of its keys. A tile of
 // few rows (a decode) is memory-bound: it reads each key and value once for all its rows, and its context is cut at fixed
 // multiples of kSplitKeys, so that a long one occupies several threads and a decode's result is the same to the last bit
-// in any batch. A tile of many rows packs keys and values once and multiplies them like matrices: as fp32, or as pairs of
-// bf16 where the CPU's bf16 dot product is the faster way.
+// in any batch. A tile of many rows packs keys and values once and multiplies them like matrices. Either multiplies fp32, or
+// pairs of bf16 where the CPU's bf16 dot product is the faster way.
 #include <vector>
 
 #include "../cpu/works.h"
@@ -37,13 +37,21 @@ struct Attention {
   float scale;
   float softcap;  // 0: scores have no bound
   const float* sinks;  // or null
-  bool dot;  // whether packed tiles hold pairs of bf16
+  bool dot;  // whether operands are pairs of bf16
 
   int64_t group() const { return num_q_heads / num_kv_heads; }
   int64_t dim() const { return round_up(head_dim, kLanes); }
   int64_t query_len(int64_t i) const { return cu_query_lens[i + 1] - cu_query_lens[i]; }
   int64_t position(const Task& t) const { return context_lens[t.sequence] - query_len(t.sequence) + t.first_token; }
-  bool reads_cache_directly(int64_t rows) const { return rows <= kFewRows && head_dim % kLanes == 0; }
+
+  // Whether operands can be read from the cache as they are, or widened on the way.
+  template <class E>
+  static constexpr bool kReadsCache = kDepth<E> == 1 || std::is_same_v<T, C>;
+
+  template <class E>
+  bool reads_cache_directly(int64_t rows) const {
+    return kReadsCache<E> && rows <= kFewRows && head_dim % (kLanes * kDepth<E>) == 0;
+  }
 
   // First element of the query, or the output, of a row of the task.
   int64_t row_offset(const Task& t, int64_t row) const {
@@ -151,17 +159,30 @@ struct Attention {
     }
   }
 
-  void visit_directly(const Task& t, const KeyTile<C>& tile, const KeyTile<C>& next, const Workspace<float>& work,
+  template <class E>
+  void visit_directly(const Task& t, const KeyTile<C>& tile, const KeyTile<C>& next, const Workspace<E>& work,
                       int64_t rows) const {
     score_few_rows(rows, tile, work.query, work.dim, work.scores);
     soften(t, tile, work, 0, rows, 0, tile.size());
     // the next tile's keys are fetched meanwhile; after the last tile, something that is there already
     const C* const* coming = next.size() > 0 ? next.keys : tile.keys;
     const int64_t last = std::max<int64_t>(next.size(), 1) - 1;
-    weigh(work, 0, rows, 0, tile.size(), [&]<int V>(int64_t j, int64_t d) {
-      prefetch<V * kLanes>(coming[std::min(j, last)] + d);
-      return tile.values[j] + d;
-    });
+    if constexpr (kDepth<E> == 1) {
+      weigh(work, 0, rows, 0, tile.size(), [&]<int V>(int64_t j, int64_t d) {
+        prefetch<V * kLanes>(coming[std::min(j, last)] + d);
+        return tile.values[j] + d;
+      });
+    } else {
+      const auto weigh_runs = [&]<int N>(std::integral_constant<int, N>, int64_t d) {
+        for_each_strip(rows, [&](int64_t row, int64_t height) {
+          weigh_few_rows<N>(height, tile, work.weights + row * kTileKeys, d, work.out + row * work.dim, work.dim, coming,
+                            last);
+        });
+      };
+      int64_t d = 0;
+      for (; d + 4 * kLanes <= work.dim; d += 4 * kLanes) weigh_runs(std::integral_constant<int, 2>(), d);
+      if (d < work.dim) weigh_runs(std::integral_constant<int, 1>(), d);
+    }
   }
 
   // Strip by strip, because a strip's scores then stay in the nearest cache. Keys that a strip does not see are left out.
@@ -182,7 +203,9 @@ struct Attention {
 
   void run(const Task& t, float* memory, float* partials) const {
     if constexpr (has_dot() && std::is_same_v<T, c10::BFloat16>) {
-      if (dot && !reads_cache_directly(t.num_tokens * group())) return run_with<Bf16Pair>(t, memory, partials);
+      const int64_t rows = t.num_tokens * group();
+      if (dot && (reads_cache_directly<Bf16Pair>(rows) || !reads_cache_directly<float>(rows)))
+        return run_with<Bf16Pair>(t, memory, partials);
     }
     run_with<float>(t, memory, partials);
   }
@@ -209,17 +232,20 @@ struct Attention {
   void work_on(const Task& t, const Workspace<E>& work, int64_t rows) const {
     load_query(t, work, rows);
     work.reset(rows);
-    KeyTile<C> tile = locate(t, t.first_key);
-    while (tile.size() > 0) {
-      const KeyTile<C> next = locate(t, tile.end);
-      if constexpr (kDepth<E> == 1) {
-        if (reads_cache_directly(rows)) visit_directly(t, tile, next, work, rows);
-        else visit_packed(t, tile, work, rows);
-      } else {
-        visit_packed(t, tile, work, rows);
+    const bool directly = reads_cache_directly<E>(rows);
+    KeyTile<C> next;
+    for (KeyTile<C> tile = locate(t, t.first_key); tile.size() > 0; tile = next) {
+      next = locate(t, tile.end);
+      if constexpr (kReadsCache<E>) {
+        if (directly) {
+          visit_directly(t, tile, next, work, rows);
+          continue;
+        }
       }
-      tile = next;
+      visit_packed(t, tile, work, rows);
     }
+    if (directly && kDepth<E> > 1)
+      for (int64_t row = 0; row < rows; ++row) restore_order(work.out + row * work.dim, work.dim);
   }
 
   // top: what the sums and their total are relative to

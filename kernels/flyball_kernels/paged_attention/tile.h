@@ -6,6 +6,7 @@
 // cache are exact as either operand: scores are multiplied by the keys' scales, and weights by the values'.
 #pragma once
 
+#include <tuple>
 #include <utility>
 
 #include "../cpu/dot.h"
@@ -88,11 +89,12 @@ inline void for_each_vectors(int64_t begin, int64_t end, F f) {
   }
 }
 
-// Into the second cache: a tile of 128 features may not fit into the first beside what is being read there.
-inline void prefetch_line(const void* from) { __builtin_prefetch(from, /*rw=*/0, /*locality=*/2); }
+// Into the second cache: a tile of 128 features may not fit into the first beside what is being read there. Inlined at any
+// rate: a function that only prefetches does nothing in GCC's eyes, so that it removes the call.
+[[gnu::always_inline]] inline void prefetch_line(const void* from) { __builtin_prefetch(from, /*rw=*/0, /*locality=*/2); }
 
 template <int64_t N, class T>
-inline void prefetch(const T* from) {
+[[gnu::always_inline]] inline void prefetch(const T* from) {
 #pragma GCC unroll 8
   for (int64_t i = 0; i < N; i += 64 / sizeof(T)) prefetch_line(from + i);
 }
@@ -156,10 +158,17 @@ struct Workspace {
   }
 };
 
+// kLanes operands of a key in the cache
+template <class E, class T>
+inline auto load_key(const T* from) {
+  if constexpr (kDepth<E> == 1) return load(from);
+  else return load_raw<VecU>(from);
+}
+
 // Scores of R rows, straight from the cache; the tile's values are fetched meanwhile. Dim is known at compile time for
 // the common head sizes, so that the loop over it is unrolled; 0 stands for any other.
-template <int R, int64_t Dim, class T>
-inline void score_few(const KeyTile<T>& tile, const float* query, int64_t any_dim, float* scores) {
+template <int R, int64_t Dim, class T, class E>
+inline void score_few(const KeyTile<T>& tile, const E* query, int64_t any_dim, float* scores) {
   const int64_t dim = Dim ? Dim : any_dim;
   for (int64_t first = 0; first < tile.size(); first += kLanes) {
     Vec partial[R][kLanes];
@@ -168,11 +177,11 @@ inline void score_few(const KeyTile<T>& tile, const float* query, int64_t any_di
       const T* key = tile.keys[j];
       Vec acc[R] = {};
 #pragma GCC unroll 8
-      for (int64_t d = 0; d < dim; d += kLanes) {
+      for (int64_t d = 0; d < dim; d += kLanes * kDepth<E>) {
         if (d * sizeof(T) % 64 == 0) prefetch_line(tile.values[j] + d);
-        const Vec k = load(key + d);
+        const auto k = load_key<E>(key + d);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) acc[r] += k * load(query + r * dim + d);
+        for (int r = 0; r < R; ++r) acc[r] = add_product(acc[r], k, load(query + r * dim + d / kDepth<E>));
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) partial[r][i] = acc[r];
@@ -182,14 +191,62 @@ inline void score_few(const KeyTile<T>& tile, const float* query, int64_t any_di
   }
 }
 
-template <class T, int R = kFewRows>
-inline void score_few_rows(int64_t rows, const KeyTile<T>& tile, const float* query, int64_t dim, float* scores) {
+template <class T, class E, int R = kFewRows>
+inline void score_few_rows(int64_t rows, const KeyTile<T>& tile, const E* query, int64_t dim, float* scores) {
   if (rows == R) {
     if (dim == 64) return score_few<R, 64>(tile, query, dim, scores);
     if (dim == 128) return score_few<R, 128>(tile, query, dim, scores);
     return score_few<R, 0>(tile, query, dim, scores);
   }
-  if constexpr (R > 1) score_few_rows<T, R - 1>(rows, tile, query, dim, scores);
+  if constexpr (R > 1) score_few_rows<T, E, R - 1>(rows, tile, query, dim, scores);
+}
+
+// out += weights * values for R rows and N runs of 2 * kLanes features, straight from a cache of bf16, two keys at a time.
+// Sums are in the order of `interleave`. Meanwhile the `coming` keys are fetched, the last of which may be repeated.
+template <int R, int N, class T>
+[[gnu::noinline]] void weigh_few(const KeyTile<T>& tile, const Bf16Pair* weights, int64_t d, float* out, int64_t dim,
+                                 const T* const* coming, int64_t last) {
+  constexpr int64_t kRun = 2 * kLanes;
+  Vec acc[R][2 * N];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < 2 * N; ++v) acc[r][v] = load(out + r * dim + d + v * kLanes);
+  for (int64_t j = 0; j < tile.size(); j += 2) {
+    const T *first = tile.values[j] + d, *second = tile.values[std::min(j + 1, tile.size() - 1)] + d;
+    prefetch<N * kRun>(coming[std::min(j, last)] + d);
+    prefetch<N * kRun>(coming[std::min(j + 1, last)] + d);
+    VecU pairs[2 * N];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n)
+      std::tie(pairs[2 * n], pairs[2 * n + 1]) = interleave(load_raw<VecU>(first + n * kRun), load_raw<VecU>(second + n * kRun));
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < 2 * N; ++v) acc[r][v] = add_product(acc[r][v], splat(weights[r * kTileKeys + j / 2]), pairs[v]);
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < 2 * N; ++v) store(out + r * dim + d + v * kLanes, acc[r][v]);
+}
+
+// The same for up to R rows.
+template <int N, int R = kMaxR, class T>
+inline void weigh_few_rows(int64_t rows, const KeyTile<T>& tile, const Bf16Pair* weights, int64_t d, float* out, int64_t dim,
+                           const T* const* coming, int64_t last) {
+  if (rows == R) return weigh_few<R, N>(tile, weights, d, out, dim, coming, last);
+  if constexpr (R > 1) weigh_few_rows<N, R - 1>(rows, tile, weights, d, out, dim, coming, last);
+}
+
+// Sums of a row from the order of `interleave` to that of the features.
+inline void restore_order(float* out, int64_t dim) {
+  constexpr int64_t kRun = 2 * kLanes;
+  for (int64_t d = 0; d < dim; d += kRun) {
+    float sums[kRun];
+    std::memcpy(sums, out + d, sizeof(sums));
+    for (int64_t i = 0; i < kRun; i += 4) std::memcpy(out + d + i, sums + i % 8 / 4 * kLanes + i / 8 * 4, 4 * sizeof(float));
+  }
 }
 
 // kLanes operands from an element of the query or the cache on, of which n are left

@@ -1,5 +1,6 @@
 """The memory behind the KV blocks, addressed by block id, which can be given back and taken again while serving."""
 
+import contextlib
 import math
 import mmap
 import sys
@@ -55,7 +56,8 @@ class SoftPool:
 class MmapPool:
     """For CPUs under Linux: a mapping per tensor, whose pages the kernel gives on first touch and takes back on ``resize``.
 
-    Blocks that were never used cost no memory, so neither does the room to grow.
+    Blocks that were never used cost no memory, so neither does the room to grow. Below the size, pages may be huge ones: the
+    blocks of a sequence lie anywhere, and with small pages a decode waits for their addresses too.
 
     Raises:
         ConfigError: the system has no room for the addresses.
@@ -81,10 +83,17 @@ class MmapPool:
         self.tensors: KVTensors = [(empty(), empty()) for _ in range(num_tensors)]
 
     def resize(self, num_blocks: int) -> None:
-        start = -(-num_blocks * self._bytes_per_block // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = -(-num_blocks * self._bytes_per_block // mmap.PAGESIZE) * mmap.PAGESIZE
         for memory in self._maps:
-            if start < len(memory):
-                memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)
+            _advise(memory, mmap.MADV_HUGEPAGE, 0, min(end, len(memory)))
+            if end < len(memory):
+                memory.madvise(mmap.MADV_DONTNEED, end, len(memory) - end)
+                _advise(memory, mmap.MADV_NOHUGEPAGE, end, len(memory) - end)  # else one could reach beyond the size
+
+
+def _advise(memory: mmap.mmap, advice: int, start: int, length: int) -> None:
+    with contextlib.suppress(OSError):  # a hint, which kernels without huge pages refuse
+        memory.madvise(advice, start, length)
 
 
 def _shape(config: ServedModel, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[int, int, int, int]:

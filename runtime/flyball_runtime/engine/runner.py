@@ -204,6 +204,7 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.allocate(size.max_blocks, config.block_size)
             kv += self._draft_model.kv_tensors
+        self.resize(size.num_blocks)
         self._blocks = cache_blocks(kv, self._backend)
         block_bytes = self._kv_block_bytes
         reserved_bytes = size.num_blocks * block_bytes if self._device.type == "cpu" else 0
