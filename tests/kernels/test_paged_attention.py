@@ -394,6 +394,17 @@ def test_agrees_with_torch():
     assert_close(paged_attention(**inputs, scale=64**-0.5, max_query_len=50), expected.transpose(0, 1))
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("sliding_window", [None, 100])
+@pytest.mark.parametrize("heads", [(5, 5), (12, 4), (16, 8), (12, 6)])
+def test_decodes_with_several_heads_in_a_task(dtype, heads, sliding_window, int8):
+    """There are many of them, so that each thread has enough to do without splitting their heads."""
+    context_lens = [700, 64, 65, 1, 128, 513, 1, 33, 600, 2, 127, 66]
+    sinks = torch.linspace(-3.0, 3.0, heads[0])  # tells the heads apart
+    shape = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 32, "dtype": dtype, "int8": int8}
+    check(paged_attention, [1] * 11 + [2], context_lens, sliding_window=sliding_window, sinks=sinks, **shape)
+
+
 def test_a_decode_is_the_same_bits_in_any_batch(dtype):
     inputs = attention_inputs([1] * 6 + [40], [5, 64, 700, 513, 1100, 90, 40], dtype=dtype)
     together = paged_attention(**inputs, scale=0.125, max_query_len=40)

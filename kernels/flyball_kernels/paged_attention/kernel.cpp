@@ -3,7 +3,8 @@
 // A task is a tile of one sequence's query tokens, with all query heads of one KV head, and a run of its keys. A tile of
 // few rows (a decode) is memory-bound: it reads each key and value once for all its rows, and its context is cut at fixed
 // multiples of kSplitKeys, so that a long one occupies several threads and a decode's result is the same to the last bit
-// in any batch. A tile of many rows packs keys and values once and multiplies them like matrices. Either multiplies fp32, or
+// in any batch. Where there are tasks enough, one has several KV heads: their keys lie next to each other, and memory is
+// faster in long runs. A tile of many rows packs keys and values once and multiplies them like matrices. Either multiplies fp32, or
 // pairs of bf16 where the CPU's bf16 dot product is the faster way.
 #include <vector>
 
@@ -14,9 +15,12 @@ namespace flyball {
 namespace {
 
 constexpr int64_t kSplitKeys = 512;
+constexpr int64_t kTasksPerThread = 4;  // that many at least, before tasks get several heads
+constexpr int64_t kTileBytes = 1 << 17;  // of a task's keys and values in a tile: it and the next have to fit into the second cache
 
+// Rows are ordered by KV head, token and query head.
 struct Task {
-  int64_t sequence, kv_head, first_token, num_tokens;  // tokens are counted from the sequence's first query
+  int64_t sequence, kv_head, num_kv_heads, first_token, num_tokens;  // tokens are counted from the sequence's first query
   int64_t first_key, last_key;
   int64_t partial;  // index of its first row among the partial results; -1 when it writes the output itself
 
@@ -53,10 +57,16 @@ struct Attention {
     return kReadsCache<E> && rows <= kFewRows && head_dim % (kLanes * kDepth<E>) == 0;
   }
 
+  int64_t rows_of_head(const Task& t) const { return t.num_tokens * group(); }
+  int64_t num_rows(const Task& t) const { return t.num_kv_heads * rows_of_head(t); }
+  int64_t token_of(const Task& t, int64_t row) const { return row % rows_of_head(t) / group(); }
+  int64_t q_head_of(const Task& t, int64_t row) const {
+    return (t.kv_head + row / rows_of_head(t)) * group() + row % group();
+  }
+
   // First element of the query, or the output, of a row of the task.
   int64_t row_offset(const Task& t, int64_t row) const {
-    const int64_t token = cu_query_lens[t.sequence] + t.first_token + row / group();
-    return (token * num_q_heads + t.kv_head * group() + row % group()) * head_dim;
+    return ((cu_query_lens[t.sequence] + t.first_token + token_of(t, row)) * num_q_heads + q_head_of(t, row)) * head_dim;
   }
 
   // Every row and block that will be read is there.
@@ -73,58 +83,86 @@ struct Attention {
   }
 
   void add_tile(std::vector<Task>& tasks, Task task, int64_t& num_partial_rows) const {
-    const int64_t rows = task.num_tokens * group(), first = position(task), last = first + task.num_tokens;
-    const int64_t step = rows <= kFewRows ? kSplitKeys : last + 1, start = std::max<int64_t>(0, first - window + 1);
+    const int64_t first = position(task), last = first + task.num_tokens;
+    const int64_t step = rows_of_head(task) <= kFewRows ? kSplitKeys : last + 1, start = std::max<int64_t>(0, first - window + 1);
     const bool is_split = start / step != (last - 1) / step;
     for (int64_t key = start / step * step; key < last; key += step) {
       task.first_key = std::max(key, start);
       task.last_key = std::min(key + step, last);
       task.partial = is_split ? num_partial_rows : -1;
-      if (is_split) num_partial_rows += rows;
+      if (is_split) num_partial_rows += num_rows(task);
       tasks.push_back(task);
     }
   }
 
+  // How many KV heads a task that reads the cache directly has: a power of two that divides their number.
+  int64_t heads_together() const {
+    int64_t num_tasks = 0;  // at least, if each had one head
+    for (int64_t i = 0; i < num_sequences; ++i)
+      num_tasks += num_kv_heads * ((std::min<int64_t>(context_lens[i], window) + kSplitKeys - 1) / kSplitKeys);
+    const int64_t spare = num_tasks / (kTasksPerThread * omp_get_max_threads());
+    const int64_t fitting = kTileBytes / (2 * kTileKeys * head_dim * static_cast<int64_t>(sizeof(C)));
+    int64_t together = 1;
+    while (2 * together <= std::min({spare, fitting, kQueryRows / kFewRows}) && num_kv_heads % (2 * together) == 0) together *= 2;
+    return together;
+  }
+
   std::vector<Task> plan(int64_t& num_partial_rows) const {
     std::vector<Task> tasks;
-    const int64_t height = std::max<int64_t>(1, kQueryRows / group());
+    const int64_t height = std::max<int64_t>(1, kQueryRows / group()), together = heads_together();
     for (int64_t i = 0; i < num_sequences; ++i) {
       for (int64_t end = query_len(i); end > 0; end -= height) {  // from the end: the longest contexts start first
         const int64_t first = std::max<int64_t>(0, end - height);
-        for (int64_t h = 0; h < num_kv_heads; ++h) add_tile(tasks, {i, h, first, end - first}, num_partial_rows);
+        const int64_t heads = reads_cache_directly<float>((end - first) * group()) ? together : 1;
+        for (int64_t h = 0; h < num_kv_heads; h += heads) add_tile(tasks, {i, h, heads, first, end - first}, num_partial_rows);
       }
     }
     return tasks;
-  }
-
-  // They are read when the tile is located, before anything else could have fetched them.
-  void prefetch_scales(const Task& t, int64_t key) const {
-    if (key >= t.last_key) return;
-    const int64_t block = block_tables[t.sequence * max_blocks + key / block_size], offset = key % block_size;
-    __builtin_prefetch(k_cache.scale(block, offset, t.kv_head));
-    __builtin_prefetch(v_cache.scale(block, offset, t.kv_head));
   }
 
   KeyTile<C> locate(const Task& t, int64_t start) const {
     KeyTile<C> tile;
     tile.start = start;
     tile.end = std::min(start + kTileKeys, t.last_key);
-    const int32_t* table = block_tables + t.sequence * max_blocks;
-    for (int64_t i = 0; i < tile.size();) {
-      const int64_t block = table[(start + i) / block_size], offset = (start + i) % block_size;
-      const int64_t n = std::min(tile.size() - i, block_size - offset);
-      if constexpr (kIsInt8<C>) {
-        tile.scales.read(i, n, k_cache.scale(block, offset, t.kv_head), v_cache.scale(block, offset, t.kv_head));
-        prefetch_scales(t, start + i + kTileKeys);
-      }
+    for_each_block(t, tile, [&](int64_t i, int64_t n, int64_t block, int64_t offset) {
       const C *key = k_cache.vector(block, offset, t.kv_head), *value = v_cache.vector(block, offset, t.kv_head);
       for (int64_t end = i + n; i < end; ++i) {
         tile.keys[i] = std::exchange(key, key + k_cache.token_stride());
         tile.values[i] = std::exchange(value, value + v_cache.token_stride());
       }
-    }
-    if constexpr (kIsInt8<C>) tile.scales.fill_last_vector(tile.size());
+    });
     return tile;
+  }
+
+  // Calls f(i, n, block, offset) for the blocks of a tile: n tokens from the tile's i-th on are in the block from an offset on.
+  template <class F>
+  void for_each_block(const Task& t, const KeyTile<C>& tile, F f) const {
+    const int32_t* table = block_tables + t.sequence * max_blocks;
+    for (int64_t i = 0, n; i < tile.size(); i += n) {
+      const int64_t block = table[(tile.start + i) / block_size], offset = (tile.start + i) % block_size;
+      n = std::min(tile.size() - i, block_size - offset);
+      f(i, n, block, offset);
+    }
+  }
+
+  // Of the task's head-th KV head. Those of the next tile are fetched: they are read first, before anything else could be.
+  Scales<C> scales(const Task& t, const KeyTile<C>& tile, int64_t head) const {
+    Scales<C> scales;
+    if constexpr (kIsInt8<C>) {
+      for_each_block(t, tile, [&](int64_t i, int64_t n, int64_t block, int64_t offset) {
+        scales.read(i, n, k_cache.scale(block, offset, t.kv_head + head), v_cache.scale(block, offset, t.kv_head + head));
+        prefetch_scales(t, tile.start + i + kTileKeys, head);
+      });
+      scales.fill_last_vector(tile.size());
+    }
+    return scales;
+  }
+
+  void prefetch_scales(const Task& t, int64_t key, int64_t head) const {
+    if (key >= t.last_key) return;
+    const int64_t block = block_tables[t.sequence * max_blocks + key / block_size], offset = key % block_size;
+    __builtin_prefetch(k_cache.scale(block, offset, t.kv_head + head));
+    __builtin_prefetch(v_cache.scale(block, offset, t.kv_head + head));
   }
 
   // Scores are in base 2, or, before the bound, in units of it.
@@ -142,41 +180,56 @@ struct Attention {
 
   // The tile's keys that a token sees are those from first_key on, before last_key.
   int64_t last_key(const Task& t, const KeyTile<C>& tile, int64_t row) const {
-    return position(t) + row / group() + 1 - tile.start;
+    return position(t) + token_of(t, row) + 1 - tile.start;
   }
   int64_t first_key(const Task& t, const KeyTile<C>& tile, int64_t row) const { return last_key(t, tile, row) - window; }
 
-  // Scores of the keys [begin, end) become weights.
+  // Scores of the keys [begin, end) become weights. Those of the row are in the slot-th row of the scores.
   template <class E>
-  void soften(const Task& t, const KeyTile<C>& tile, const Workspace<E>& work, int64_t row, int64_t rows, int64_t begin,
-              int64_t end) const {
+  void soften(const Task& t, const KeyTile<C>& tile, const Scales<C>& scales, const Workspace<E>& work, int64_t row,
+              int64_t rows, int64_t slot, int64_t begin, int64_t end) const {
     for (int64_t i = 0; i < rows; ++i) {
-      float* scores = work.scores + i * kTileKeys;
+      float* scores = work.scores + (slot + i) * kTileKeys;
       if (kDepth<E> > 1) scale_row(scores, begin, end, query_scale());
-      if constexpr (kIsInt8<C>) scale_row(scores, begin, end, tile.scales.keys);
+      if constexpr (kIsInt8<C>) scale_row(scores, begin, end, scales.keys);
       if (softcap > 0.0f) bound_row(scores, begin, end, softcap * kLog2e);
-      soften_row(work, tile.scales, row + i, i, first_key(t, tile, row + i), last_key(t, tile, row + i), begin, end);
+      soften_row(work, scales, row + i, slot + i, first_key(t, tile, row + i), last_key(t, tile, row + i), begin, end);
     }
   }
 
   template <class E>
-  void visit_directly(const Task& t, const KeyTile<C>& tile, const KeyTile<C>& next, const Workspace<E>& work,
+  void visit_directly(const Task& t, const KeyTile<C>& tile, const KeyTile<C>& next, const Workspace<E>& work) const {
+    const int64_t rows = rows_of_head(t);
+    for (int64_t head = 0; head < t.num_kv_heads; ++head) {
+      const int64_t row = head * rows;
+      score_few_rows(rows, tile, head * head_dim, share(t, tile, tile.values, head), work.query + row * work.dim, work.dim,
+                     work.scores + row * kTileKeys);
+    }
+    for (int64_t head = 0; head < t.num_kv_heads; ++head)
+      soften(t, tile, scales(t, tile, head), work, head * rows, rows, head * rows, 0, tile.size());
+    const KeyTile<C>& then = next.size() > 0 ? next : tile;  // after the last tile, something that is there already
+    for (int64_t head = 0; head < t.num_kv_heads; ++head)
+      weigh_directly(tile, head * head_dim, share(t, then, then.keys, head), work, head * rows, rows);
+  }
+
+  // What is fetched while a head is visited, of the keys or values of a tile.
+  Coming<C> share(const Task& t, const KeyTile<C>& tile, const C* const* vectors, int64_t head) const {
+    return {vectors, tile.size(), t.num_kv_heads, head, head_dim};
+  }
+
+  template <class E>
+  void weigh_directly(const KeyTile<C>& tile, int64_t at, const Coming<C>& coming, const Workspace<E>& work, int64_t row,
                       int64_t rows) const {
-    score_few_rows(rows, tile, work.query, work.dim, work.scores);
-    soften(t, tile, work, 0, rows, 0, tile.size());
-    // the next tile's keys are fetched meanwhile; after the last tile, something that is there already
-    const C* const* coming = next.size() > 0 ? next.keys : tile.keys;
-    const int64_t last = std::max<int64_t>(next.size(), 1) - 1;
     if constexpr (kDepth<E> == 1) {
-      weigh(work, 0, rows, 0, tile.size(), [&]<int V>(int64_t j, int64_t d) {
-        prefetch<V * kLanes>(coming[std::min(j, last)] + d);
-        return tile.values[j] + d;
+      weigh(work, row, rows, row, 0, tile.size(), [&]<int V>(int64_t j, int64_t d) {
+        prefetch<V * kLanes>(coming.at(j) + d);
+        return tile.values[j] + at + d;
       });
     } else {
       const auto weigh_runs = [&]<int N>(std::integral_constant<int, N>, int64_t d) {
-        for_each_strip(rows, [&](int64_t row, int64_t height) {
-          weigh_few_rows<N>(height, tile, work.weights + row * kTileKeys, d, work.out + row * work.dim, work.dim, coming,
-                            last);
+        for_each_strip(rows, [&](int64_t i, int64_t height) {
+          weigh_few_rows<N>(height, tile, at + d, coming, d, work.weights + (row + i) * kTileKeys,
+                            work.out + (row + i) * work.dim + d, work.dim);
         });
       };
       int64_t d = 0;
@@ -190,20 +243,21 @@ struct Attention {
   void visit_packed(const Task& t, const KeyTile<C>& tile, const Workspace<E>& work, int64_t rows) const {
     pack_keys(tile, head_dim, work.keys);
     pack_values(tile, head_dim, work.dim, work.values);
+    const Scales<C> of_tile = scales(t, tile, 0);
     for_each_strip(rows, [&](int64_t row, int64_t height) {
       const int64_t begin = std::max<int64_t>(0, first_key(t, tile, row)) / kLanes * kLanes;
       const int64_t end = std::min(tile.size(), last_key(t, tile, row + height - 1));
       if (begin >= end) return;
       score_strip(work, row, height, begin, end);
-      soften(t, tile, work, row, height, begin, end);
-      weigh(work, row, height, begin / kDepth<E>, (end + kDepth<E> - 1) / kDepth<E>,
+      soften(t, tile, of_tile, work, row, height, 0, begin, end);
+      weigh(work, row, height, 0, begin / kDepth<E>, (end + kDepth<E> - 1) / kDepth<E>,
             [&]<int V>(int64_t j, int64_t d) { return work.values + j * work.dim + d; });
     });
   }
 
   void run(const Task& t, float* memory, float* partials) const {
     if constexpr (has_dot() && std::is_same_v<T, c10::BFloat16>) {
-      const int64_t rows = t.num_tokens * group();
+      const int64_t rows = rows_of_head(t);
       if (dot && (reads_cache_directly<Bf16Pair>(rows) || !reads_cache_directly<float>(rows)))
         return run_with<Bf16Pair>(t, memory, partials);
     }
@@ -212,7 +266,7 @@ struct Attention {
 
   template <class E>
   void run_with(const Task& t, float* memory, float* partials) const {
-    const int64_t rows = t.num_tokens * group();
+    const int64_t rows = num_rows(t);
     const Workspace<E> work(memory, rows, dim());
     work_on(t, work, rows);
     for (int64_t row = 0; row < rows; ++row) {
@@ -232,13 +286,14 @@ struct Attention {
   void work_on(const Task& t, const Workspace<E>& work, int64_t rows) const {
     load_query(t, work, rows);
     work.reset(rows);
-    const bool directly = reads_cache_directly<E>(rows);
+    const bool directly = reads_cache_directly<E>(rows_of_head(t));
     KeyTile<C> next;
     for (KeyTile<C> tile = locate(t, t.first_key); tile.size() > 0; tile = next) {
       next = locate(t, tile.end);
       if constexpr (kReadsCache<E>) {
         if (directly) {
-          visit_directly(t, tile, next, work, rows);
+          if (tile.start == t.first_key) fetch_keys(tile, t.num_kv_heads * head_dim);
+          visit_directly(t, tile, next, work);
           continue;
         }
       }
@@ -250,7 +305,7 @@ struct Attention {
 
   // top: what the sums and their total are relative to
   void write(const Task& t, int64_t row, const float* sums, float top, float total) const {
-    if (sinks) total += exp2(splat(sinks[t.kv_head * group() + row % group()] * kLog2e - top))[0];
+    if (sinks) total += exp2(splat(sinks[q_head_of(t, row)] * kLog2e - top))[0];
     T* to = out + row_offset(t, row);
     for (int64_t d = 0; d < head_dim; d += kLanes) store_up_to(to + d, load(sums + d) / total, head_dim - d);
   }
@@ -258,7 +313,7 @@ struct Attention {
   // The splits of a tile stand next to each other; merges those from `begin` on and returns where the next tile's begin.
   size_t merge(const std::vector<Task>& tasks, size_t begin, const float* partials, float* sums) const {
     const Task& t = tasks[begin];
-    const int64_t rows = t.num_tokens * group(), stride = dim() + kLanes;
+    const int64_t rows = num_rows(t), stride = dim() + kLanes;
     size_t end = begin + 1;
     while (end < tasks.size() && tasks[end].is_same_tile(t)) ++end;
     for (int64_t row = 0; row < rows; ++row) {
@@ -281,7 +336,7 @@ struct Attention {
     std::vector<Task> tasks = plan(num_partial_rows);
     return {num_partial_rows * (dim() + kLanes), [*this, tasks = std::move(tasks), num_partial_rows](const Team& team, float* partials) {
               struct Tile;
-              const int64_t rows = std::max(kQueryRows, group());
+              const int64_t rows = std::max(kQueryRows, group());  // of few rows there are kQueryRows at most, too
               float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
               team.share_chunks(tasks.size(), 1, [&](size_t i) { run(tasks[i], memory, partials); });
               if (num_partial_rows == 0) return;

@@ -6,6 +6,7 @@
 // cache are exact as either operand: scores are multiplied by the keys' scales, and weights by the values'.
 #pragma once
 
+#include <bit>
 #include <tuple>
 #include <utility>
 
@@ -118,32 +119,50 @@ struct Scales<int8_t> {
   }
 };
 
-// The keys [start, end) of one KV head: where each token's key and value are.
+// The keys [start, end) of a KV head: where each token's key and value are. Those of the next heads follow.
 template <class C>
 struct KeyTile {
   int64_t start, end;
   const C* keys[kTileKeys];
   const C* values[kTileKeys];
-  [[no_unique_address]] Scales<C> scales;
 
   int64_t size() const { return end - start; }
 };
 
-// Memory of one tile; dim is head_dim rounded up to whole vectors, padded with zeros. Scores are those of a strip, or of few
-// rows; the weights that they become take their place.
+// What is fetched while a head is visited: its share of a tile's keys or values of all heads of the task (a power of two), in
+// the order of memory.
+template <class C>
+class Coming {
+ public:
+  Coming(const C* const* vectors, int64_t num_vectors, int64_t num_heads, int64_t head, int64_t head_dim)
+      : vectors_(vectors), shift_(std::countr_zero(static_cast<uint64_t>(num_heads))), first_(head * kTileKeys),
+        last_((num_vectors << shift_) - 1), head_dim_(head_dim) {}
+
+  const C* at(int64_t j) const {
+    const int64_t i = std::min(first_ + j, last_);
+    return vectors_[i >> shift_] + (i & ((1 << shift_) - 1)) * head_dim_;
+  }
+
+ private:
+  const C* const* vectors_;
+  int64_t shift_, first_, last_, head_dim_;
+};
+
+// Memory of one tile; dim is head_dim rounded up to whole vectors, padded with zeros. Scores are those of a strip, or of all
+// rows if the cache is read directly; the weights that they become take their place.
 template <class E>
 struct Workspace {
   int64_t dim;
   float *out, *max, *sum, *scores;
   E *query, *keys, *values, *weights;
 
-  static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (2 * dim + 2) + kTileKeys * (2 * dim + kFewRows); }
+  static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (2 * dim + 2 + kTileKeys) + 2 * dim * kTileKeys; }
 
   Workspace(float* memory, int64_t rows, int64_t dim) : dim(dim) {
     const auto take = [&](int64_t n) { return std::exchange(memory, memory + n); };
     keys = reinterpret_cast<E*>(take(dim * kTileKeys));
     values = reinterpret_cast<E*>(take(dim * kTileKeys));
-    scores = take(kFewRows * kTileKeys);
+    scores = take(rows * kTileKeys);
     weights = reinterpret_cast<E*>(scores);
     query = reinterpret_cast<E*>(take(rows * dim));
     out = take(rows * dim);
@@ -165,20 +184,27 @@ inline auto load_key(const T* from) {
   else return load_raw<VecU>(from);
 }
 
-// Scores of R rows, straight from the cache; the tile's values are fetched meanwhile. Dim is known at compile time for
+template <class C>
+inline void fetch_keys(const KeyTile<C>& tile, int64_t num_elements) {
+  for (int64_t i = 0; i < tile.size(); ++i)
+    for (int64_t d = 0; d < num_elements; d += 64 / sizeof(C)) prefetch_line(tile.keys[i] + d);
+}
+
+// Scores of R rows, straight from the cache, where the keys begin `at` the tile's. Dim is known at compile time for
 // the common head sizes, so that the loop over it is unrolled; 0 stands for any other.
 template <int R, int64_t Dim, class T, class E>
-inline void score_few(const KeyTile<T>& tile, const E* query, int64_t any_dim, float* scores) {
+inline void score_few(const KeyTile<T>& tile, int64_t at, const Coming<T>& coming, const E* query, int64_t any_dim,
+                      float* scores) {
   const int64_t dim = Dim ? Dim : any_dim;
   for (int64_t first = 0; first < tile.size(); first += kLanes) {
     Vec partial[R][kLanes];
     for (int64_t i = 0; i < kLanes; ++i) {
       const int64_t j = std::min(first + i, tile.size() - 1);
-      const T* key = tile.keys[j];
+      const T *key = tile.keys[j] + at, *next = coming.at(j);
       Vec acc[R] = {};
 #pragma GCC unroll 8
       for (int64_t d = 0; d < dim; d += kLanes * kDepth<E>) {
-        if (d * sizeof(T) % 64 == 0) prefetch_line(tile.values[j] + d);
+        if (d * sizeof(T) % 64 == 0) prefetch_line(next + d);
         const auto k = load_key<E>(key + d);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) acc[r] = add_product(acc[r], k, load(query + r * dim + d / kDepth<E>));
@@ -192,30 +218,31 @@ inline void score_few(const KeyTile<T>& tile, const E* query, int64_t any_dim, f
 }
 
 template <class T, class E, int R = kFewRows>
-inline void score_few_rows(int64_t rows, const KeyTile<T>& tile, const E* query, int64_t dim, float* scores) {
+inline void score_few_rows(int64_t rows, const KeyTile<T>& tile, int64_t at, const Coming<T>& coming, const E* query,
+                           int64_t dim, float* scores) {
   if (rows == R) {
-    if (dim == 64) return score_few<R, 64>(tile, query, dim, scores);
-    if (dim == 128) return score_few<R, 128>(tile, query, dim, scores);
-    return score_few<R, 0>(tile, query, dim, scores);
+    if (dim == 64) return score_few<R, 64>(tile, at, coming, query, dim, scores);
+    if (dim == 128) return score_few<R, 128>(tile, at, coming, query, dim, scores);
+    return score_few<R, 0>(tile, at, coming, query, dim, scores);
   }
-  if constexpr (R > 1) score_few_rows<T, E, R - 1>(rows, tile, query, dim, scores);
+  if constexpr (R > 1) score_few_rows<T, E, R - 1>(rows, tile, at, coming, query, dim, scores);
 }
 
 // out += weights * values for R rows and N runs of 2 * kLanes features, straight from a cache of bf16, two keys at a time.
-// Sums are in the order of `interleave`. Meanwhile the `coming` keys are fetched, the last of which may be repeated.
+// The features begin `at` the tile's values, and `d` what is fetched. Sums are in the order of `interleave`.
 template <int R, int N, class T>
-[[gnu::noinline]] void weigh_few(const KeyTile<T>& tile, const Bf16Pair* weights, int64_t d, float* out, int64_t dim,
-                                 const T* const* coming, int64_t last) {
+[[gnu::noinline]] void weigh_few(const KeyTile<T>& tile, int64_t at, const Coming<T>& coming, int64_t d,
+                                 const Bf16Pair* weights, float* out, int64_t dim) {
   constexpr int64_t kRun = 2 * kLanes;
   Vec acc[R][2 * N];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < 2 * N; ++v) acc[r][v] = load(out + r * dim + d + v * kLanes);
+    for (int v = 0; v < 2 * N; ++v) acc[r][v] = load(out + r * dim + v * kLanes);
   for (int64_t j = 0; j < tile.size(); j += 2) {
-    const T *first = tile.values[j] + d, *second = tile.values[std::min(j + 1, tile.size() - 1)] + d;
-    prefetch<N * kRun>(coming[std::min(j, last)] + d);
-    prefetch<N * kRun>(coming[std::min(j + 1, last)] + d);
+    const T *first = tile.values[j] + at, *second = tile.values[std::min(j + 1, tile.size() - 1)] + at;
+    prefetch<N * kRun>(coming.at(j) + d);
+    prefetch<N * kRun>(coming.at(j + 1) + d);
     VecU pairs[2 * N];
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n)
@@ -228,15 +255,15 @@ template <int R, int N, class T>
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < 2 * N; ++v) store(out + r * dim + d + v * kLanes, acc[r][v]);
+    for (int v = 0; v < 2 * N; ++v) store(out + r * dim + v * kLanes, acc[r][v]);
 }
 
 // The same for up to R rows.
 template <int N, int R = kMaxR, class T>
-inline void weigh_few_rows(int64_t rows, const KeyTile<T>& tile, const Bf16Pair* weights, int64_t d, float* out, int64_t dim,
-                           const T* const* coming, int64_t last) {
-  if (rows == R) return weigh_few<R, N>(tile, weights, d, out, dim, coming, last);
-  if constexpr (R > 1) weigh_few_rows<N, R - 1>(rows, tile, weights, d, out, dim, coming, last);
+inline void weigh_few_rows(int64_t rows, const KeyTile<T>& tile, int64_t at, const Coming<T>& coming, int64_t d,
+                           const Bf16Pair* weights, float* out, int64_t dim) {
+  if (rows == R) return weigh_few<R, N>(tile, at, coming, d, weights, out, dim);
+  if constexpr (R > 1) weigh_few_rows<N, R - 1>(rows, tile, at, coming, d, weights, out, dim);
 }
 
 // Sums of a row from the order of `interleave` to that of the features.
@@ -304,11 +331,11 @@ inline void score_strip(const Workspace<E>& work, int64_t row, int64_t height, i
 // out += weights * values, for the operands [begin, end) of the rows' weights; value<V>(j, d) points to the j-th value's
 // elements from d on, of which V vectors are read
 template <class E, class F>
-inline void weigh(const Workspace<E>& work, int64_t row, int64_t rows, int64_t begin, int64_t end, F value) {
+inline void weigh(const Workspace<E>& work, int64_t row, int64_t rows, int64_t slot, int64_t begin, int64_t end, F value) {
   for_each_vectors(0, work.dim, [&]<int V>(int64_t d) {
     const auto at = [&](int64_t j) { return value.template operator()<V>(begin + j, d); };
     for_each_strip(rows, [&](int64_t i, int64_t height) {
-      multiply_add_strip<V>(height, work.weights + i * kTileKeys + begin, kTileKeys, end - begin, at,
+      multiply_add_strip<V>(height, work.weights + (slot + i) * kTileKeys + begin, kTileKeys, end - begin, at,
                             work.out + (row + i) * work.dim + d, work.dim);
     });
   });
@@ -351,13 +378,13 @@ inline Vec store_weights(E* weights, int64_t j, Vec weight, const Scales<int8_t>
   else return scale > 0.0f ? stored / scale : weight;
 }
 
-// Turns scores of the row, the i-th of its strip, into weights relative to its new maximum, and scales what was summed
+// Turns scores of the row, in the slot-th row of the scores, into weights relative to its new maximum, and scales what was summed
 // before to it. Keys outside [first, last) are hidden from the row, and so is what fills the last vector.
 template <class E, class C>
-inline void soften_row(const Workspace<E>& work, const Scales<C>& scales, int64_t row, int64_t i, int64_t first, int64_t last,
+inline void soften_row(const Workspace<E>& work, const Scales<C>& scales, int64_t row, int64_t slot, int64_t first, int64_t last,
                        int64_t begin, int64_t end) {
-  float* scores = work.scores + i * kTileKeys;
-  E* weights = work.weights + i * kTileKeys;
+  float* scores = work.scores + slot * kTileKeys;
+  E* weights = work.weights + slot * kTileKeys;
   const int64_t stop = begin + round_up(end - begin, kLanes);
   std::fill(scores + begin, scores + std::clamp(first, begin, stop), kNegInf);
   std::fill(scores + std::clamp(last, begin, end), scores + stop, kNegInf);
