@@ -21,6 +21,7 @@ reads and writes.
 
 import argparse
 import itertools
+import mmap
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -112,6 +113,14 @@ def report(name: str, ours: float, theirs: float, gigabytes: float, gigaflops: f
     )
 
 
+def in_huge_pages(part: Tensor, count: int) -> Tensor:
+    """Return copies of blocks, one after the other, in memory like that of the runtime's pool (see MmapPool)."""
+    memory = mmap.mmap(-1, count * part.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    blocks = torch.frombuffer(memory, dtype=part.dtype).view(count, *part.shape)
+    return blocks.copy_(part.expand_as(blocks)).flatten(0, 1)
+
+
 def decode_of_changing_sequences(
     backend: Backend, heads: tuple[int, int, int], num_seqs: int, context_len: int
 ) -> Callable[[], Tensor]:
@@ -121,7 +130,7 @@ def decode_of_changing_sequences(
     num_calls = max(1, CACHE_BYTES // (2 * BLOCK * kv_heads * head_dim) // blocks_of_call)
     noise = torch.randn(2, 64, BLOCK, kv_heads, head_dim, dtype=torch.bfloat16)
     num_blocks = num_calls * blocks_of_call
-    k_cache, v_cache = (part.repeat(-(-num_blocks // len(part)), 1, 1, 1) for part in noise)
+    k_cache, v_cache = (in_huge_pages(part, -(-num_blocks // len(part))) for part in noise)
     tables = itertools.cycle(torch.randperm(num_blocks).int().view(num_calls, num_seqs, -1))
     query = torch.randn(num_seqs, q_heads, head_dim, dtype=torch.bfloat16)
     lens = torch.full((num_seqs,), context_len, dtype=torch.int32)
