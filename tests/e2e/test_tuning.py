@@ -12,6 +12,7 @@ from flyball_protocol import Limits
 
 MAX_NUM_SEQS, START_NUM_SEQS = 16, 8
 NUM_REPLICAS = 2
+STREAM_S = 6.0
 TUNING = {
     "mode": "Auto",
     "objectives": {"ttftP95Milliseconds": 300_000},  # until the load is there
@@ -46,7 +47,7 @@ def test_limits_are_tried_then_judged_though_the_operator_was_killed_in_between(
     model = Model(operator, namespace, **{**BUSY, "runtime": runtime}, replicas=NUM_REPLICAS, tuning=TUNING)
     model.apply()
     model.wait_ready()
-    work = work_of(model, num_running=NUM_REPLICAS * START_NUM_SEQS)
+    work = work_of(model, STREAM_S, NUM_REPLICAS * START_NUM_SEQS)
     with undisturbed(model, work, figures, num_streams=3 * MAX_NUM_SEQS) as load:
         # missed by all that wait for one of the few seats
         model.patch(tuning={"objectives": {"ttftP95Milliseconds": 500}})
