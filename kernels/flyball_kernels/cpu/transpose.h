@@ -13,15 +13,21 @@ namespace flyball {
 #endif
 #endif
 
+// A vector of lanes of two others: those of b are counted from kLanes on.
+template <size_t... From>
+[[gnu::always_inline]] inline Vec pick(const Vec& a, const Vec& b) {
+#if FLYBALL_SHUFFLE
+  return __builtin_shufflevector(a, b, From...);
+#else
+  return Vec{(From < kLanes ? a[From % kLanes] : b[From % kLanes])...};
+#endif
+}
+
 // Exchanges the off-diagonal H x H blocks of two rows that stand H apart: one step of a recursive transposition.
 template <int H, size_t... Lane>
 inline void swap_blocks(Vec& a, Vec& b, std::index_sequence<Lane...>) {
-#if FLYBALL_SHUFFLE
-  const Vec upper = __builtin_shufflevector(a, b, (Lane % (2 * H) < H ? Lane : Lane - H + kLanes)...);
-  const Vec lower = __builtin_shufflevector(a, b, (Lane % (2 * H) < H ? Lane + H : Lane + kLanes)...);
-#else
-  const Vec upper{(Lane % (2 * H) < H ? a[Lane] : b[Lane - H])...}, lower{(Lane % (2 * H) < H ? a[Lane + H] : b[Lane])...};
-#endif
+  const Vec upper = pick<(Lane % (2 * H) < H ? Lane : Lane - H + kLanes)...>(a, b);
+  const Vec lower = pick<(Lane % (2 * H) < H ? Lane + H : Lane + kLanes)...>(a, b);
   a = upper;
   b = lower;
 }
@@ -43,13 +49,8 @@ inline void transpose(Vec* rows) {
 // a's sums of lanes that stand H apart, and b's, in the blocks that H lanes make: a's in the even ones.
 template <int H, size_t... Lane>
 [[gnu::always_inline]] inline Vec fold(Vec a, Vec b, std::index_sequence<Lane...>) {
-#if FLYBALL_SHUFFLE
-  const Vec kept = __builtin_shufflevector(a, b, (Lane % (2 * H) < H ? Lane : Lane + kLanes)...);
-  const Vec moved = __builtin_shufflevector(a, b, (Lane % (2 * H) < H ? Lane + H : Lane - H + kLanes)...);
-#else
-  const Vec kept{(Lane % (2 * H) < H ? a[Lane] : b[Lane])...}, moved{(Lane % (2 * H) < H ? a[Lane + H] : b[Lane - H])...};
-#endif
-  return kept + moved;
+  return pick<(Lane % (2 * H) < H ? Lane : Lane + kLanes)...>(a, b) +
+         pick<(Lane % (2 * H) < H ? Lane + H : Lane - H + kLanes)...>(a, b);
 }
 
 // Lane i of the result is the sum of rows[i]: a transposition that adds what it would exchange.

@@ -4,8 +4,8 @@
 // few rows (a decode) is memory-bound: it reads each key and value once for all its rows, and its context is cut at fixed
 // multiples of kSplitKeys, so that a long one occupies several threads and a decode's result is the same to the last bit
 // in any batch. Where there are tasks enough, one has several KV heads: their keys lie next to each other, and memory is
-// faster in long runs. A tile of many rows packs keys and values once and multiplies them like matrices. Either multiplies fp32, or
-// pairs of bf16 where the CPU's bf16 dot product is the faster way.
+// faster in long runs. A tile of many rows packs keys and values once and multiplies them like matrices. Either multiplies
+// fp32, or pairs of bf16 where the CPU's bf16 dot product is the faster way.
 #include <vector>
 
 #include "../cpu/works.h"
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kSplitKeys = 512;
 constexpr int64_t kTasksPerThread = 4;  // that many at least, before tasks get several heads
-constexpr int64_t kTileBytes = 1 << 17;  // of a task's keys and values in a tile: it and the next have to fit into the second cache
+constexpr int64_t kTileBytes = 1 << 17;  // of a task's keys and values in a tile; the second cache has to hold two tiles
 
 // Rows are ordered by KV head, token and query head.
 struct Task {
@@ -84,7 +84,8 @@ struct Attention {
 
   void add_tile(std::vector<Task>& tasks, Task task, int64_t& num_partial_rows) const {
     const int64_t first = position(task), last = first + task.num_tokens;
-    const int64_t step = rows_of_head(task) <= kFewRows ? kSplitKeys : last + 1, start = std::max<int64_t>(0, first - window + 1);
+    const int64_t step = rows_of_head(task) <= kFewRows ? kSplitKeys : last + 1;
+    const int64_t start = std::max<int64_t>(0, first - window + 1);
     const bool is_split = start / step != (last - 1) / step;
     for (int64_t key = start / step * step; key < last; key += step) {
       task.first_key = std::max(key, start);
@@ -101,9 +102,10 @@ struct Attention {
     for (int64_t i = 0; i < num_sequences; ++i)
       num_tasks += num_kv_heads * ((std::min<int64_t>(context_lens[i], window) + kSplitKeys - 1) / kSplitKeys);
     const int64_t spare = num_tasks / (kTasksPerThread * omp_get_max_threads());
-    const int64_t fitting = kTileBytes / (2 * kTileKeys * head_dim * static_cast<int64_t>(sizeof(C)));
+    const int64_t fitting = kTileBytes / std::max<int64_t>(1, 2 * kTileKeys * head_dim * sizeof(C));
+    const int64_t most = std::min({spare, fitting, kQueryRows / kFewRows});  // a workspace has kQueryRows
     int64_t together = 1;
-    while (2 * together <= std::min({spare, fitting, kQueryRows / kFewRows}) && num_kv_heads % (2 * together) == 0) together *= 2;
+    while (2 * together <= most && num_kv_heads % (2 * together) == 0) together *= 2;
     return together;
   }
 
@@ -217,25 +219,26 @@ struct Attention {
     return {vectors, tile.size(), t.num_kv_heads, head, head_dim};
   }
 
+  // `at`: where the head begins in the tile's values. Pairs leave their sums in the order of `interleave`.
   template <class E>
   void weigh_directly(const KeyTile<C>& tile, int64_t at, const Coming<C>& coming, const Workspace<E>& work, int64_t row,
                       int64_t rows) const {
-    if constexpr (kDepth<E> == 1) {
-      weigh(work, row, rows, row, 0, tile.size(), [&]<int V>(int64_t j, int64_t d) {
+    const auto load_value = [&]<size_t V, class Row>(int64_t j, int64_t d, Row (&vectors)[V]) {
+      if constexpr (kDepth<E> == 1) {
         prefetch<V * kLanes>(coming.at(j) + d);
-        return tile.values[j] + at + d;
-      });
-    } else {
-      const auto weigh_runs = [&]<int N>(std::integral_constant<int, N>, int64_t d) {
-        for_each_strip(rows, [&](int64_t i, int64_t height) {
-          weigh_few_rows<N>(height, tile, at + d, coming, d, work.weights + (row + i) * kTileKeys,
-                            work.out + (row + i) * work.dim + d, work.dim);
-        });
-      };
-      int64_t d = 0;
-      for (; d + 4 * kLanes <= work.dim; d += 4 * kLanes) weigh_runs(std::integral_constant<int, 2>(), d);
-      if (d < work.dim) weigh_runs(std::integral_constant<int, 1>(), d);
-    }
+        load_all(vectors, tile.values[j] + at + d);
+      } else if constexpr (V % 2 == 0) {  // head_dim is a multiple of two vectors
+        prefetch<V * kLanes>(coming.at(2 * j) + d);
+        prefetch<V * kLanes>(coming.at(2 * j + 1) + d);
+        const C* first = tile.values[2 * j] + at + d;
+        const C* second = tile.values[std::min(2 * j + 1, tile.size() - 1)] + at + d;
+#pragma GCC unroll 4
+        for (size_t v = 0; v < V; v += 2)
+          std::tie(vectors[v], vectors[v + 1]) =
+              interleave(load_raw<VecU>(first + v * kLanes), load_raw<VecU>(second + v * kLanes));
+      }
+    };
+    weigh(work, row, rows, row, 0, (tile.size() + kDepth<E> - 1) / kDepth<E>, load_value);
   }
 
   // Strip by strip, because a strip's scores then stay in the nearest cache. Keys that a strip does not see are left out.
@@ -251,7 +254,7 @@ struct Attention {
       score_strip(work, row, height, begin, end);
       soften(t, tile, of_tile, work, row, height, 0, begin, end);
       weigh(work, row, height, 0, begin / kDepth<E>, (end + kDepth<E> - 1) / kDepth<E>,
-            [&]<int V>(int64_t j, int64_t d) { return work.values + j * work.dim + d; });
+            [&](int64_t j, int64_t d, auto& vectors) { load_all(vectors, work.values + j * work.dim + d); });
     });
   }
 
@@ -336,7 +339,7 @@ struct Attention {
     std::vector<Task> tasks = plan(num_partial_rows);
     return {num_partial_rows * (dim() + kLanes), [*this, tasks = std::move(tasks), num_partial_rows](const Team& team, float* partials) {
               struct Tile;
-              const int64_t rows = std::max(kQueryRows, group());  // of few rows there are kQueryRows at most, too
+              const int64_t rows = std::max(kQueryRows, group());
               float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
               team.share_chunks(tasks.size(), 1, [&](size_t i) { run(tasks[i], memory, partials); });
               if (num_partial_rows == 0) return;

@@ -24,7 +24,14 @@ constexpr int64_t kFewRows = 8;     // up to here a tile reads the cache as it i
 template <class E>
 constexpr int64_t kDepth = std::is_same_v<E, Bf16Pair> ? 2 : 1;
 
-// c[r] += sum over j < k of a[r][j] * b(j), for R rows of V vectors; b returns a pointer to a row
+// The vectors from there on.
+template <size_t V, class Row, class T>
+[[gnu::always_inline]] inline void load_all(Row (&row)[V], const T* from) {
+#pragma GCC unroll 4
+  for (size_t v = 0; v < V; ++v) row[v] = load(from + v * kLanes);
+}
+
+// c[r] += sum over j < k of a[r][j] * b[j], for R rows of V vectors; b(j, row) loads a row
 template <int R, int V, class E, class B>
 inline void multiply_add(const E* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
   Vec acc[R][V];
@@ -33,10 +40,8 @@ inline void multiply_add(const E* a, int64_t a_stride, int64_t k, B b, float* c,
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) acc[r][v] = load(c + r * c_stride + v * kLanes);
   for (int64_t j = 0; j < k; ++j) {
-    const auto* from = b(j);
     decltype(splat(*a)) row[V];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) row[v] = load(from + v * kLanes);
+    b(j, row);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -184,6 +189,7 @@ inline auto load_key(const T* from) {
   else return load_raw<VecU>(from);
 }
 
+// Fetches so many elements of each key.
 template <class C>
 inline void fetch_keys(const KeyTile<C>& tile, int64_t num_elements) {
   for (int64_t i = 0; i < tile.size(); ++i)
@@ -226,44 +232,6 @@ inline void score_few_rows(int64_t rows, const KeyTile<T>& tile, int64_t at, con
     return score_few<R, 0>(tile, at, coming, query, dim, scores);
   }
   if constexpr (R > 1) score_few_rows<T, E, R - 1>(rows, tile, at, coming, query, dim, scores);
-}
-
-// out += weights * values for R rows and N runs of 2 * kLanes features, straight from a cache of bf16, two keys at a time.
-// The features begin `at` the tile's values, and `d` what is fetched. Sums are in the order of `interleave`.
-template <int R, int N, class T>
-[[gnu::noinline]] void weigh_few(const KeyTile<T>& tile, int64_t at, const Coming<T>& coming, int64_t d,
-                                 const Bf16Pair* weights, float* out, int64_t dim) {
-  constexpr int64_t kRun = 2 * kLanes;
-  Vec acc[R][2 * N];
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < 2 * N; ++v) acc[r][v] = load(out + r * dim + v * kLanes);
-  for (int64_t j = 0; j < tile.size(); j += 2) {
-    const T *first = tile.values[j] + at, *second = tile.values[std::min(j + 1, tile.size() - 1)] + at;
-    prefetch<N * kRun>(coming.at(j) + d);
-    prefetch<N * kRun>(coming.at(j + 1) + d);
-    VecU pairs[2 * N];
-#pragma GCC unroll 2
-    for (int n = 0; n < N; ++n)
-      std::tie(pairs[2 * n], pairs[2 * n + 1]) = interleave(load_raw<VecU>(first + n * kRun), load_raw<VecU>(second + n * kRun));
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int v = 0; v < 2 * N; ++v) acc[r][v] = add_product(acc[r][v], splat(weights[r * kTileKeys + j / 2]), pairs[v]);
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < 2 * N; ++v) store(out + r * dim + v * kLanes, acc[r][v]);
-}
-
-// The same for up to R rows.
-template <int N, int R = kMaxR, class T>
-inline void weigh_few_rows(int64_t rows, const KeyTile<T>& tile, int64_t at, const Coming<T>& coming, int64_t d,
-                           const Bf16Pair* weights, float* out, int64_t dim) {
-  if (rows == R) return weigh_few<R, N>(tile, at, coming, d, weights, out, dim);
-  if constexpr (R > 1) weigh_few_rows<N, R - 1>(rows, tile, at, coming, d, weights, out, dim);
 }
 
 // Sums of a row from the order of `interleave` to that of the features.
@@ -322,20 +290,20 @@ template <class E>
 inline void score_strip(const Workspace<E>& work, int64_t row, int64_t height, int64_t begin, int64_t end) {
   for (int64_t i = 0; i < height; ++i) std::fill_n(work.scores + i * kTileKeys + begin, round_up(end - begin, kLanes), 0.0f);
   for_each_vectors(begin, end, [&]<int V>(int64_t first) {
-    const auto key = [&](int64_t d) { return work.keys + d * kTileKeys + first; };
+    const auto key = [&](int64_t d, auto& row) { load_all(row, work.keys + d * kTileKeys + first); };
     multiply_add_strip<V>(height, work.query + row * work.dim, work.dim, work.dim / kDepth<E>, key, work.scores + first,
                           kTileKeys);
   });
 }
 
-// out += weights * values, for the operands [begin, end) of the rows' weights; value<V>(j, d) points to the j-th value's
-// elements from d on, of which V vectors are read
+// out += weights * values, for the operands [begin, end) of the rows' weights; value(j, d, vectors) loads the
+// j-th ones' elements from d on
 template <class E, class F>
 inline void weigh(const Workspace<E>& work, int64_t row, int64_t rows, int64_t slot, int64_t begin, int64_t end, F value) {
   for_each_vectors(0, work.dim, [&]<int V>(int64_t d) {
-    const auto at = [&](int64_t j) { return value.template operator()<V>(begin + j, d); };
+    const auto from = [&](int64_t j, auto& vectors) { value(begin + j, d, vectors); };
     for_each_strip(rows, [&](int64_t i, int64_t height) {
-      multiply_add_strip<V>(height, work.weights + (slot + i) * kTileKeys + begin, kTileKeys, end - begin, at,
+      multiply_add_strip<V>(height, work.weights + (slot + i) * kTileKeys + begin, kTileKeys, end - begin, from,
                             work.out + (row + i) * work.dim + d, work.dim);
     });
   });
@@ -378,8 +346,8 @@ inline Vec store_weights(E* weights, int64_t j, Vec weight, const Scales<int8_t>
   else return scale > 0.0f ? stored / scale : weight;
 }
 
-// Turns scores of the row, in the slot-th row of the scores, into weights relative to its new maximum, and scales what was summed
-// before to it. Keys outside [first, last) are hidden from the row, and so is what fills the last vector.
+// Turns scores of the row, in the slot-th row of the scores, into weights relative to its new maximum, and scales what was
+// summed before to it. Keys outside [first, last) are hidden from the row, and so is what fills the last vector.
 template <class E, class C>
 inline void soften_row(const Workspace<E>& work, const Scales<C>& scales, int64_t row, int64_t slot, int64_t first, int64_t last,
                        int64_t begin, int64_t end) {
