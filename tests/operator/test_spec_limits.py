@@ -20,6 +20,7 @@ from operator_kit.evidence import LIMITS, TUNING, make_evidence, pods
 
 EIGHT = LiveLimits(max_num_seqs=8)
 DISABLED = structs.replace(TUNING, mode="Disabled", objectives=Objectives(), limits=EIGHT)
+FROM_EIGHT = structs.replace(TUNING, limits=EIGHT)
 WITH_EIGHT = structs.replace(LIMITS, max_num_seqs=8)
 
 
@@ -81,6 +82,12 @@ class Scene:
 
 def fresh(**changes: Any) -> Evidence:
     return make_evidence(**{"revision": 0, **changes})
+
+
+def replayed(record: object) -> bool:
+    """Return whether a record, written and read again, comes to the same decision."""
+    found = from_line(to_line(cast(DecisionRecord, record)))
+    return found.replay() == found.decision
 
 
 def test_units_of_the_spec_become_those_of_the_runtime() -> None:
@@ -221,6 +228,76 @@ def test_auto_leaves_replicas_alone_that_were_tuned_before() -> None:
     scene = Scene(make_evidence())
     done = scene.round(structs.replace(TUNING, limits=EIGHT))
     assert done.decision.reason is not Reason.SPEC_LIMITS
+
+
+def started() -> Scene:
+    """Return two replicas of template t1 in mode Auto that started with 8 sequences, and have got objectives since."""
+    scene = Scene(fresh(posted=None), fresh(posted=None))
+    for _ in range(3):
+        scene.round(FROM_EIGHT)
+    assert scene.replicas.in_force == [(2, 8), (2, 8)]
+    return scene
+
+
+def test_auto_starts_from_them_in_replicas_of_a_new_template_too() -> None:
+    """In a rollout, one by one: first they are too few to decide on, then the others are gone."""
+    scene = started()
+    scene.replicas.evidence["replica 3"] = fresh(template="t2")
+    scene.round(FROM_EIGHT)
+    assert scene.replicas.in_force == [(2, 8)] * 3, "at once"
+    del scene.replicas.evidence["replica 1"]
+    scene.replicas.evidence["replica 4"] = fresh(template="t2")
+    scene.round(FROM_EIGHT)
+    del scene.replicas.evidence["replica 2"]
+    for _ in range(3):
+        done = scene.round(FROM_EIGHT)
+        assert {seqs for _, seqs in scene.replicas.in_force} == {8}
+    assert done.decision.left_alone == () and len({revision for revision, _ in scene.replicas.in_force}) == 1
+    assert all(replayed(one) for one in scene.records)
+
+
+def test_auto_starts_from_them_where_every_replica_is_of_a_new_template() -> None:
+    scene = started()
+    scene.replicas.evidence = {f"replica {i}": fresh(template="t2") for i in (3, 4)}
+    done = scene.round(FROM_EIGHT)
+    assert (done.decision.reason, done.decision.revision) == (Reason.SPEC_LIMITS, 2)
+    assert scene.replicas.in_force == [(2, 8), (2, 8)]
+    for _ in range(3):
+        done = scene.round(FROM_EIGHT)
+    assert done.decision.limits is not None and done.decision.limits.max_num_seqs == 8
+    assert all(replayed(one) for one in scene.records)
+
+
+def test_a_new_template_that_refuses_them_does_not_keep_the_others_from_being_tuned() -> None:
+    scene = started()
+    scene.replicas.evidence["replica 3"] = fresh(template="t2")
+    scene.replicas.refuses.add("replica 3")
+    done = scene.round(FROM_EIGHT)
+    assert done.decision.reason is not Reason.LIMITS_REFUSED
+    assert {one.pod: one.ack is not None and one.ack.status for one in done.posted} == {
+        "replica 1": LimitsStatus.APPLIED,
+        "replica 2": LimitsStatus.APPLIED,
+        "replica 3": LimitsStatus.REJECTED,
+    }
+
+
+def test_replicas_of_a_new_template_keep_the_limits_of_the_boot_prior() -> None:
+    scene = started()
+    prior = make_evidence(template="t2", revision=1, limits=structs.replace(LIMITS, max_num_seqs=32))
+    scene.replicas.evidence["replica 3"] = prior
+    scene.round(FROM_EIGHT)
+    assert scene.replicas.in_force[-1] == (1, 32)
+
+
+def test_nothing_else_is_posted_to_a_template_that_is_not_decided_on() -> None:
+    """Not either while too few of the others answer for a decision."""
+    scene = started()
+    for name in ("replica 1", "replica 2"):
+        scene.replicas.evidence[name] = structs.replace(scene.replicas.evidence[name], draining=True)
+    scene.replicas.evidence["replica 3"] = make_evidence(template="t2", revision=1)
+    done = scene.round(FROM_EIGHT)
+    assert done.decision.left_alone == ("replica 3",)
+    assert scene.replicas.in_force[-1] == (1, 64)
 
 
 def test_a_trial_ends_with_them() -> None:

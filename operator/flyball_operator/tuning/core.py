@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from flyball_operator.spec import Tuning
+from flyball_operator.tuning import spec_limits
 from flyball_operator.tuning.decide import decide
 from flyball_operator.tuning.decision import Action, Decision, Reason
 from flyball_operator.tuning.evidence import PodEvidence, counts_against
@@ -110,7 +111,7 @@ def _updates(tuning: Tuning, decision: Decision, evidence: tuple[PodEvidence, ..
         return _to_count(tuning, evidence)
     lease_s = max(MIN_LEASE_S, LEASE_ROUNDS * float(tuning.interval_seconds))
     wanted = {pod.pod: decision.wanted_at(pod.pod) for pod in evidence}
-    return {
+    return spec_limits.for_strangers(tuning, decision, evidence) | {
         pod: LimitsUpdate(
             revision=one[0],
             limits=as_change(one[1]),

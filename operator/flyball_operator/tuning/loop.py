@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flyball_operator.spec import LiveLimits, Tuning
+from flyball_operator.spec import Tuning
 from flyball_operator.tuning import spec_limits
 from flyball_operator.tuning.admin import AdminClient, Target
 from flyball_operator.tuning.core import LoopCore
@@ -57,7 +57,7 @@ class SlowLoop:
     async def round(self, tuning: Tuning, targets: Sequence[Target]) -> Round:
         """Bring the replicas to spec.tuning.limits where these hold; else decide once and post what follows."""
         evidence = tuple(await self._admin.gather(targets))
-        wanted = spec_limits.lacking(tuning, evidence) if self._holds_spec_limits(tuning, evidence) else None
+        wanted = spec_limits.due(tuning, self._core.state, evidence)
         if wanted is not None:
             posted = await self._post(targets, wanted.updates)
             problems = spec_limits.problems_of(posted)
@@ -68,12 +68,6 @@ class SlowLoop:
             return Round(evidence, spec_limits.settled(evidence, self._core.state), (), False)
         turn = self._core.turn(tuning, evidence, now_s=self._clock())
         return Round(evidence, turn.decision, await self._post(targets, turn.updates), turn.told)
-
-    def _holds_spec_limits(self, tuning: Tuning, evidence: Sequence[PodEvidence]) -> bool:
-        """Return whether the limits of the spec are due now. What tuning moved is taken back first."""
-        if tuning.limits == LiveLimits() or (tuning.mode != "Auto" and self.has_work):
-            return False
-        return tuning.mode != "Auto" or spec_limits.is_start(tuning, self._core.state, evidence)
 
     async def _post(self, targets: Sequence[Target], updates: Mapping[str, LimitsUpdate]) -> tuple[Posted, ...]:
         wanted = {target: updates[target.name] for target in targets if target.name in updates}

@@ -32,7 +32,7 @@ class DecisionRecord(Struct, frozen=True, kw_only=True):
 
     def replay(self) -> Decision:
         """Decide again from what was recorded."""
-        wanted = spec_limits.lacking(self.tuning, self.evidence) if self.decision.reason in OF_SPEC else None
+        wanted = spec_limits.due(self.tuning, self.state, self.evidence) if self.decision.reason in OF_SPEC else None
         if wanted is not None:
             return spec_limits.outcome(wanted, self.evidence, self.problems, self.state)
         return decide(self.tuning, self.state, self.evidence, now_s=self.now_s)

@@ -334,7 +334,7 @@ def look(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence], now
     answered = {one.pod: one.evidence for one in own if one.evidence is not None}
     usable = {pod: one for pod, one in answered.items() if pod not in faults}
     if not usable or len(usable) < MIN_EVIDENCE * len(own):
-        return cannot_decide(state, own, faults)
+        return structs.replace(cannot_decide(state, own, faults), left_alone=strangers)
     revision, limits = in_force(list(usable.values()), state.revision, state.limits)
     objectives = objectives_of(tuning)
     if state.objectives is None and all(counts_against(one, objectives) for one in usable.values()):

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from flyball_operator.spec import LiveLimits, Tuning
 from flyball_operator.tuning.decision import Action, Decision, Reason
-from flyball_operator.tuning.evidence import PodEvidence, Posted
+from flyball_operator.tuning.evidence import PodEvidence, Posted, family, largest_family
 from flyball_operator.tuning.knobs import moved_in_words
 from flyball_operator.tuning.modes import as_change
 from flyball_operator.tuning.state import TunerState
@@ -34,17 +34,34 @@ class Wanted:
     moved: str
 
 
-def is_start(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence]) -> bool:
-    """Return whether mode Auto still has to start from the limits of the spec: no replica was given others yet.
+def due(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence]) -> Wanted | None:
+    """Return what to post before anything else; None while the replicas have the limits of the spec, or tuning has moved them.
 
-    A replica that became ready after the first got them has to be given them too.
+    In mode Auto, tuning starts from these limits: they are due once, for the replicas of a model and template that were given
+    no others. In other modes they are due whenever a replica lacks them, once what tuning moved is taken back.
     """
-    answered = [pod.evidence for pod in evidence if pod.evidence is not None]
+    if tuning.limits == LiveLimits():
+        return None
+    if tuning.mode != "Auto":
+        return None if state.tuned else lacking(tuning, evidence)
+    kind = largest_family(evidence, state.family)
+    own = [one for one in evidence if one.evidence is not None and family(one.evidence) == kind]
+    is_known = state.revision > 0 and state.family in ("", kind)
+    if is_known or not all(_is_untouched(tuning, state, one) for one in own):
+        return None
+    return lacking(tuning, own, first=_start(state))
+
+
+def for_strangers(tuning: Tuning, decision: Decision, evidence: Sequence[PodEvidence]) -> dict[str, LimitsUpdate]:
+    """Return what replicas of another template than is decided on are given to start with in mode Auto, by their names."""
     change = as_change(tuning.limits)
-    is_untouched = all(
-        one.revision == 0 or (one.revision == START and change.applied_to(one.target) == one.target) for one in answered
-    )
-    return tuning.mode == "Auto" and state.revision == 0 and is_untouched
+    update = LimitsUpdate(revision=_start(decision.state), limits=change)
+    untouched = {pod.pod: pod.evidence for pod in evidence if pod.evidence is not None and pod.evidence.revision == 0}
+    return {
+        pod: update
+        for pod, one in untouched.items()
+        if pod in decision.left_alone and change.applied_to(one.target) != one.target
+    }
 
 
 def in_force(tuning: Tuning, evidence: Sequence[PodEvidence]) -> tuple[int, Limits] | None:
@@ -57,10 +74,13 @@ def in_force(tuning: Tuning, evidence: Sequence[PodEvidence]) -> tuple[int, Limi
     return (newest.revision, limits) if as_change(tuning.limits).applied_to(limits) == limits else None
 
 
-def lacking(tuning: Tuning, evidence: Sequence[PodEvidence]) -> Wanted | None:
+def lacking(tuning: Tuning, evidence: Sequence[PodEvidence], *, first: int = START) -> Wanted | None:
     """Return what to post where; None if every replica that answered has the limits of the spec.
 
     A replica that missed the newest revision gets that one. If a replica has it with other limits, all get the next one.
+
+    Args:
+        first: the revision where no replica has any.
     """
     change = as_change(tuning.limits)
     answered = {pod.pod: pod.evidence for pod in evidence if pod.evidence is not None}
@@ -68,8 +88,8 @@ def lacking(tuning: Tuning, evidence: Sequence[PodEvidence]) -> Wanted | None:
     if not behind:
         return None
     newest = max(one.revision for one in answered.values())
-    is_new = newest == 0 or any(one.revision == newest for one in behind.values())
-    revision = newest + 1 if is_new else newest
+    is_new = any(one.revision == newest for one in behind.values())
+    revision = max(first, newest + 1) if is_new else newest
     update = LimitsUpdate(revision=revision, limits=change)
     return Wanted(change, revision, dict.fromkeys(answered if is_new else behind, update), _moved(change, behind))
 
@@ -103,6 +123,19 @@ def settled(evidence: Sequence[PodEvidence], state: TunerState) -> Decision:
         revision=newest.revision if newest else 0,
         state=state,
     )
+
+
+def _start(state: TunerState) -> int:
+    """Return the revision of the first limits of replicas with a new template; older ones may have any up to the state's."""
+    return max(START, state.revision)
+
+
+def _is_untouched(tuning: Tuning, state: TunerState, pod: PodEvidence) -> bool:
+    """Return whether a replica has had no limits but those of the spec; the others may have got these already."""
+    one, change = pod.evidence, as_change(tuning.limits)
+    if one is None or one.revision == 0:
+        return True
+    return one.revision == _start(state) and change.applied_to(one.target) == one.target
 
 
 def _moved(change: LimitsChange, behind: dict[str, Evidence]) -> str:
