@@ -77,13 +77,14 @@ def test_under_fixed_limits_cells_that_differ_by_name_or_prior_are_one(tmp_path:
     assert contenders.key(plain, "auto", 1, None) != contenders.key(other, "auto", 1, None)
 
 
-def test_a_search_leaves_nothing_out_that_is_better(tmp_path: Path) -> None:
+@pytest.mark.parametrize("near", [None, (8, 64), (32, 256)])
+def test_a_search_leaves_nothing_out_that_is_better(near: oracle.Limits | None, tmp_path: Path) -> None:
     grid = tuple((seqs, tokens) for tokens in (64, 256, 1024) for seqs in (64, 32, 8))
     setup = structs.replace(cells.CHAT_43, max_num_seqs=64, objectives=Bounds(ttft_s=0.5, itl_s=0.03))
     cell = Cell(name="small", setup=setup, phases=(Phase(mix="chat", rate=8.0, seconds=1.0),), minutes=0.1, grid=grid)
     work = cell.workload(1)
     whole = [oracle.run_static(setup, work, one, 1, cell.seconds).share_good for one in (*grid, *search.SINGLES)]
-    found = search.find(cell, 1, tmp_path)
+    found = search.find(cell, 1, tmp_path, near)
     assert found.shares[found.best] == max(whole)
     assert len(set(whole)) > 3
 

@@ -107,9 +107,11 @@ def _is_plain(cell: Cell) -> bool:
 
 def _begin(pool: ProcessPoolExecutor, cell: Cell, plan: Plan) -> Iterator[Future[Any]]:
     """Start what is told of a cell first: the tuner against the best fixed limits."""
+    known = search.found(cell, plan.seeds[0], plan.folder)
+    near = None if known is None else known.best
     for seed in plan.seeds:
         yield pool.submit(_run, Job(cell=cell, contender="auto", seed=seed), plan.folder)
-        yield pool.submit(search.find, cell, seed, plan.folder)
+        yield pool.submit(search.find, cell, seed, plan.folder, near)
     if len(cell.phases) > 1:
         yield pool.submit(search.find, first_phase(cell), plan.seeds[0], plan.folder)
 

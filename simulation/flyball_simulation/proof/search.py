@@ -31,11 +31,15 @@ class Found(Struct, frozen=True, kw_only=True):
         return dict(self.tried)
 
 
-def find(cell: Cell, seed: int, folder: Path) -> Found:
-    """Find the best fixed limits, or take them from ``folder``."""
+def find(cell: Cell, seed: int, folder: Path, near: Limits | None = None) -> Found:
+    """Find the best fixed limits, or take them from ``folder``.
+
+    Args:
+        near: limits that are tried early, such as the best of another seed.
+    """
     path = _path(cell, seed, folder)
     if not path.exists():
-        shares = try_all(cell, seed, folder)
+        shares = try_all(cell, seed, folder, near)
         contenders.keep(path, Found(best=max(shares, key=shares.__getitem__), tried=list(shares.items())))
     return _found_at(path)
 
@@ -46,13 +50,14 @@ def found(cell: Cell, seed: int, folder: Path) -> Found | None:
     return _found_at(path) if path.exists() else None
 
 
-def try_all(cell: Cell, seed: int, folder: Path) -> dict[Limits, float]:
+def try_all(cell: Cell, seed: int, folder: Path, near: Limits | None = None) -> dict[Limits, float]:
     """Return the shares of the candidates for the single limits, and of all others that were better than what was tried before.
 
     Nothing that could be better is left out. A run is given up once it cannot be better than the best one any more. And
     where fewer sequences ran at once than the limit allows, other limits above what ran make the very same run.
     """
-    shares = {one: _share(cell, one, seed, folder) for one in SINGLES}
+    early = SINGLES if near is None else dict.fromkeys((*SINGLES, near))
+    shares = {one: _share(cell, one, seed, folder) for one in early}
     workload = cell.workload(seed)
     most_running: dict[int, int] = {}  # by tokens, in runs with more sequences
     for seqs, tokens in cell.grid or oracle.grid():
