@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,11 @@ def clients_rows(by_concurrency: Result, other: str, *first: str) -> Iterator[li
         yield [*first, clients, *(" / ".join(column) for column in zip(*cells, strict=True))]
 
 
-def vllm_table() -> str:
-    result = read("versus_vllm")
+def vllm_table(name: str = "versus_vllm") -> str:
+    result = read(name)
     if result is None:
         return NOT_MEASURED
-    offline = result["offline_output_tokens_per_s"]
+    offline = result.get("offline_output_tokens_per_s", {})
     rows = [[f"offline, {load.replace('x', ' x ')}", *beside(figures, "vllm")] for load, figures in offline.items()]
     rows += clients_rows(result["online_128_in_64_out"]["by_concurrency"], "vllm")
     for row in rows[len(offline) :]:
@@ -166,6 +167,8 @@ def instruction_sets_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "vllm": vllm_table,
+    "vllm-zen4": partial(vllm_table, "versus_vllm_zen4"),
+    "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
     "llamacpp": llamacpp_table,
     "linear": linear_table,
     "attention": attention_table,
