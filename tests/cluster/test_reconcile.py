@@ -67,6 +67,7 @@ def test_a_change_of_the_spec_reaches_the_children_and_scaling_does_too(
     )
 
 
+@pytest.mark.slow
 def test_a_secret_with_api_keys_is_mounted_under_the_key_that_the_crd_fills_in(
     operator: OperatorProcess, world: World
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_secret_with_api_keys_is_mounted_under_the_key_that_the_crd_fills_in(
     world.appears(DEPLOYMENT, where=lambda obj: "api-key" not in str(obj["spec"]))
 
 
+@pytest.mark.slow
 def test_a_child_that_is_no_longer_wanted_goes(operator: OperatorProcess, world: World) -> None:
     world.create(replicas=2, autoscaling={"mode": "HPA", "maxReplicas": 4})
     world.appears(AUTOSCALER)
@@ -154,6 +156,7 @@ def test_a_foreign_object_with_a_childs_name_is_left_alone_until_it_goes(
     until(lambda: condition(world.get(LLM_DEPLOYMENT), "Accepted")["status"] == "True", "Accepted again")
 
 
+@pytest.mark.slow
 def test_a_foreign_object_with_our_labels_is_left_alone_too(operator: OperatorProcess, world: World) -> None:
     labels = {"app.kubernetes.io/managed-by": "flyball-operator", "app.kubernetes.io/instance": NAME}
     metadata = {"name": NAME, "namespace": world.namespace, "labels": labels}
@@ -168,6 +171,7 @@ def test_a_foreign_object_with_our_labels_is_left_alone_too(operator: OperatorPr
     assert (world.get(SERVICE), world.get(CONFIG_MAP, "mine")) == (made, other)
 
 
+@pytest.mark.slow
 def test_suspend_stops_all_writes_but_the_status(operator: OperatorProcess, world: World) -> None:
     world.create()
     world.appears(DEPLOYMENT)
@@ -318,6 +322,7 @@ def test_kinds_that_not_every_cluster_has_are_used_where_they_are(
         world.appears(POD_MONITOR, "without")
 
 
+@pytest.mark.slow
 def test_a_kind_that_comes_later_is_watched_from_then_on(
     cluster: Cluster,
     namespace: str,

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,24 @@ from triton.runtime import interpreter
 
 from flyball_kernels.cpu import library
 
+HERE = Path(__file__).parent
+APART = ("gpu", "slow")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each test with Triton's interpreter, which is slow, the first case is always run; the others are slow tests."""
+    if torch.cuda.is_available():
+        return
+    seen = set()
+    for item in items:
+        if HERE not in item.path.parents or "triton" not in item.name or any(map(item.get_closest_marker, APART)):
+            continue
+        test = item.nodeid.split("[")[0]
+        if test in seen:
+            item.add_marker(pytest.mark.slow)
+        seen.add(test)
 
 
 @pytest.fixture(scope="session", autouse=True)

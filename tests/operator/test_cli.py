@@ -96,6 +96,7 @@ def test_ctrl_c_drains_and_exits_0(number: int) -> None:
         assert "replica 1 drained and stopped" in instance.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once() -> None:
     with workplace() as folder:
         ManifestFile(folder, env={"FAKE_IGNORE_SIGTERM": "1"})
@@ -132,6 +133,7 @@ def test_run_again_with_a_changed_file_reconciles_the_running_instance() -> None
         assert instance.end() == 0
 
 
+@pytest.mark.slow
 def test_a_manifest_from_standard_input_runs_and_is_not_watched() -> None:
     with workplace() as folder:
         file = ManifestFile(folder)
@@ -152,6 +154,7 @@ def test_a_manifest_from_standard_input_runs_and_is_not_watched() -> None:
         assert instance.end() == 0
 
 
+@pytest.mark.slow
 def test_replicas_of_an_instance_that_was_killed_end_by_themselves() -> None:
     with workplace() as folder:
         ManifestFile(folder)
@@ -171,6 +174,7 @@ def test_replicas_of_an_instance_that_was_killed_end_by_themselves() -> None:
         assert again.end() == 0
 
 
+@pytest.mark.slow
 def test_250_half_sent_heads_and_160_file_handles_end_nothing() -> None:
     tuning = {"mode": "Recommend", "objectives": {"interTokenLatencyP95Milliseconds": 40}, "intervalSeconds": 1}
     with workplace() as folder, contextlib.ExitStack() as stack:

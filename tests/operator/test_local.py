@@ -131,6 +131,7 @@ def test_a_crash_is_restarted_with_growing_waits_and_says_why() -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_hung_replica_is_ended_by_its_liveness_probe_and_started_again() -> None:
     async def scenario() -> None:
         async with running(1) as now:
@@ -285,6 +286,7 @@ def test_a_fault_of_ours_with_a_replica_is_a_crash_of_it_alone(monkeypatch: pyte
     run(scenario())
 
 
+@pytest.mark.slow
 def test_decisions_that_cannot_be_recorded_are_told_once_and_once_when_they_can() -> None:
     async def scenario() -> None:
         tuning = {"mode": "Recommend", "objectives": {"interTokenLatencyP95Milliseconds": 40}, "intervalSeconds": 1}

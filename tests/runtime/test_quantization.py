@@ -29,6 +29,11 @@ from flyball_runtime.model.loader import load_model
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 
 
+def one_fast(*architectures: str) -> list[Any]:
+    """Return parameters of which only the first is of a test that is always run."""
+    return [architectures[0], *(pytest.param(one, marks=pytest.mark.slow) for one in architectures[1:])]
+
+
 @pytest.fixture
 def texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Texts of the kind that the demo model was trained on."""
@@ -236,7 +241,7 @@ def test_the_perplexity_in_4_bits_grows_little(texts: list[str]) -> None:
     assert 1.0 < math.exp(rounded - exact) < 1.05
 
 
-@pytest.mark.parametrize("architecture", ["llama3", "qwen2", "phi3", "gemma2", "smollm3"])
+@pytest.mark.parametrize("architecture", one_fast("llama3", "qwen2", "phi3", "gemma2", "smollm3"))
 @pytest.mark.parametrize("stored", [False, True], ids=["rounded at load", "quantized checkpoint"])
 def test_tokens_are_those_of_transformers_with_layers_that_round(
     tmp_path: Path, architecture: str, stored: bool
@@ -251,7 +256,7 @@ def test_tokens_are_those_of_transformers_with_layers_that_round(
     assert engine.info.quantization == "int8"
 
 
-@pytest.mark.parametrize("architecture", ["llama3", "phi3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("architecture", one_fast("llama3", "phi3", "gemma2", "mixtral"))
 def test_tokens_are_those_of_transformers_with_weights_of_4_bits(tmp_path: Path, architecture: str) -> None:
     path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70, 1, 25])
     reference = Reference(path)
@@ -273,7 +278,7 @@ def test_tokens_are_those_of_transformers_with_weights_of_4_bits(tmp_path: Path,
     assert engine.info.quantization == "int4"
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "phi3", "gemma2"])
+@pytest.mark.parametrize("architecture", one_fast("qwen3", "phi3", "gemma2"))
 @pytest.mark.parametrize("name", PACKINGS)
 def test_checkpoints_in_4_bits_mean_what_they_say(tmp_path: Path, architecture: str, name: str) -> None:
     path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70, 1, 25])
@@ -338,7 +343,7 @@ def test_checkpoints_in_4_bits_that_cannot_be_read_say_why(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("architecture", ["llama3", "gemma3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("architecture", one_fast("llama3", "gemma3", "mixtral", "gpt-oss"))
 def test_tokens_do_not_depend_on_other_requests_chunks_or_threads(
     tmp_path: Path, architecture: str, quantization: str
 ) -> None:
@@ -394,7 +399,7 @@ def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
         load_model(path, probe(path), backend=Backend("torch"), **settings)
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3 moe"])
+@pytest.mark.parametrize("architecture", one_fast("mixtral", "qwen3 moe"))
 def test_a_quantized_mixture_of_experts(tmp_path: Path, architecture: str) -> None:
     path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70])
     exact = generate(make_engine(path), prompts)

@@ -154,6 +154,7 @@ def test_limits_move_live_over_the_admin_port(server: Replica) -> None:
     server.admin.post(path, json={"revision": revision + 1, "limits": {"max_num_seqs": 256}})
 
 
+@pytest.mark.slow
 def test_a_replica_starts_with_its_boot_prior(model: Path, tmp_path: Path) -> None:
     prior = {"revision": 7, "limits": {"max_num_seqs": 4, "kv_cache_fraction": 0.5, "max_num_batched_tokens": 64}}
     (tmp_path / "limits.json").write_text(json.dumps(prior))
@@ -176,6 +177,7 @@ def test_a_boot_prior_with_huge_numbers_does_not_stop_a_replica(model: Path, tmp
         assert server.complete().status_code == 200
 
 
+@pytest.mark.slow
 def test_sigterm_drains_even_when_the_engine_gets_it_too(model: Path, tmp_path: Path) -> None:
     with replica(model, log=tmp_path / "log") as server:
         body = {"model": "test", "prompt": [5], "max_tokens": 500, "ignore_eos": True, "stream": True}
@@ -231,6 +233,7 @@ def test_a_drain_waits_for_slow_readers(model: Path, tmp_path: Path) -> None:
         assert server.process.wait(30) == endpoints.EXIT_OK
 
 
+@pytest.mark.slow
 def test_a_drain_that_takes_too_long_says_so_in_the_exit_code(model: Path, tmp_path: Path) -> None:
     with replica(model, "--drain-timeout", "0.2", log=tmp_path / "log") as server:
         body = {"model": "test", "prompt": [5], "max_tokens": 8000, "ignore_eos": True, "stream": True}
@@ -281,6 +284,7 @@ def test_a_stuck_engine_says_where_and_holds_no_drain_up(model: Path, tmp_path: 
         assert "a stuck engine ended the drain; 1 unfinished requests get an error" in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_server_takes_its_engine_along_even_while_it_loads(model: Path, tmp_path: Path) -> None:
     server = Replica(model, log=tmp_path / "log")
     try:
@@ -326,7 +330,7 @@ def _rename_architecture(path: Path) -> None:
     [
         (lambda path: (path / "config.json").unlink(), [], "config.json"),
         pytest.param(lambda path: (path / "model.safetensors").unlink(), [], "safetensors", marks=pytest.mark.slow),
-        (_truncate, [], "model.safetensors"),
+        pytest.param(_truncate, [], "model.safetensors", marks=pytest.mark.slow),
         pytest.param(_rename_architecture, [], "Mamba3ForCausalLM", marks=pytest.mark.slow),
         (lambda path: (path / "tokenizer.json").unlink(), [], "no tokenizer"),
         pytest.param(lambda path: None, ["--kv-cache-memory-bytes", "100"], "--max-model-len", marks=pytest.mark.slow),

@@ -151,6 +151,7 @@ def test_a_workload_asks_for_its_rate(files: Path, capsys: pytest.CaptureFixture
     assert "neither of --trace and --workload" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_oracle_with_a_chart_says_what_is_feasible(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--controller", "oracle", "--trace-limit", "12", "--replicas", "2", "--chart", str(files / "f.svg"))
     assert run(files, *words) == endpoints.EXIT_OK

@@ -187,6 +187,7 @@ async def _post_until_it_fails(client: EngineClient) -> None:
         await client.post_limits(LimitsUpdate(revision=revision, limits=LimitsChange(max_num_seqs=4)))
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_makes_no_progress_until_it_goes_on(path: Path) -> None:
     """SIGSTOP in the middle of a step is what a deadlock or a dead GPU looks like from outside."""
 
@@ -290,6 +291,7 @@ def test_a_beam_search_is_told_as_a_whole(run_shared: RunShared) -> None:
     run_shared(scenario)
 
 
+@pytest.mark.slow
 def test_a_bug_while_reading_the_engine_ends_every_request(path: Path) -> None:
     class Broken:
         def step(self, stats: StepStats) -> None:
@@ -332,6 +334,7 @@ def test_the_queue_is_bounded_before_the_engine_sees_it(path: Path) -> None:
     run(path, scenario, max_queued_requests=2, max_num_seqs=1)
 
 
+@pytest.mark.slow
 def test_a_queue_that_one_client_filled_has_room_for_others(path: Path) -> None:
     def of(client: str, number: int) -> Request:
         return msgspec.structs.replace(request(f"{client}-{number}"), client=client)
@@ -364,6 +367,7 @@ def test_a_queue_that_one_client_filled_has_room_for_others(path: Path) -> None:
     run(path, scenario, max_queued_requests=12, max_num_seqs=1)
 
 
+@pytest.mark.slow
 def test_the_prompt_tokens_that_wait_are_bounded(path: Path) -> None:
     """Each choice is a request here and counts for itself, whatever the prefix cache holds of it."""
 
@@ -404,6 +408,7 @@ def test_the_prompt_tokens_that_wait_are_bounded(path: Path) -> None:
     run(path, scenario, max_queued_tokens=1100)
 
 
+@pytest.mark.slow
 def test_a_request_that_never_fits_into_the_queue_is_refused_for_good(path: Path) -> None:
     async def scenario(client: EngineClient) -> None:
         with pytest.raises(NotReady):
@@ -420,6 +425,7 @@ def test_a_request_that_never_fits_into_the_queue_is_refused_for_good(path: Path
     run(path, scenario, max_queued_tokens=1000)
 
 
+@pytest.mark.slow
 def test_one_longest_prompt_always_fits_into_the_queue(path: Path) -> None:
     async def scenario(client: EngineClient) -> None:
         await client.wait_ready()
@@ -434,6 +440,7 @@ def test_one_longest_prompt_always_fits_into_the_queue(path: Path) -> None:
     run(path, scenario, max_queued_tokens=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompt", "error"), [([], EmptyPrompt), ([5, 384], TokenOutOfVocabulary), ([-1], TokenOutOfVocabulary)]
 )
@@ -448,6 +455,7 @@ def test_a_prompt_that_can_never_run_is_refused_when_it_is_prepared(
     run(path, scenario)
 
 
+@pytest.mark.slow
 def test_choices_of_a_prompt_are_hashed_once_and_run_alike(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     original = client_module.hash_prompt
@@ -491,6 +499,7 @@ def test_requests_that_find_a_seat_do_not_wait(path: Path) -> None:
     run(path, scenario, max_queued_requests=2, max_num_seqs=8, max_model_len=8192)
 
 
+@pytest.mark.slow
 def test_free_seats_do_not_count_while_the_engine_cannot_fill_them(path: Path) -> None:
     """One of these prompts fits into the KV cache, so the others wait whatever max_num_seqs says."""
 
@@ -530,6 +539,7 @@ def test_limits_are_those_of_the_moment_they_are_asked_for(path: Path) -> None:
     run(path, scenario, clock=clock, max_model_len=8192)
 
 
+@pytest.mark.slow
 def test_a_full_queue_says_when_to_come_back_by_how_fast_requests_end(path: Path) -> None:
     clock = FakeClock()
 
@@ -548,6 +558,7 @@ def test_a_full_queue_says_when_to_come_back_by_how_fast_requests_end(path: Path
     run(path, scenario, clock=clock, max_queued_requests=2, max_num_seqs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [8, 32])
 def test_a_conversation_finds_its_own_answer_in_the_prefix_cache_of_its_salt(path: Path, block_size: int) -> None:
     """The client hashes prompts, the engine what it generates: the names must be the same."""

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(
 
 
 # a sliding window; norms on query and key
-@pytest.mark.parametrize("arch", [pytest.param("mistral", marks=pytest.mark.slow), "qwen3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["mistral", "qwen3"])
 def test_tokens_equal_transformers(arch: str, tmp_path: Path) -> None:
     """Prefill in chunks of 16 beside decodes, over several blocks."""
     path = make_checkpoint(tmp_path, arch)
