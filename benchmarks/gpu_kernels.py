@@ -28,6 +28,7 @@ from flyball_kernels import (
     Int8Linear,
     add_rms_norm,
     apply_token_bitmask,
+    kv_cache,
     paged_attention,
     penalize,
     rope_kv_write,
@@ -159,6 +160,8 @@ def attention(shape: Shape) -> Iterator[Case]:
     """Yield decodes, prompts, the last tokens of long prompts, and a step of decodes and a prompt."""
     for num_seqs, context in shape.decodes:
         yield _attention(shape, "decode", f"{num_seqs} x {context}", [(1, context)] * num_seqs)
+    for num_seqs, context in shape.decodes:
+        yield _attention(shape, "decode, int8 KV", f"{num_seqs} x {context}", [(1, context)] * num_seqs, int8=True)
     for num_tokens, context in shape.prompts:
         yield _attention(shape, "prefill", f"{num_tokens} of {context}", [(num_tokens, context)])
     num_seqs, context, num_tokens = shape.mixed
@@ -166,7 +169,7 @@ def attention(shape: Shape) -> Iterator[Case]:
     yield _attention(shape, "mixed", load, [(1, context)] * num_seqs + [(num_tokens, num_tokens)])
 
 
-def _attention(shape: Shape, kind: str, load: str, sequences: list[tuple[int, int]]) -> Case:
+def _attention(shape: Shape, kind: str, load: str, sequences: list[tuple[int, int]], int8: bool = False) -> Case:
     """Attend to blocks that lie scattered in the cache.
 
     Args:
@@ -177,15 +180,15 @@ def _attention(shape: Shape, kind: str, load: str, sequences: list[tuple[int, in
     cache = (len(sequences) * num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
     tensors = (
         random(sum(query_lens), shape.num_q_heads, shape.head_dim),
-        random(*cache),
-        random(*cache),
+        *(_in_int8(random(*cache)) if int8 else random(*cache) for _ in range(2)),
         torch.randperm(cache[0], device=DEVICE).int().view(len(sequences), num_blocks),
         torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int(),
         torch.tensor(context_lens, dtype=torch.int32, device=DEVICE),
     )
     settings = {"scale": shape.head_dim**-0.5, "max_query_len": max(query_lens)}
     seen = sum(n * context - n * (n - 1) // 2 for n, context in sequences)  # pairs of a token and a key that it sees
-    per_key = 2 * shape.num_kv_heads * shape.head_dim * DTYPE.itemsize
+    per_vector = shape.head_dim + kv_cache.SCALE_BYTES if int8 else shape.head_dim * DTYPE.itemsize
+    per_key = 2 * shape.num_kv_heads * per_vector
     return Case(
         f"paged_attention, {kind}",
         load,
@@ -193,6 +196,14 @@ def _attention(shape: Shape, kind: str, load: str, sequences: list[tuple[int, in
         sum(context_lens) * per_key + 2 * tensors[0].numel() * DTYPE.itemsize,
         4 * seen * shape.num_q_heads * shape.head_dim,
     )
+
+
+def _in_int8(cache: Tensor) -> Tensor:
+    """Return a KV cache rounded to 8 bits."""
+    *sizes, head_dim = cache.shape
+    rounded = torch.empty(*sizes, head_dim + kv_cache.SCALE_BYTES, dtype=torch.int8, device=DEVICE)
+    kv_cache.write(rounded, torch.arange(sizes[0] * sizes[1], device=DEVICE), cache.flatten(0, 1))
+    return rounded
 
 
 def quantized_linear(shape: Shape) -> Iterator[Case]:

@@ -21,14 +21,17 @@ def head_dim_of(cache: Tensor) -> int:
 
 
 def check_int8(cache: Tensor, backend: Backend) -> None:
-    """Raise ValueError if the cache is int8 and has no room for scales, or the backend no kernels for it."""
+    """Raise ValueError if the cache is int8 and has no room for scales, or its scales lie where a GPU cannot read them."""
     if cache.dtype != torch.int8:
         return
-    if backend.name == "triton":
-        raise ValueError("the KV cache is torch.int8; it is for the cpp and torch backends, and this is triton.")
     if head_dim_of(cache) < 1:
         raise ValueError(
             f"an int8 KV cache has vectors of {cache.shape[3]} bytes; they must be {SCALE_BYTES} more than head_dim."
+        )
+    if backend.name == "triton" and cache[:1].numel() % SCALE_BYTES:
+        raise ValueError(
+            f"an int8 KV cache for triton has blocks of {cache[:1].numel()} bytes; they must be a multiple of {SCALE_BYTES}, "
+            "so that their scales are aligned. Choose another block size."
         )
 
 

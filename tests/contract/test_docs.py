@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import dropwhile, groupby
@@ -371,6 +372,13 @@ def test_every_curl_asks_for_what_is_served(page: str, words: list[str]) -> None
     kinds["/v1/completions"] = CompletionRequest
     if body is not None:
         msgspec.json.decode(body, type=kinds.get(path, dict[str, Any]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_section_stands_twice_on_a_page(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#{1,3} .*", text, flags=re.MULTILINE)
+    assert [one for one, times in Counter(headings).items() if times > 1] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

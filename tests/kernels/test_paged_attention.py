@@ -66,8 +66,10 @@ def check(
     # tolerance. It is of the size of the output's own rounding, but relative to the values and not to the result.
     rounds = run is run_triton or (out.dtype == torch.bfloat16 and (prefers_dot() if dot is None else dot))
     slack = 2.0 if rounds and out.dtype != torch.float32 else 1.0
-    atol = TOLERANCES[out.dtype]["atol" if slack == 1.0 else "rtol"]
-    torch.testing.assert_close(out, expected, rtol=TOLERANCES[out.dtype]["rtol"] * slack, atol=atol)
+    # Triton rounds weights of int8 values to bf16 if the query is fp16
+    dtype = torch.bfloat16 if slack == 2.0 and inputs["v_cache"].dtype == torch.int8 else out.dtype
+    atol = TOLERANCES[dtype]["atol" if slack == 1.0 else "rtol"]
+    torch.testing.assert_close(out, expected, rtol=TOLERANCES[dtype]["rtol"] * slack, atol=atol)
     assert_guards_intact(buffer)
 
 
@@ -288,44 +290,48 @@ def test_dot_is_refused_where_there_is_none():
         )
 
 
-check_int8 = partial(check, paged_attention, int8=True)
-
-
 @pytest.mark.parametrize("head_dim", [1, 2, 15, 16, 20, 33, 64, 80, 96, 128, 256])
-def test_head_sizes_of_int8(dtype, head_dim):
-    check_int8([1, 9, 40, 3], [70, 9, 141, 65], head_dim=head_dim, dtype=dtype)
+def test_head_sizes_of_int8(run, dtype, head_dim):
+    check(run, [1, 9, 40, 3], [70, 9, 141, 65], head_dim=head_dim, dtype=dtype, int8=True)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (3, 1), (8, 1), (16, 2), (9, 1), (14, 2), (100, 1)])
-def test_head_groups_of_int8(heads):
-    check_int8([1, 20, 3], [130, 20, 77], num_q_heads=heads[0], num_kv_heads=heads[1])
+def test_head_groups_of_int8(run, heads):
+    check(run, [1, 20, 3], [130, 20, 77], num_q_heads=heads[0], num_kv_heads=heads[1], int8=True)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 128])
 @pytest.mark.parametrize("sliding_window", [None, 1, 2, 15, 64, 100])
-def test_blocks_and_windows_of_int8(block_size, sliding_window):
-    check_int8(*RAGGED, block_size=block_size, sliding_window=sliding_window)
+def test_blocks_and_windows_of_int8(run, block_size, sliding_window):
+    check(run, *RAGGED, block_size=block_size, sliding_window=sliding_window, int8=True)
 
 
 @pytest.mark.parametrize("context_len", [15, 16, 17, 63, 64, 65, 511, 512, 513, 1500])
-def test_contexts_of_int8(context_len):
-    check_int8([1, 2, 13], [context_len, context_len, context_len])
+def test_contexts_of_int8(run, context_len):
+    check(run, [1, 2, 13], [context_len, context_len, context_len], int8=True)
 
 
 @pytest.mark.parametrize("context_len", [*range(60, 70), 127, 129, 1500])
 def test_contexts_of_bf16_on_int8(dot, context_len):
-    check_int8([13, 40, 60, 1], [context_len] * 4, dot=dot, dtype=torch.bfloat16)
+    check(paged_attention, [13, 40, 60, 1], [context_len] * 4, dot=dot, dtype=torch.bfloat16, int8=True)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 15, 20, 33, 72])
 def test_head_sizes_of_bf16_on_int8(dot, head_dim):
-    check_int8([1, 9, 40, 3], [70, 9, 141, 65], head_dim=head_dim, dot=dot, dtype=torch.bfloat16)
+    lens = [1, 9, 40, 3], [70, 9, 141, 65]
+    check(paged_attention, *lens, head_dim=head_dim, dot=dot, dtype=torch.bfloat16, int8=True)
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5, 50.0])
-def test_softcap_and_sinks_of_int8(dtype, softcap):
+def test_softcap_and_sinks_of_int8(run, dtype, softcap):
     sinks = torch.tensor([0.5, -200.0, 3.0, 0.0, 1.0, 300.0])
-    check_int8([1, 7, 90], [600, 65, 200], softcap=softcap, sinks=sinks, sliding_window=100, dtype=dtype)
+    bounds = {"softcap": softcap, "sinks": sinks, "sliding_window": 100}
+    check(run, [1, 7, 90], [600, 65, 200], **bounds, dtype=dtype, int8=True)
+
+
+@pytest.mark.parametrize("num_splits", [2, 3])
+def test_triton_splits_of_int8(dtype, num_splits):
+    check_triton([1, 9, 2], [70, 40, 141], num_splits=num_splits, dtype=dtype, int8=True, **TINY)
 
 
 def test_rounding_to_int8_moves_an_output_no_further_than_its_bound(dtype):
@@ -376,7 +382,11 @@ def test_an_int8_cache_must_have_room_for_scales():
         paged_attention(**{**inputs, "k_cache": inputs["k_cache"][..., 1:].contiguous()}, scale=1.0, max_query_len=1)
     with pytest.raises(ValueError, match=r"v_cache is torch\.float32; it must be torch\.int8"):
         paged_attention(**{**inputs, "v_cache": inputs["v_cache"].float()}, scale=1.0, max_query_len=1)
-    with pytest.raises(ValueError, match="is for the cpp and torch backends, and this is triton"):
+
+
+def test_scales_must_lie_where_a_gpu_can_read_them():
+    inputs = attention_inputs([1], [1], num_q_heads=1, num_kv_heads=1, head_dim=3, block_size=5, int8=True)
+    with pytest.raises(ValueError, match="triton has blocks of 35 bytes; they must be a multiple of 4"):
         flyball_kernels.paged_attention(**inputs, scale=1.0, max_query_len=1, backend=Backend("triton"))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flyball_kernels
-from flyball_kernels import Backend, kv_cache
+from flyball_kernels import kv_cache
 from flyball_kernels.rope_kv_write import reference
 from kernel_checks import CPP, DEVICE, TOLERANCES, TRITON, assert_close, poisoned
 
@@ -107,18 +107,23 @@ def check_equal(tensors, shape, normed, dtype, backend, device, norm_offset=0.0)
         assert_close(actual.nan_to_num(), want.nan_to_num())
 
 
+@BOTH
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
     "shape",
     [(0, 2, 1, 4, 4), (1, 1, 1, 1, 0), (7, 12, 4, 64, 64), (9, 4, 2, 96, 10), (40, 8, 1, 80, 20), (5, 3, 3, 33, 2)],
 )
-def test_int8_equals_the_reference(shape, norm, dtype):
+def test_int8_equals_the_reference(shape, norm, dtype, backend, device):
     tensors, (num_kv_heads, head_dim) = inputs(*shape, dtype), shape[2:4]
     norms = [torch.randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
-    untouched = torch.randint(-128, 128, (8, 5, num_kv_heads, head_dim + kv_cache.SCALE_BYTES), dtype=torch.int8)
+    untouched = torch.randint(-128, 128, (10, 4, num_kv_heads, head_dim + kv_cache.SCALE_BYTES), dtype=torch.int8)
     caches = [untouched.clone() for _ in range(4)]
     run = {**tensors, "q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6}
-    query = rope_kv_write(**run, k_cache=caches[0], v_cache=caches[1])
+    on_device = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in run.items()}
+    written = [cache.to(device) for cache in caches[:2]]
+    with poisoned():
+        query = rope_kv_write(**on_device, k_cache=written[0], v_cache=written[1], backend=backend)
+    query, caches[:2] = query.cpu(), [cache.cpu() for cache in written]
     expected = reference.rope_kv_write(**run, k_cache=caches[2], v_cache=caches[3])
     assert_close(query, expected)
     torch.testing.assert_close(caches[1], caches[3], rtol=0, atol=0)
@@ -133,17 +138,20 @@ def test_int8_equals_the_reference(shape, norm, dtype):
         torch.testing.assert_close(kv_cache.read(cache).flatten(0, 1)[kept], bits, rtol=0, atol=0, equal_nan=True)
 
 
-def test_int8_is_half_a_unit_off_at_most(dtype):
+@BOTH
+def test_int8_is_half_a_unit_off_at_most(dtype, backend, device):
     """And so is zero, and what is too small for a scale; what is not finite gives NaN, for its own vector alone."""
     vectors = torch.randn(40, 3, 33).to(dtype) * torch.logspace(-6, 3, 40).to(dtype)[:, None, None]
     vectors[3] = 0.0
     vectors[7, 1, 5], vectors[8, 2, 0] = float("nan"), float("-inf")
     qkv = torch.cat((torch.zeros(40, 3, 33, dtype=dtype), vectors, vectors), dim=1).flatten(1)
     slots = torch.randperm(40)
-    caches = [torch.zeros(8, 5, 3, 33 + kv_cache.SCALE_BYTES, dtype=torch.int8) for _ in range(2)]
-    rope_kv_write(qkv, torch.zeros(40, dtype=torch.int64), torch.zeros(1, 0), *caches, slots)
+    positions, table = torch.zeros(40, dtype=torch.int64), torch.zeros(1, 0)
+    run = [tensor.to(device) for tensor in (qkv, positions, table)]
+    caches = [torch.zeros(10, 4, 3, 33 + kv_cache.SCALE_BYTES, dtype=torch.int8, device=device) for _ in range(2)]
+    rope_kv_write(*run, *caches, slots.to(device), backend=backend)
     for cache in caches:
-        found = kv_cache.read(cache).flatten(0, 1)[slots]
+        found = kv_cache.read(cache.cpu()).flatten(0, 1)[slots]
         bad = ~vectors.isfinite().all(-1)
         assert found[bad].isnan().all() and bad.sum() == 2
         units = vectors.float().abs().amax(-1, keepdim=True) / 127
@@ -203,8 +211,6 @@ def test_an_int8_cache_must_have_room_for_scales():
     tensors, cache = inputs(2, 4, 2, 16, 16, torch.float32), torch.zeros(8, 5, 2, 4, dtype=torch.int8)
     with pytest.raises(ValueError, match="has vectors of 4 bytes; they must be 4 more than head_dim"):
         rope_kv_write(**tensors, k_cache=cache, v_cache=cache.clone())
-    with pytest.raises(ValueError, match="it is for the cpp and torch backends, and this is triton"):
-        flyball_kernels.rope_kv_write(**tensors, k_cache=cache, v_cache=cache.clone(), backend=Backend("triton"))
 
 
 @pytest.mark.gpu

@@ -40,8 +40,10 @@ JOIN_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 @triton.jit(do_not_specialize=["max_blocks", "num_seqs", "num_splits"])
 def paged_attention_kernel(
     query_ptr,  # [num_tokens, num_q_heads, head_dim]
-    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim], or int8, blocks with scales behind their vectors
     v_cache_ptr,
+    k_scales_ptr,  # with int8, the same memory as fp32; or None
+    v_scales_ptr,
     block_tables_ptr,  # [num_seqs, max_blocks] int32
     cu_query_lens_ptr,  # [num_seqs + 1] int32
     context_lens_ptr,  # [num_seqs] int32
@@ -65,6 +67,7 @@ def paged_attention_kernel(
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     SEARCH: tl.constexpr,  # sequences per turn of the search
     DOT_DTYPE: tl.constexpr,  # what matrices are multiplied in, the tensors' dtype on a GPU
+    VALUE_DTYPE: tl.constexpr,  # what weights and values are, likewise
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     place, split = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(1)
@@ -116,9 +119,15 @@ def paged_attention_kernel(
         block_ids = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         slots = block_ids * BLOCK_SIZE + keys % BLOCK_SIZE
         key_offsets = (slots * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        if k_scales_ptr is not None:  # which lie behind the vectors of their block, by head and by place
+            key_offsets += block_ids * (4 * BLOCK_SIZE * NUM_KV_HEADS)
+            vector_words = (block_ids + 1) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM // 4)
+            scale_offsets = vector_words + (block_ids * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
         kv_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(k_cache_ptr + key_offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(DOT_DTYPE)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if k_scales_ptr is not None:
+            scores *= tl.load(k_scales_ptr + scale_offsets, mask=is_key, other=0.0)[None, :]
         if SOFTCAP is not None:
             doubled = tl.minimum(scores * 2.8853900817779268, 126.0)  # 2 * log2(e); beyond, tanh is 1
             scores = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp2(doubled))
@@ -130,9 +139,12 @@ def paged_attention_kernel(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
         weights = tl.exp2(scores - base[:, None])
         correction = tl.exp2(top - base)
-        value = tl.load(v_cache_ptr + key_offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(DOT_DTYPE)
+        value = tl.load(v_cache_ptr + key_offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(VALUE_DTYPE)
+        shares = weights
+        if v_scales_ptr is not None:
+            shares = weights * tl.load(v_scales_ptr + scale_offsets, mask=is_key, other=0.0)[None, :]
         acc = acc * correction[:, None]
-        acc += tl.dot(weights.to(DOT_DTYPE), value, input_precision="ieee")
+        acc += tl.dot(shares.to(VALUE_DTYPE), value, input_precision="ieee")
         total = total * correction + tl.sum(weights, axis=1)
         top = new_top
 
@@ -198,14 +210,26 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
-def tile_shape(dtype: torch.dtype, group: int, head_dim: int, max_query_len: int) -> dict[str, int]:
-    """Return the kernel's block sizes, chosen so that no register spills (``python -m flyball_kernels.aot``)."""
+def _value_dtype(dtype: torch.dtype, is_int8: bool) -> torch.dtype:
+    """Return the dtype of weights and values. Weights times the scales of int8 values can be too small for fp16."""
+    return torch.bfloat16 if is_int8 and dtype == torch.float16 else dtype
+
+
+def tile_shape(
+    dtype: torch.dtype, group: int, head_dim: int, max_query_len: int, is_int8: bool = False
+) -> dict[str, int]:
+    """Return the kernel's block sizes, chosen so that no register spills (``python -m flyball_kernels.aot``).
+
+    Args:
+        is_int8: whether keys and values have to be converted, which takes registers too.
+    """
     block_d = max(16, triton.next_power_of_2(head_dim))
     most_rows = 16 if dtype == torch.float32 else 64 if block_d < 256 else 32
     rows = triton.next_power_of_2(group * min(max_query_len, 64))  # a decode has no more rows than its group of heads
     block_m = max(16, triton.next_power_of_2(group), min(rows, most_rows))
     block_n = 64 if block_d < 128 or (block_d == 128 and block_m == 16) else 32
-    return {"BLOCK_M": block_m, "BLOCK_N": 16 if dtype == torch.float32 else block_n, "BLOCK_D": block_d, "SEARCH": 256}
+    block_n = 16 if dtype == torch.float32 else block_n // 2 if is_int8 else block_n
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "SEARCH": 256}
 
 
 def choose_num_splits(num_programs: int, max_context_len: int, num_processors: int, split_bytes: int) -> int:
@@ -251,11 +275,12 @@ def paged_attention(
     """
     num_tokens, num_q_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
+    is_int8 = k_cache.dtype == torch.int8
     group = num_q_heads // num_kv_heads
     num_seqs = context_lens.shape[0]
     if num_tokens == 0:
         return out
-    shape = tile_shape(query.dtype, group, head_dim, max_query_len)
+    shape = tile_shape(query.dtype, group, head_dim, max_query_len, is_int8)
     tile_tokens = shape["BLOCK_M"] // group
     one_tile = max_query_len <= tile_tokens
     num_programs = num_kv_heads * (num_seqs if one_tile else num_tokens // tile_tokens + num_seqs)
@@ -274,6 +299,8 @@ def paged_attention(
         query,
         k_cache,
         v_cache,
+        k_cache.view(-1).view(torch.float32) if is_int8 else None,
+        v_cache.view(-1).view(torch.float32) if is_int8 else None,
         block_tables,
         cu_query_lens,
         context_lens,
@@ -293,6 +320,7 @@ def paged_attention(
         ONE_TILE=one_tile,
         SPLIT=is_split,
         DOT_DTYPE=dot_dtype(query.dtype),
+        VALUE_DTYPE=dot_dtype(_value_dtype(query.dtype, is_int8)),
         **shape,
         **OPTIONS,
     )
@@ -323,6 +351,9 @@ def specs() -> Iterator[Spec]:
     yield _spec("bf16", 80, 1, 512, window=4096)
     yield _spec("bf16", 256, 2, 512, window=4096, softcap=50.0)
     yield _spec("bf16", 64, 8, 512, window=128, has_sinks=True)
+    for max_query_len in (1, 512):
+        yield _spec("bf16", 128, 2, max_query_len, is_split=True, is_int8=True)
+        yield _spec("bf16", 128, 8, max_query_len, is_int8=True)
     for head_dim in (128, 256):
         types = {"split_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "num_splits": "i32"}
         block_d = triton.next_power_of_2(head_dim)
@@ -340,18 +371,22 @@ def _spec(
     softcap: float | None = None,
     has_sinks: bool = False,
     is_split: bool = False,
+    is_int8: bool = False,
 ) -> Spec:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype_name]
-    shape = tile_shape(dtype, group, head_dim, max_query_len)
+    shape = tile_shape(dtype, group, head_dim, max_query_len, is_int8)
     types = dict.fromkeys(("query_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype_name}")
     types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32"} if is_split else {"out_ptr": f"*{dtype_name}"}
     types |= dict.fromkeys(("block_tables_ptr", "cu_query_lens_ptr", "context_lens_ptr"), "*i32")
     types |= {"scale": "fp32"} | dict.fromkeys(("max_blocks", "num_seqs", "num_splits"), "i32")
     types |= {"sinks_ptr": "*fp32"} if has_sinks else {}
-    constants = dict.fromkeys({"sinks_ptr", "lse_ptr"} - set(types))
+    if is_int8:
+        types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8", "k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    constants = dict.fromkeys({"sinks_ptr", "lse_ptr", "k_scales_ptr", "v_scales_ptr"} - set(types))
     constants |= {"NUM_KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": window}
     constants |= {"SOFTCAP": softcap, "DOT_DTYPE": dot_dtype(dtype), "SPLIT": is_split, **shape}
+    constants |= {"VALUE_DTYPE": dot_dtype(_value_dtype(dtype, is_int8))}
     constants |= {"ONE_TILE": max_query_len <= shape["BLOCK_M"] // group}
     kind = ("split " if is_split else "") + ("decode" if max_query_len == 1 else "prefill")
-    name = f"paged_attention {kind} {dtype_name} d{head_dim} g{group}"
+    name = f"paged_attention {kind} {dtype_name} d{head_dim} g{group}{' int8 KV' if is_int8 else ''}"
     return Spec(name, paged_attention_kernel, types, constants, OPTIONS)

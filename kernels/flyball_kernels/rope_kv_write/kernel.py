@@ -11,9 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flyball_kernels import kv_cache
 from flyball_kernels.spec import Spec
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+INT8_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""Without fusion, vectors are rounded to 8 bits as the reference does it."""
 
 
 @triton.jit
@@ -29,12 +32,23 @@ def _normed(x, scale, q_norm_ptr, k_norm_ptr, is_query, is_key, dims, mask, offs
 
 
 @triton.jit
-def _store(x, query_row, key_row, value_row, is_query, is_key, is_value, dims, mask):
-    """Store each head of ``x`` where its kind goes."""
+def _store(x, units, query_row, key_row, value_row, is_query, is_key, is_value, dims, mask):
+    """Store each head of ``x`` where its kind goes; keys and values as so many ``units``, or as they are without."""
     x, dims, mask = x.to(query_row.dtype.element_ty), dims[None, :], mask[None, :]
     tl.store(query_row + dims, x, mask=mask & is_query)
+    if units is not None:
+        x = x.to(tl.float32)
+        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        x = ((x * units + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2**23: to nearest, ties to even
     tl.store(key_row + dims, x, mask=mask & is_key)
     tl.store(value_row + dims, x, mask=mask & is_value)
+
+
+@triton.jit
+def _largest(x, query_row):
+    """Return the largest magnitude in each head, as it is stored; infinite if one is not finite."""
+    magnitudes = tl.abs(x.to(query_row.dtype.element_ty).to(tl.float32))
+    return tl.max(tl.where(magnitudes < float("inf"), magnitudes, float("inf")), axis=1)[:, None]
 
 
 @triton.jit
@@ -42,8 +56,10 @@ def rope_kv_write_kernel(
     qkv_ptr,  # [num_tokens, (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], rows qkv_stride apart
     positions_ptr,  # [num_tokens] int64
     cos_sin_ptr,  # [max_pos, ROTARY_DIM]
-    k_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
+    k_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], or int8, blocks with scales behind their vectors
     v_cache_ptr,
+    k_scales_ptr,  # with int8, the same memory as fp32; or None
+    v_scales_ptr,
     slot_mapping_ptr,  # [num_tokens] int64
     q_norm_ptr,  # [HEAD_DIM], or None
     k_norm_ptr,
@@ -55,6 +71,7 @@ def rope_kv_write_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # heads of a program
     BLOCK_HALF: tl.constexpr,  # ROTARY_DIM / 2 rounded up to a power of two
     BLOCK_REST: tl.constexpr,  # likewise HEAD_DIM - ROTARY_DIM
@@ -70,8 +87,11 @@ def rope_kv_write_kernel(
     cos_sin_row = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY_DIM
     qkv_row = qkv_ptr + token * qkv_stride + heads * HEAD_DIM
     query_row = query_ptr + (token * NUM_Q_HEADS + heads) * HEAD_DIM
-    key_row = k_cache_ptr + (slot * NUM_KV_HEADS + heads - NUM_Q_HEADS) * HEAD_DIM
-    value_row = v_cache_ptr + (slot * NUM_KV_HEADS + heads - NUM_Q_HEADS - NUM_KV_HEADS) * HEAD_DIM
+    key_head, value_head = heads - NUM_Q_HEADS, heads - NUM_Q_HEADS - NUM_KV_HEADS
+    SCALE_BYTES: tl.constexpr = 0 if k_scales_ptr is None else 4
+    scales_before = slot // BLOCK_SIZE * (BLOCK_SIZE * NUM_KV_HEADS * SCALE_BYTES)  # those of earlier blocks
+    key_row = k_cache_ptr + (slot * NUM_KV_HEADS + key_head) * HEAD_DIM + scales_before
+    value_row = v_cache_ptr + (slot * NUM_KV_HEADS + value_head) * HEAD_DIM + scales_before
 
     dims = tl.arange(0, BLOCK_HALF)
     mask = dims < HALF
@@ -96,10 +116,24 @@ def rope_kv_write_kernel(
     sin = tl.load(cos_sin_row + HALF + dims, mask=mask, other=0.0).to(tl.float32)[None, :]
     rotated = tl.where(is_value, first, first * cos - second * sin)
     second = tl.where(is_value, second, second * cos + first * sin)
-    _store(rotated, query_row, key_row, value_row, is_query, is_key, is_value, dims, mask)
-    _store(second, query_row, key_row, value_row, is_query, is_key, is_value, HALF + dims, mask)
+    units = None
+    if k_scales_ptr is not None:
+        most = tl.maximum(_largest(rotated, query_row), _largest(second, query_row))
+        if ROTARY_DIM < HEAD_DIM:
+            most = tl.maximum(most, _largest(rest, query_row))
+        is_finite = most < float("inf")
+        has_units = is_finite & (most > 1e-30)
+        units = tl.where(has_units, tl.div_rn(127.0, tl.where(has_units, most, 1.0)), 0.0)
+        scales = tl.where(is_finite, tl.div_rn(most, 127.0), float("nan"))
+        # in fp32: behind the vectors of its block, by head and by place
+        block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        first_scale = ((block + 1) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM) + scales_before) // 4
+        tl.store(k_scales_ptr + first_scale + key_head * BLOCK_SIZE + place, scales, mask=is_key)
+        tl.store(v_scales_ptr + first_scale + value_head * BLOCK_SIZE + place, scales, mask=is_value)
+    _store(rotated, units, query_row, key_row, value_row, is_query, is_key, is_value, dims, mask)
+    _store(second, units, query_row, key_row, value_row, is_query, is_key, is_value, HALF + dims, mask)
     if ROTARY_DIM < HEAD_DIM:
-        _store(rest, query_row, key_row, value_row, is_query, is_key, is_value, rest_dims, rest_mask)
+        _store(rest, units, query_row, key_row, value_row, is_query, is_key, is_value, rest_dims, rest_mask)
 
 
 def rope_kv_write(
@@ -115,7 +149,8 @@ def rope_kv_write(
     norm_offset: float = 0.0,
 ) -> Tensor:
     """Launch the kernel; arguments as the public op, already checked."""
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    block_size, num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[2], kv_cache.head_dim_of(k_cache)
+    is_int8 = k_cache.dtype == torch.int8
     num_tokens, width = qkv.shape
     num_q_heads = width // head_dim - 2 * num_kv_heads
     query = torch.empty(num_tokens, num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -129,6 +164,8 @@ def rope_kv_write(
         cos_sin_cache.contiguous(),
         k_cache,
         v_cache,
+        k_cache.view(-1).view(torch.float32) if is_int8 else None,
+        v_cache.view(-1).view(torch.float32) if is_int8 else None,
         slot_mapping.contiguous(),
         None if q_norm is None else q_norm.contiguous(),
         None if k_norm is None else k_norm.contiguous(),
@@ -136,8 +173,9 @@ def rope_kv_write(
         qkv.stride(0),
         eps,
         norm_offset,
+        BLOCK_SIZE=block_size,
         **sizes,
-        **OPTIONS,
+        **(INT8_OPTIONS if is_int8 else OPTIONS),
     )
     return query
 
@@ -156,16 +194,20 @@ def _sizes(num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int) 
 
 
 def specs() -> Iterator[Spec]:
-    """Yield the variants to compile ahead of time: heads that are normed, and heads that are partly rotated."""
-    for dtype, heads, head_dim, rotary_dim, norms in (
-        ("bf16", (16, 8), 128, 128, True),
-        ("fp32", (24, 8), 128, 96, False),
+    """Yield the variants to compile ahead of time: heads that are normed, and partly rotated ones; an int8 cache."""
+    for dtype, heads, head_dim, rotary_dim, norms, int8 in (
+        ("bf16", (16, 8), 128, 128, True, False),
+        ("fp32", (24, 8), 128, 96, False, False),
+        ("bf16", (16, 8), 128, 128, True, True),
     ):
         types = dict.fromkeys(("qkv_ptr", "k_cache_ptr", "v_cache_ptr", "query_ptr"), f"*{dtype}")
         types |= {"positions_ptr": "*i64", "slot_mapping_ptr": "*i64", "cos_sin_ptr": "*fp32", "qkv_stride": "i32"}
         types |= {"eps": "fp32", "norm_offset": "fp32"}
-        weights = ("q_norm_ptr", "k_norm_ptr")
+        weights, scales = ("q_norm_ptr", "k_norm_ptr"), ("k_scales_ptr", "v_scales_ptr")
         types |= dict.fromkeys(weights, f"*{dtype}") if norms else {}
-        constants = _sizes(*heads, head_dim, rotary_dim) | ({} if norms else dict.fromkeys(weights))
+        types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8"} | dict.fromkeys(scales, "*fp32") if int8 else {}
+        constants = _sizes(*heads, head_dim, rotary_dim) | {"BLOCK_SIZE": 16}
+        constants |= dict.fromkeys({*weights, *scales} - set(types))
         name = f"rope_kv_write {dtype} {heads[0]}/{heads[1]} d{head_dim} r{rotary_dim}{' norms' if norms else ''}"
-        yield Spec(name, rope_kv_write_kernel, types, constants, OPTIONS)
+        name, options = (name + " int8 KV", INT8_OPTIONS) if int8 else (name, OPTIONS)
+        yield Spec(name, rope_kv_write_kernel, types, constants, options)

@@ -36,7 +36,6 @@ from flyball_runtime.model.kv_blocks import cache_blocks
 from flyball_runtime.model.linear import Place
 from flyball_runtime.model.loader import (
     TORCH_DTYPES,
-    check_can_hold,
     describe_model,
     kernel_backend,
     kv_torch_dtype,
@@ -111,7 +110,6 @@ class ModelRunner:
         self._max_model_len = resolve_max_model_len(config, self._model_config)
         self._step_tokens = config.step_tokens(self._device.type, self._max_model_len)
         self._backend = kernel_backend(config.kernel_backend, self._device)
-        check_can_hold(config.kv_cache_dtype, self._device, self._backend)
         if config.lora is not None:
             check_can_adapt(self._model_config)
         self._stages.done("config")

@@ -49,15 +49,6 @@ def kv_torch_dtype(name: KVDType) -> torch.dtype:
     return torch.int8 if name == "int8" else TORCH_DTYPES[name]
 
 
-def check_can_hold(kv_cache_dtype: str, device: torch.device, backend: Backend) -> None:
-    """Raise ConfigError if there are no kernels for a KV cache of this dtype."""
-    if kv_cache_dtype != "auto" and (device.type != "cpu" or backend.name == "triton"):
-        raise ConfigError(
-            f"--kv-cache-dtype {kv_cache_dtype} is for CPUs; this model runs on {device} with {backend.name} kernels, which "
-            "have no int8 KV cache yet. Leave the flag out."
-        )
-
-
 def resolve_dtype(requested: str, config: ServedModel) -> DType:
     """The dtype to serve in: ``auto`` is the one the weights were saved in.
 
