@@ -1,14 +1,15 @@
-"""What a CPU limit that is no whole number does: as many threads as it keeps busy beside one more, in turns.
+"""What a CPU limit that is no whole number does: as many threads as Flyball chooses beside one fewer or one more, in turns.
 
     python benchmarks/cpu_limit.py [--cpus 1.5] [--runs 5]
 
 Two servers, each in a cgroup of its own with the limit, as Kubernetes gives it to a container: one leaves the number of threads
-to Flyball, the other has `--num-threads` one higher. `flyball bench` as in `versus_vllm.py`. Needs root, and as many cores as
-the threads. Writes results/cpu_limit.json.
+to Flyball, which rounds the limit, the other rounds it the other way (`--num-threads`). `flyball bench` as in `versus_vllm.py`.
+Needs root, and as many cores as the threads. Writes results/cpu_limit.json.
 """
 
 import argparse
 import contextlib
+import math
 import sys
 import tempfile
 import time
@@ -50,8 +51,8 @@ def main() -> None:
     parser.add_argument("--shape", default="small")
     args = parser.parse_args()
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
-    more = f"{int(args.cpus) + 1} threads"
-    flags = {OURS: [], more: [f"--num-threads={int(args.cpus) + 1}"]}
+    other = math.floor(args.cpus) if args.cpus % 1 >= 0.5 else math.ceil(args.cpus)
+    flags = {OURS: [], f"--num-threads {other}": [f"--num-threads={other}"]}
     serve = [sys.executable, "-m", "flyball_runtime.cli", "serve", str(checkpoint), "--served-model-name", "m"]
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -65,9 +65,10 @@ def test_the_least_limit_up_the_tree_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "num_cores", "expected"), [(1.5, 8, 1), (0.4, 8, 1), (4.0, 8, 4), (7.9, 8, 7), (8.0, 8, 8), (16.0, 8, 8)]
+    ("limit", "num_cores", "expected"),
+    [(0.4, 8, 1), (1.4, 8, 1), (1.5, 8, 2), (2.5, 8, 3), (4.0, 8, 4), (7.9, 8, 8), (8.0, 8, 8), (16.0, 8, 8)],
 )
-def test_threads_are_as_many_as_the_limit_keeps_busy(
+def test_threads_are_the_nearest_number_to_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: float, num_cores: int, expected: int
 ) -> None:
     assert _num_threads(monkeypatch, num_cores, None, v2(tmp_path, f"{int(limit * 100_000)} 100000")) == expected
