@@ -180,7 +180,7 @@ def _attention(shape: Shape, kind: str, load: str, sequences: list[tuple[int, in
     cache = (len(sequences) * num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
     tensors = (
         random(sum(query_lens), shape.num_q_heads, shape.head_dim),
-        *(_in_int8(random(*cache)) if int8 else random(*cache) for _ in range(2)),
+        *(kv_cache.rounded(random(*cache)) if int8 else random(*cache) for _ in range(2)),
         torch.randperm(cache[0], device=DEVICE).int().view(len(sequences), num_blocks),
         torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int(),
         torch.tensor(context_lens, dtype=torch.int32, device=DEVICE),
@@ -196,14 +196,6 @@ def _attention(shape: Shape, kind: str, load: str, sequences: list[tuple[int, in
         sum(context_lens) * per_key + 2 * tensors[0].numel() * DTYPE.itemsize,
         4 * seen * shape.num_q_heads * shape.head_dim,
     )
-
-
-def _in_int8(cache: Tensor) -> Tensor:
-    """Return a KV cache rounded to 8 bits."""
-    *sizes, head_dim = cache.shape
-    rounded = torch.empty(*sizes, head_dim + kv_cache.SCALE_BYTES, dtype=torch.int8, device=DEVICE)
-    kv_cache.write(rounded, torch.arange(sizes[0] * sizes[1], device=DEVICE), cache.flatten(0, 1))
-    return rounded
 
 
 def quantized_linear(shape: Shape) -> Iterator[Case]:

@@ -36,17 +36,9 @@ def attention_inputs(
     cu_query_lens = torch.tensor([0, *query_lens]).cumsum(0).int()
     return {
         "query": torch.randn(sum(query_lens), num_q_heads, head_dim).to(dtype),
-        "k_cache": rounded_cache(caches[0]) if int8 else caches[0],
-        "v_cache": rounded_cache(caches[1]) if int8 else caches[1],
+        "k_cache": kv_cache.rounded(caches[0]) if int8 else caches[0],
+        "v_cache": kv_cache.rounded(caches[1]) if int8 else caches[1],
         "block_tables": tables,
         "cu_query_lens": cu_query_lens,
         "context_lens": torch.tensor(context_lens, dtype=torch.int32),
     }
-
-
-def rounded_cache(cache: Tensor) -> Tensor:
-    """Return the cache in int8."""
-    shape = (*cache.shape[:3], cache.shape[3] + kv_cache.SCALE_BYTES)
-    rounded = torch.randint(-128, 128, shape, dtype=torch.int8)
-    kv_cache.write(rounded, torch.arange(cache.shape[0] * cache.shape[1]), cache.flatten(0, 1))
-    return rounded

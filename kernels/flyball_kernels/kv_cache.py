@@ -57,6 +57,19 @@ def read(cache: Tensor) -> Tensor:
     return values.float() * scales.transpose(1, 2)
 
 
+def rounded(cache: Tensor) -> Tensor:
+    """Return a cache of the model's dtype rounded to int8."""
+    *sizes, head_dim = cache.shape
+    out = torch.empty(*sizes, head_dim + SCALE_BYTES, dtype=torch.int8, device=cache.device)
+    write(out, torch.arange(sizes[0] * sizes[1], device=cache.device), cache.flatten(0, 1))
+    return out
+
+
+def as_words(cache: Tensor) -> Tensor | None:
+    """Return the memory of an int8 cache as fp32, which its scales are; None for another cache."""
+    return cache.view(-1).view(torch.float32) if cache.dtype == torch.int8 else None
+
+
 def _parts(cache: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of an int8 cache: its whole numbers, and ``[num_blocks, num_kv_heads, block_size, 4]`` bytes of scales."""
     num_blocks, block_size, num_kv_heads, _ = cache.shape

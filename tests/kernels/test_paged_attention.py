@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import flyball_kernels
-from attention_inputs import attention_inputs, rounded_cache
-from flyball_kernels import Backend
+from attention_inputs import attention_inputs
+from flyball_kernels import Backend, kv_cache
 from flyball_kernels.paged_attention import kernel, reference
 from kernel_checks import CPP, DEVICE, TOLERANCES, assert_close, assert_guards_intact, guarded, poisoned
 
@@ -340,7 +340,7 @@ def test_rounding_to_int8_moves_an_output_no_further_than_its_bound(dtype):
     lens = [1, 7, 90], [600, 65, 200]
     torch.manual_seed(0)
     exact = attention_inputs(*lens, dtype=dtype)
-    rounded = {**exact, **{name: rounded_cache(exact[name]) for name in ("k_cache", "v_cache")}}
+    rounded = {**exact, **{name: kv_cache.rounded(exact[name]) for name in ("k_cache", "v_cache")}}
     run = partial(paged_attention, scale=0.125, max_query_len=90)
     most_key, most_value = (exact[name].nan_to_num().abs().max().item() for name in ("k_cache", "v_cache"))
     most_query = exact["query"].float().abs().sum(-1).max().item()
@@ -354,7 +354,7 @@ def test_rounding_to_int8_moves_an_output_no_further_than_its_bound(dtype):
 def test_weights_of_an_int8_cache_sum_to_one(dot):
     inputs = attention_inputs([1, 50, 90], [300, 50, 777], dtype=torch.bfloat16)
     inputs["v_cache"][:] = 3.0
-    inputs["k_cache"], inputs["v_cache"] = rounded_cache(inputs["k_cache"]), rounded_cache(inputs["v_cache"])
+    inputs["k_cache"], inputs["v_cache"] = kv_cache.rounded(inputs["k_cache"]), kv_cache.rounded(inputs["v_cache"])
     out = paged_attention(**inputs, scale=0.125, max_query_len=90, dot=dot)
     torch.testing.assert_close(out, torch.full_like(out, 3.0), rtol=0, atol=0)
 
@@ -362,7 +362,7 @@ def test_weights_of_an_int8_cache_sum_to_one(dot):
 def test_an_int8_cache_of_zeros_gives_zeros(dtype):
     inputs = attention_inputs([1, 50], [300, 50], dtype=dtype)
     for name in ("k_cache", "v_cache"):
-        inputs[name] = torch.zeros_like(rounded_cache(inputs[name]))
+        inputs[name] = torch.zeros_like(kv_cache.rounded(inputs[name]))
     assert not paged_attention(**inputs, scale=0.125, max_query_len=50).any()
 
 
@@ -506,7 +506,7 @@ def test_a_sequence_of_nan_scales_leaves_the_others_alone(dtype):
     clean, bad = run(**inputs), 3
     blocks = inputs["block_tables"][bad, : -(-RAGGED[1][bad] // 16)].long()
     for name in ("k_cache", "v_cache"):
-        inputs[name][blocks] = rounded_cache(torch.full((len(blocks), 16, 2, 64), float("nan")))
+        inputs[name][blocks] = kv_cache.rounded(torch.full((len(blocks), 16, 2, 64), float("nan")))
     dirty = run(**inputs)
     rows = slice(inputs["cu_query_lens"][bad], inputs["cu_query_lens"][bad + 1])
     assert dirty[rows].isnan().all()

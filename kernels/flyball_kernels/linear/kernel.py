@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flyball_kernels.linear.reference import Grouped, Rounded
+from flyball_kernels.rounding import scales_and_units, whole_numbers
 from flyball_kernels.spec import Spec
 
 MAX_CHUNK = 64
@@ -42,16 +43,11 @@ def round_rows_kernel(
         is_finite = tl.abs(x) < float("inf")
         num_bad += tl.where(is_finite, 0, 1)
         largest = tl.maximum(largest, tl.where(is_finite, tl.abs(x), 0.0))
-    most = tl.max(largest, axis=0)
-    has_scale = (tl.sum(num_bad, axis=0) == 0) & (most > 1e-30)
-    units = tl.where(has_scale, tl.div_rn(127.0, tl.where(has_scale, most, 1.0)), 0.0)
+    scale, units = scales_and_units(tl.max(largest, axis=0), tl.sum(num_bad, axis=0) == 0)
     for start in range(0, row_numel, BLOCK):
         features = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * row_numel + features, mask=features < row_numel, other=0.0).to(tl.float32)
-        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-        whole = (x * units + 12582912.0) - 12582912.0  # 1.5 * 2**23: to nearest, ties to even
-        tl.store(values_ptr + row * row_numel + features, whole.to(tl.int8), mask=features < row_numel)
-    scale = tl.where(tl.sum(num_bad, axis=0) == 0, tl.div_rn(most, 127.0), float("nan"))
+        tl.store(values_ptr + row * row_numel + features, whole_numbers(x, units), mask=features < row_numel)
     tl.store(scales_ptr + row, scale)
 
 

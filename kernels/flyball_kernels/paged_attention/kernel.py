@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flyball_kernels import kv_cache
 from flyball_kernels.spec import Spec
 
 LOG2E = 1.4426950408889634
@@ -299,8 +300,8 @@ def paged_attention(
         query,
         k_cache,
         v_cache,
-        k_cache.view(-1).view(torch.float32) if is_int8 else None,
-        v_cache.view(-1).view(torch.float32) if is_int8 else None,
+        kv_cache.as_words(k_cache),
+        kv_cache.as_words(v_cache),
         block_tables,
         cu_query_lens,
         context_lens,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flyball_kernels import kv_cache
+from flyball_kernels.rounding import scales_and_units, whole_numbers
 from flyball_kernels.spec import Spec
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -37,9 +38,7 @@ def _store(x, units, query_row, key_row, value_row, is_query, is_key, is_value, 
     x, dims, mask = x.to(query_row.dtype.element_ty), dims[None, :], mask[None, :]
     tl.store(query_row + dims, x, mask=mask & is_query)
     if units is not None:
-        x = x.to(tl.float32)
-        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-        x = ((x * units + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2**23: to nearest, ties to even
+        x = whole_numbers(x.to(tl.float32), units)
     tl.store(key_row + dims, x, mask=mask & is_key)
     tl.store(value_row + dims, x, mask=mask & is_value)
 
@@ -121,10 +120,7 @@ def rope_kv_write_kernel(
         most = tl.maximum(_largest(rotated, query_row), _largest(second, query_row))
         if ROTARY_DIM < HEAD_DIM:
             most = tl.maximum(most, _largest(rest, query_row))
-        is_finite = most < float("inf")
-        has_units = is_finite & (most > 1e-30)
-        units = tl.where(has_units, tl.div_rn(127.0, tl.where(has_units, most, 1.0)), 0.0)
-        scales = tl.where(is_finite, tl.div_rn(most, 127.0), float("nan"))
+        scales, units = scales_and_units(most, most < float("inf"))
         # in fp32: behind the vectors of its block, by head and by place
         block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         first_scale = ((block + 1) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM) + scales_before) // 4
@@ -164,8 +160,8 @@ def rope_kv_write(
         cos_sin_cache.contiguous(),
         k_cache,
         v_cache,
-        k_cache.view(-1).view(torch.float32) if is_int8 else None,
-        v_cache.view(-1).view(torch.float32) if is_int8 else None,
+        kv_cache.as_words(k_cache),
+        kv_cache.as_words(v_cache),
         slot_mapping.contiguous(),
         None if q_norm is None else q_norm.contiguous(),
         None if k_norm is None else k_norm.contiguous(),
