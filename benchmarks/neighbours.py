@@ -2,8 +2,9 @@
 
     python benchmarks/neighbours.py [--runs 5]
 
-The same clients in a closed loop, half of them with each replica, or all with the only one: as many threads as cores for each
-replica, one for each, and one core for each. All take turns; what is not measured is stopped. Writes results/neighbours.json.
+The same clients in a closed loop, half of them with each replica, or all with the only one. Two replicas have as many threads
+as cores each, or half as many, or are bound to half of the cores. All take turns; what is not measured is stopped. Writes
+results/neighbours.json.
 """
 
 import argparse
@@ -18,10 +19,8 @@ from statistics import fmean
 from typing import Any
 
 from common import make_checkpoint, save
-from flyball_clients.bench.benchmark import run_benchmark
-from flyball_clients.bench.settings import BenchSettings
 from machine import median_of
-from servers import INPUT_LEN, OUTPUT_LEN, Server, awake, in_turns, server
+from servers import Server, awake, in_turns, load, server
 
 NUM_CLIENTS = (2, 8)
 """Of all replicas together."""
@@ -42,39 +41,21 @@ def replicas() -> dict[str, list[Command]]:
     return {"one": [plain], "two": [plain] * 2, f"two, {threads}": [with_threads] * 2, "two, pinned": pinned}
 
 
-def settings(one: Server, checkpoint: Path, num_clients: int, seed: int) -> BenchSettings:
-    return BenchSettings(
-        base_url=one.url,
-        tokenizer=str(checkpoint),
-        num_requests=max(8, 4 * num_clients),
-        concurrency=num_clients,
-        input_len=str(INPUT_LEN),
-        output_len=str(OUTPUT_LEN),
-        ignore_eos=True,
-        seed=seed,
-    )
-
-
-def load(servers: list[Server], checkpoint: Path, num_clients: int, seed: int) -> dict[str, float]:
+def measure(servers: list[Server], checkpoint: Path, num_clients: int, seed: int) -> dict[str, float]:
     """Return what all clients get together, and means of the replicas' latencies."""
+    each = num_clients // len(servers)
 
-    async def both() -> list[Any]:
-        each = num_clients // len(servers)
-        loads = [settings(one, checkpoint, each, 1000 * seed + i) for i, one in enumerate(servers)]
-        return await asyncio.gather(*map(run_benchmark, loads))
+    async def at_once() -> list[dict[str, float]]:
+        options = {"num_requests": max(8, 4 * each), "keep_alive": True}
+        loads = [load(one, checkpoint, each, 1000 * seed + i, **options) for i, one in enumerate(servers)]
+        return await asyncio.gather(*loads)
 
     with contextlib.ExitStack() as stack:
         for one in servers:
             stack.enter_context(awake(one.group))
-        results = asyncio.run(both())
-    if any(one.requests.failed for one in results):
-        raise RuntimeError(f"requests failed: {[one.requests.errors for one in results]}")
-    return {
-        "output_tokens_per_s": sum(one.throughput.output_tokens_per_s for one in results),
-        "ttft_p50_ms": 1000 * fmean(one.latency.ttft_s.p50 for one in results),
-        "itl_p50_ms": 1000 * fmean(one.latency.itl_s.p50 for one in results),
-        "itl_p95_ms": 1000 * fmean(one.latency.itl_s.p95 for one in results),
-    }
+        found = asyncio.run(at_once())
+    means = {name: fmean(one[name] for one in found) for name in found[0]}
+    return means | {"output_tokens_per_s": sum(one["output_tokens_per_s"] for one in found)}
 
 
 def main() -> None:
@@ -97,10 +78,10 @@ def main() -> None:
         for num_clients in NUM_CLIENTS:
             seeds = itertools.count(num_clients * 100)
             for servers in arrangements.values():  # the first run of a shape is slower
-                load(servers, checkpoint, num_clients, next(seeds))
+                measure(servers, checkpoint, num_clients, next(seeds))
             found: dict[str, list[dict[str, float]]] = {name: [] for name in arrangements}
             for name, servers in in_turns(arrangements, args.runs):
-                found[name].append(load(servers, checkpoint, num_clients, next(seeds)))
+                found[name].append(measure(servers, checkpoint, num_clients, next(seeds)))
             figures[str(num_clients)] = {
                 name: {figure: median_of([run[figure] for run in runs]) for figure in runs[0]}
                 for name, runs in found.items()

@@ -140,22 +140,35 @@ def measure(
 
 
 def bench(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict[str, float]:
+    with awake(server.group):
+        return asyncio.run(load(server, checkpoint, concurrency, seed, num_requests=max(12, 4 * concurrency)))
+
+
+async def load(
+    server: Server, checkpoint: Path, concurrency: int, seed: int, *, num_requests: int, keep_alive: bool = False
+) -> dict[str, float]:
+    """Send requests in a closed loop to a server that is awake, and return what its clients see.
+
+    Args:
+        keep_alive: not for llama.cpp's server, which closes its connections without saying so.
+    Raises:
+        RuntimeError: a request failed or ended early.
+    """
     from flyball_clients.bench.benchmark import run_benchmark
     from flyball_clients.bench.settings import BenchSettings
 
     settings = BenchSettings(
         base_url=server.url,
         tokenizer=str(checkpoint),
-        num_requests=max(12, 4 * concurrency),
+        num_requests=num_requests,
         concurrency=concurrency,
         input_len=str(INPUT_LEN),
         output_len=str(OUTPUT_LEN),
         ignore_eos=True,
-        keep_alive=False,  # llama.cpp's closes its connections without saying so
+        keep_alive=keep_alive,
         seed=seed,
     )
-    with awake(server.group):
-        result = asyncio.run(run_benchmark(settings))
+    result = await run_benchmark(settings)
     if result.requests.failed:
         raise RuntimeError(f"{server.url}: {result.requests.errors}")
     if result.throughput.output_tokens != OUTPUT_LEN * settings.num_requests:
