@@ -98,6 +98,13 @@ def largest_family(evidence: Sequence[PodEvidence], known: str) -> str:
     return max(counts, key=lambda one: (counts[one], one == known, one), default=known)
 
 
+def of_one_family(evidence: Sequence[PodEvidence], known: str) -> tuple[str, list[PodEvidence], tuple[str, ...]]:
+    """Return the largest family, its replicas with those that did not answer, and the names of the others."""
+    kind = largest_family(evidence, known)
+    strangers = tuple(one.pod for one in evidence if one.evidence is not None and family(one.evidence) != kind)
+    return kind, [one for one in evidence if one.pod not in strangers], strangers
+
+
 def mean_step(evidence: Evidence) -> StepCounts | None:
     """Return what a replica computed in a mean step of its window, by the mean of its requests; None if it computed nothing."""
     num_steps, lengths = evidence.num_steps, evidence.lengths

@@ -20,8 +20,8 @@ from flyball_operator.tuning.evidence import (
     family,
     find_faults,
     in_force,
-    largest_family,
     mean_step,
+    of_one_family,
     pool,
 )
 from flyball_operator.tuning.knobs import Knob, Span, changed, contradictions, moved_in_words, spans
@@ -322,9 +322,7 @@ class Situation:
 
 def look(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence], now_s: float) -> Situation | Decision:
     """Return the situation, or the decision to hold where there is too little to look at."""
-    kind = largest_family(evidence, state.family)
-    strangers = tuple(one.pod for one in evidence if one.evidence is not None and family(one.evidence) != kind)
-    own = [one for one in evidence if one.pod not in strangers]
+    kind, own, strangers = of_one_family(evidence, state.family)
     if state.family and kind != state.family:
         state = TunerState(revision=state.revision, tuned=state.tuned, family=kind)
     seen = {one.pod: one for one in state.seen}

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from flyball_operator.spec import LiveLimits, Tuning
 from flyball_operator.tuning.decision import Action, Decision, Reason
-from flyball_operator.tuning.evidence import PodEvidence, Posted, family, largest_family
+from flyball_operator.tuning.evidence import PodEvidence, Posted, of_one_family
 from flyball_operator.tuning.knobs import moved_in_words
 from flyball_operator.tuning.modes import as_change
 from flyball_operator.tuning.state import TunerState
@@ -44,8 +44,7 @@ def due(tuning: Tuning, state: TunerState, evidence: Sequence[PodEvidence]) -> W
         return None
     if tuning.mode != "Auto":
         return None if state.tuned else lacking(tuning, evidence)
-    kind = largest_family(evidence, state.family)
-    own = [one for one in evidence if one.evidence is not None and family(one.evidence) == kind]
+    kind, own, _ = of_one_family(evidence, state.family)
     is_known = state.revision > 0 and state.family in ("", kind)
     if is_known or not all(_is_untouched(tuning, state, one) for one in own):
         return None
@@ -58,9 +57,7 @@ def for_strangers(tuning: Tuning, decision: Decision, evidence: Sequence[PodEvid
     update = LimitsUpdate(revision=_start(decision.state), limits=change)
     untouched = {pod.pod: pod.evidence for pod in evidence if pod.evidence is not None and pod.evidence.revision == 0}
     return {
-        pod: update
-        for pod, one in untouched.items()
-        if pod in decision.left_alone and change.applied_to(one.target) != one.target
+        pod: update for pod, one in untouched.items() if pod in decision.left_alone and not _has(one.target, change)
     }
 
 
@@ -71,7 +68,7 @@ def in_force(tuning: Tuning, evidence: Sequence[PodEvidence]) -> tuple[int, Limi
     if newest is None or newest.revision == 0 or tuning.limits == LiveLimits():
         return None
     limits = newest.target
-    return (newest.revision, limits) if as_change(tuning.limits).applied_to(limits) == limits else None
+    return (newest.revision, limits) if _has(limits, as_change(tuning.limits)) else None
 
 
 def lacking(tuning: Tuning, evidence: Sequence[PodEvidence], *, first: int = START) -> Wanted | None:
@@ -84,7 +81,7 @@ def lacking(tuning: Tuning, evidence: Sequence[PodEvidence], *, first: int = STA
     """
     change = as_change(tuning.limits)
     answered = {pod.pod: pod.evidence for pod in evidence if pod.evidence is not None}
-    behind = {pod: one for pod, one in answered.items() if change.applied_to(one.target) != one.target}
+    behind = {pod: one for pod, one in answered.items() if not _has(one.target, change)}
     if not behind:
         return None
     newest = max(one.revision for one in answered.values())
@@ -132,10 +129,15 @@ def _start(state: TunerState) -> int:
 
 def _is_untouched(tuning: Tuning, state: TunerState, pod: PodEvidence) -> bool:
     """Return whether a replica has had no limits but those of the spec; the others may have got these already."""
-    one, change = pod.evidence, as_change(tuning.limits)
+    one = pod.evidence
     if one is None or one.revision == 0:
         return True
-    return one.revision == _start(state) and change.applied_to(one.target) == one.target
+    return one.revision == _start(state) and _has(one.target, as_change(tuning.limits))
+
+
+def _has(limits: Limits, change: LimitsChange) -> bool:
+    """Return whether the change would change nothing."""
+    return change.applied_to(limits) == limits
 
 
 def _moved(change: LimitsChange, behind: dict[str, Evidence]) -> str:
