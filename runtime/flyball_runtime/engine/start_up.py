@@ -46,17 +46,19 @@ def resolve_device(requested: str) -> torch.device:
 def set_num_threads(requested: int | None, root: Path = Path("/")) -> None:
     """Have torch and our ops use so many threads; None: one for each core, with a CPU limit the nearest whole number of it.
 
-    More than the limit keeps busy are all stopped for a part of each tenth of a second. One that stands still for less than
-    half of the time gains more than that costs (benchmarks/cpu_limit.py). OMP_NUM_THREADS holds as it is.
+    More than the limit keeps busy are all stopped for a part of each tenth of a second. With a limit of 1.5, two still give
+    many clients more tokens than one, and first tokens sooner (benchmarks/cpu_limit.py). OMP_NUM_THREADS holds as it is.
     """
     if requested is not None:
         torch.set_num_threads(requested)
         return
     limit = cpu_limit(root)
-    nearest = math.inf if limit is None else max(1, math.floor(limit + 0.5))
-    if os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads() <= nearest:
+    if limit is None or os.environ.get("OMP_NUM_THREADS"):
         return
-    torch.set_num_threads(int(nearest))
+    nearest = max(1, math.floor(limit + 0.5))
+    if torch.get_num_threads() <= nearest:
+        return
+    torch.set_num_threads(nearest)
     logger.info(
         "%d CPU threads: cgroups allow %.3g CPUs (--num-threads sets another number)", torch.get_num_threads(), limit
     )
