@@ -57,6 +57,7 @@ def step_stats(**changes: object) -> StepStats:
         "target": LIMITS,
         "effective": LIMITS,
         "max_num_seqs": 256,
+        "num_cpu_threads": 2,
     }
     return StepStats(**(fields | changes))  # type: ignore[arg-type]
 

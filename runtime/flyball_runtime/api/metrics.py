@@ -137,6 +137,9 @@ class MetricsCollector(Collector):
             usage = "Share of the swap space that holds KV blocks, 0 to 1."
             yield _gauge("flyball_swap_space_usage_ratio", usage, self.measured.latest.host_usage)
             yield from _limit_gauges(self.measured.latest)
+            if self.measured.latest.num_cpu_threads:
+                threads = "CPU threads that computed the latest step; fewer where other processes use the cores."
+                yield _gauge("flyball_cpu_threads", threads, self.measured.latest.num_cpu_threads)
         if self.measured.step_model is not None:
             yield from _step_model_gauges(self.measured.step_model)
         if self._front is not None:

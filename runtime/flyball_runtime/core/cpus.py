@@ -1,9 +1,20 @@
-"""How much CPU time this process may use."""
+"""How much CPU time this process may use, how much it got, and how much nobody used."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from flyball_runtime.core.cgroups import V2, cgroups, read
+
+_STAT_FIELDS_OF_IDLE = (4, 5)  # idle, iowait; after the name of the core
+
+
+class Demand(NamedTuple):
+    """Seconds in which threads ran, and in which they could have run and waited for a core."""
+
+    ran_s: float
+    waited_s: float
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
@@ -15,14 +26,66 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
     Args:
         root: of the file system, for tests.
     """
-    return min(_limits(root), default=None)
+    return min((limit for _, _, limit in _limits(root)), default=None)
 
 
-def _limits(root: Path) -> Iterator[float]:
+def throttled_s(root: Path = Path("/")) -> float:
+    """Return the seconds in which CPU limits have stopped threads: of all cores together, since the cgroups began."""
+    seconds = 0.0
+    for folder, kind, _ in _limits(root):
+        name, unit_s = ("throttled_usec", 1e-6) if kind == V2 else ("throttled_time", 1e-9)
+        for line in read(folder / "cpu.stat").splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                seconds += int(value) * unit_s
+    return seconds
+
+
+def demand(root: Path = Path("/")) -> dict[str, Demand]:
+    """Return what each thread of this process got of the cores, by its id; empty if the kernel does not say.
+
+    Linux counts it with CONFIG_SCHED_INFO, which every distribution sets; sandboxes such as gVisor do not.
+    """
+    tasks = root / "proc/self/task"
+    found = {}
+    for task in tasks.iterdir() if tasks.is_dir() else ():
+        try:
+            ran_ns, waited_ns, _ = (task / "schedstat").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # the thread has just ended, or none has such a file
+        found[task.name] = Demand(int(ran_ns) / 1e9, int(waited_ns) / 1e9)
+    return found if any(one.ran_s for one in found.values()) else {}
+
+
+def demand_since(before: Mapping[str, Demand], now: Mapping[str, Demand]) -> Demand:
+    """Return what the threads that are there now got of the cores since another reading."""
+    ran_s = waited_s = 0.0
+    for thread, (ran_now_s, waited_now_s) in now.items():
+        ran_before_s, waited_before_s = before.get(thread, (0.0, 0.0))
+        if ran_before_s > ran_now_s:  # it is another one with the same id
+            ran_before_s = waited_before_s = 0.0
+        ran_s += ran_now_s - ran_before_s
+        waited_s += waited_now_s - waited_before_s
+    return Demand(ran_s, waited_s)
+
+
+def idle_s(root: Path = Path("/")) -> float:
+    """Return the seconds in which cores that this process may use had nothing to do, of all of them together, since boot."""
+    mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in read(root / "proc/stat").splitlines():
+        fields = line.split()
+        if fields and fields[0] in mine:
+            ticks += sum(int(fields[i]) for i in _STAT_FIELDS_OF_IDLE)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _limits(root: Path) -> Iterator[tuple[Path, str, float]]:
+    """Yield folder and version of each cgroup that has a limit, and the limit."""
     for folder, kind in cgroups("cpu", root):
         if kind == V2:
             quota, _, period = read(folder / "cpu.max").partition(" ")
         else:
             quota, period = (read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         if quota not in ("", "max", "-1") and period:
-            yield int(quota) / int(period)
+            yield folder, kind, int(quota) / int(period)

@@ -25,6 +25,7 @@ class StepStats(Struct, frozen=True, kw_only=True):
         num_swapped_out_blocks, num_swapped_in_blocks: KV blocks that the step copied to host memory, and back.
         num_host_hit_tokens: tokens of the sequences started in this step whose blocks it copied back.
         host_usage: share of the swap space that holds blocks.
+        num_cpu_threads: that computed the latest step; 0 before the first one, and on a GPU.
         num_draft_tokens, num_accepted_tokens: drafts that the step verified, and those that the model agreed with.
         step_model, lengths, prefix_hits: what has been learned so far; None, or empty, if it was reported a few steps
             before, or nothing is known.
@@ -58,6 +59,7 @@ class StepStats(Struct, frozen=True, kw_only=True):
     num_swapped_in_blocks: int = 0
     num_host_hit_tokens: int = 0
     host_usage: float = 0.0
+    num_cpu_threads: int = 0
 
 
 class Sampled(NamedTuple):
@@ -73,6 +75,7 @@ class Sampled(NamedTuple):
         drafts: what a draft model has drafted, of all entries one after another; empty if the plan has the drafts.
         drafting_s: seconds of the step in which it did.
         swapping_s: seconds of the step in which KV blocks were copied to host memory and back.
+        num_cpu_threads: that computed it; 0 on a GPU.
     """
 
     token_ids: list[int | None]
@@ -84,6 +87,7 @@ class Sampled(NamedTuple):
     drafts: Sequence[int] = ()
     drafting_s: float = 0.0
     swapping_s: float = 0.0
+    num_cpu_threads: int = 0
 
 
 class StepOutput(Struct, frozen=True, tag=True):

@@ -203,6 +203,7 @@ class Engine:
         self._idle = True
         self._num_disturbed = 0  # steps to come whose time says little about what they compute
         self._num_blocks_there = info.num_start_kv_blocks  # as the executor was told last
+        self._num_cpu_threads = 0
 
     def submit(self, request: Request) -> Failed | None:
         """Queue a request that ``validate_request`` let through, or return why it cannot run now."""
@@ -352,6 +353,7 @@ class Engine:
         oldest = self._in_flight.popleft()
         step = oldest.step
         sampled = self._executor.collect(oldest.handle)
+        self._num_cpu_threads = sampled.num_cpu_threads
         spoiled = {entry for entry, vector in sampled.pooled.items() if vector is None}
         if sampled.drafts:
             step.fill_drafts(sampled.drafts)
@@ -441,6 +443,7 @@ class Engine:
             num_swapped_in_blocks=len(done.swap_ins),
             num_host_hit_tokens=done.num_host_hit_tokens,
             host_usage=self.kv_cache.host_usage,
+            num_cpu_threads=self._num_cpu_threads,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(self._compiling),
             blocked_by=done.blocked_by,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.quantization import resolve_quantization
@@ -30,6 +31,7 @@ from flyball_runtime.engine.start_up import (
     set_num_threads,
 )
 from flyball_runtime.engine.swap_space import SwapSpace, resolve_num_slots
+from flyball_runtime.engine.threads import ThreadCount, thread_count
 from flyball_runtime.grammar.cache import GrammarCache
 from flyball_runtime.grammar.compiler import CompiledGrammar, GrammarCompiler
 from flyball_runtime.model.kv_blocks import cache_blocks
@@ -100,9 +102,12 @@ class ModelRunner:
         self._config = config
         self._on_progress = on_progress
         self._stages = _Stages()
-        set_num_threads(config.num_threads)
+        may_change = set_num_threads(config.num_threads)
         self._model_config = describe_model(Path(config.model), config.model_impl)
         self._device = resolve_device(config.device)
+        self._threads: ThreadCount | None = None
+        if may_change and self._device.type == "cpu":
+            self._threads = thread_count(torch.get_num_threads(), MonotonicClock())
         self._dtype_name = resolve_dtype(config.dtype, self._model_config)
         self._dtype = TORCH_DTYPES[self._dtype_name]
         self._kv_dtype_name = config.kv_dtype(self._dtype_name)
@@ -253,6 +258,8 @@ class ModelRunner:
 
     def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Run a step; on a GPU, return when its kernels are launched."""
+        if self._threads is not None and self._threads.update():
+            torch.set_num_threads(self._threads.current)
         copies = [(one.source, one.target) for one in plan.block_copies]
         if self._swap_space is None or not (plan.swap_outs or plan.swap_ins):
             self._blocks.copy(copies)
@@ -365,6 +372,7 @@ class ModelRunner:
             () if handle.drafts is None else handle.drafts.tolist(),
             handle.drafting_s,
             _seconds(*handle.swapping),
+            torch.get_num_threads() if self._device.type == "cpu" else 0,
         )
 
     def _to_host(

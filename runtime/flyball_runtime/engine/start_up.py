@@ -43,25 +43,28 @@ def resolve_device(requested: str) -> torch.device:
     return torch.device(requested)
 
 
-def set_num_threads(requested: int | None, root: Path = Path("/")) -> None:
+def set_num_threads(requested: int | None, root: Path = Path("/")) -> bool:
     """Have torch and our ops use so many threads; None: one for each core, with a CPU limit the nearest whole number of it.
 
     More than the limit keeps busy are all stopped for a part of each tenth of a second. With a limit of 1.5, two still give
     many clients more tokens than one, and first tokens sooner (benchmarks/cpu_limit.py). OMP_NUM_THREADS holds as it is.
+
+    Returns:
+        whether the number may change later: nobody asked for one.
     """
     if requested is not None:
         torch.set_num_threads(requested)
-        return
+        return False
+    if os.environ.get("OMP_NUM_THREADS"):
+        return False
     limit = cpu_limit(root)
-    if limit is None or os.environ.get("OMP_NUM_THREADS"):
-        return
+    if limit is None:
+        return True
     nearest = max(1, math.floor(limit + 0.5))
-    if torch.get_num_threads() <= nearest:
-        return
-    torch.set_num_threads(nearest)
-    logger.info(
-        "%d CPU threads: cgroups allow %.3g CPUs (--num-threads sets another number)", torch.get_num_threads(), limit
-    )
+    if torch.get_num_threads() > nearest:
+        torch.set_num_threads(nearest)
+        logger.info("%d CPU threads: cgroups allow %.3g CPUs (--num-threads sets another number)", nearest, limit)
+    return True
 
 
 def resolve_max_model_len(config: EngineConfig, model: ServedModel) -> int:
