@@ -34,6 +34,24 @@ def test_the_smoke_runs_every_contender_and_writes_the_page(tmp_path: Path) -> N
     assert "Not run: smoke, shift." in (tmp_path / "tuning-proof.md").read_text()
 
 
+def test_other_tuners_are_compared_without_an_oracle(tmp_path: Path) -> None:
+    words = ["--tuners", "--smoke", "--seeds", "2", "--development", "--output", str(tmp_path)]
+    words += ["--cache", str(tmp_path / "cache"), "--processes", "1"]
+    assert main(words) == 0
+    page = (tmp_path / "tuning-proof-tuners.md").read_text()
+    assert "| cell | auto | vllm-default | rules | aimd |" in page
+    assert page.count(" ± ") == 2 * 4
+    for name in ("vllm-default", "rules", "aimd"):
+        assert f"- Against *{name}*: +" in page
+    assert "worse in: none." in page
+    assert not (tmp_path / "tuning-proof.md").exists()
+    for run in (tmp_path / "cache").iterdir():
+        if b'"cell":"smoke, shift"' in run.read_bytes():
+            run.unlink()
+    assert main([*words, "--cached"]) == 0
+    assert "Not run: smoke, shift." in (tmp_path / "tuning-proof-tuners.md").read_text()
+
+
 def test_every_cell_has_a_load_and_a_name_of_its_own() -> None:
     names = [cell.name for cell in cells.matrix()]
     assert len(set(names)) == len(names)

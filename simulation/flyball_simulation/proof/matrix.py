@@ -89,6 +89,24 @@ def compute(cells: Sequence[Cell], plan: Plan) -> Matrix:
     return matrix
 
 
+def compute_tuners(cells: Sequence[Cell], plan: Plan) -> Matrix:
+    """Run those that need no search: the tuners, and vLLM's defaults. ``best`` and what else a search finds stays empty."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    jobs = list(_tuner_jobs(cells, plan))
+    if not plan.cached:
+        with ProcessPoolExecutor(plan.processes or len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+            _wait([pool.submit(_run, job, plan.folder) for job in jobs])
+    found = [contenders.known(job.cell, job.contender, job.seed, None, plan.folder) for job in jobs]
+    runs = [run for run in found if run is not None]
+    names = {run.cell for run in runs}
+    return Matrix(
+        cells=[cell for cell in cells if cell.name in names],
+        seeds=sorted({run.seed for run in runs}),
+        missing=[cell.name for cell in cells if cell.name not in names],
+        runs=runs,
+    )
+
+
 def first_phase(cell: Cell) -> Cell:
     """Return a cell of the first phase alone, as long as it was."""
     phase = cell.phases[0]

@@ -16,6 +16,7 @@ from flyball_simulation.proof.search import SINGLES
 from flyball_simulation.proof.targets import ratio, targets
 
 COLUMNS = (ORACLE, "auto", "vllm-default", SINGLE, PHASE_1, "rules", "aimd")
+OTHER_TUNERS = "*rules*: Flyball's first tuner; *aimd*: additive increase, multiplicative decrease; *vllm-default*: vLLM's defaults"
 COLOURS = {ORACLE: GREY, "auto": BLUE, SINGLE: GREEN, "rules": RED, "vllm-default": ORANGE}
 NEAR = 0.95
 EVEN = 0.005
@@ -66,6 +67,53 @@ def write(
     return page
 
 
+def write_tuners(folder: Path, matrix: Matrix, source: Source) -> Path:
+    """Write tuning-proof-tuners.md into ``folder``; returns its path."""
+    page = folder / "tuning-proof-tuners.md"
+    page.write_text(
+        "\n".join(
+            [
+                "# The tuner against other tuners, in simulation",
+                "",
+                *_origin(matrix, source),
+                "The cells and seeds of [the tuner against an oracle](tuning-proof.md), and all seeds for everybody. A share is",
+                "that of all requests that met both objectives. Intervals are 95 % over the seeds.",
+                "",
+                f"*auto*: the tuner of this commit; {OTHER_TUNERS}.",
+                "",
+                *_against(matrix),
+                "## Share of good requests",
+                "",
+                *_shares(matrix, CONTENDERS),
+                *_changes(matrix),
+            ]
+        )
+    )
+    return page
+
+
+def _against(matrix: Matrix) -> list[str]:
+    """Compare the tuner with each of the others, seed by seed."""
+    lines = []
+    for name in CONTENDERS[1:]:
+        gains = {cell.name: found for cell in matrix.cells if (found := _gains(matrix, cell.name, name))}
+        better = sum(fmean(values) - interval(values) > 0.0 for values in gains.values())
+        worse = [cell for cell, values in gains.items() if fmean(values) + interval(values) < 0.0]
+        mean = fmean(fmean(values) for values in gains.values())
+        lines.append(
+            f"- Against *{name}*: {100 * mean:+.1f} percentage points of good requests, as a mean over the cells. By more than "
+            f"the interval of the difference, it is better in {better} of {len(gains)} cells, and worse in: "
+            f"{', '.join(worse) or 'none'}."
+        )
+    return [*lines, ""]
+
+
+def _gains(matrix: Matrix, cell: str, over: str) -> list[float]:
+    """Return by how much the tuner's share of good requests is above another one's, for each seed that both have."""
+    theirs = {run.seed: run.share_good for run in matrix.of(cell, over)}
+    return [run.share_good - theirs[run.seed] for run in matrix.of(cell, "auto") if run.seed in theirs]
+
+
 def interval(values: Sequence[float]) -> float:
     """Return half of the 95 % interval of the mean; 0 for a single value."""
     if len(values) < 2:
@@ -75,14 +123,10 @@ def interval(values: Sequence[float]) -> float:
 
 def _head(matrix: Matrix, source: Source) -> list[str]:
     seqs, tokens = matrix.single
-    missing = [f"Not run: {'; '.join(matrix.missing)}.", ""] if matrix.missing else []
     return [
         "# The tuner against an oracle, in simulation",
         "",
-        f"Written by `{source.command}`; do not edit. Commit {source.commit or 'unknown'}, code {source.version}, seeds "
-        f"{_seeds(matrix)}, {len(matrix.cells)} cells, {len(matrix.runs)} runs of {_size(matrix)}.",
-        "",
-        *missing,
+        *_origin(matrix, source, beside=", beside the oracle's search"),
         "[Simulating](simulation.md) says what is simulated and what is not. A share is that of all requests that met both",
         "objectives: TTFT, and the request's own ITL p95. Intervals are 95 % over the seeds; without one there was one seed.",
         "Seeds and recorded traces were named before, in `simulation/flyball_simulation/proof/cells.py`. Contenders:",
@@ -92,11 +136,20 @@ def _head(matrix: Matrix, source: Source) -> list[str]:
         f"- *best single*: the fixed limits that are best over all cells, of {len(SINGLES)} candidates: "
         f"{seqs} sequences, {tokens} tokens",
         "- *tuned on phase 1*: the best fixed limits for the first phase of a load that shifts",
-        "- *rules*: Flyball's first tuner; *aimd*: additive increase, multiplicative decrease; *vllm-default*: vLLM's defaults",
+        f"- {OTHER_TUNERS}",
         "",
         "In the overload all of them run `--scheduling-policy edf`. Only the tuner posts objectives, which are the deadlines",
         "there, so for the others that is the order of arrival.",
         "",
+    ]
+
+
+def _origin(matrix: Matrix, source: Source, beside: str = "") -> list[str]:
+    return [
+        f"Written by `{source.command}`; do not edit. Commit {source.commit or 'unknown'}, code {source.version}, seeds "
+        f"{_seeds(matrix)}, {len(matrix.cells)} cells, {len(matrix.runs)} runs of {_size(matrix)}{beside}.",
+        "",
+        *([f"Not run: {'; '.join(matrix.missing)}.", ""] if matrix.missing else []),
     ]
 
 
@@ -112,7 +165,7 @@ def _seeds(matrix: Matrix) -> str:
 
 def _size(matrix: Matrix) -> str:
     steps, minutes = sum(one.num_steps for one in matrix.runs), sum(one.cpu_s for one in matrix.runs) / 60
-    return f"{steps / 1e6:.1f} million steps in {minutes:.0f} minutes of one core, beside the oracle's search"
+    return f"{steps / 1e6:.1f} million steps in {minutes:.0f} minutes of one core"
 
 
 def _targets(matrix: Matrix, verdicts: Mapping[tuple[str, str], Verdict]) -> list[str]:
@@ -143,18 +196,24 @@ def _ratio(matrix: Matrix, to: str) -> float:
 
 
 def _matrix(matrix: Matrix) -> list[str]:
-    rows = [
-        f"| {cell.name} | " + " | ".join(_share(matrix, cell, name) for name in COLUMNS) + " |" for cell in matrix.cells
-    ]
     return [
         "## Share of good requests",
         "",
         "![Share of good requests by cell and contender](tuning-proof-matrix.svg)",
         "",
-        "| cell | " + " | ".join(COLUMNS) + " |",
-        "| --- |" + " --- |" * len(COLUMNS),
+        *_shares(matrix, COLUMNS),
+    ]
+
+
+def _shares(matrix: Matrix, columns: Sequence[str]) -> list[str]:
+    rows = [
+        f"| {cell.name} | " + " | ".join(_share(matrix, cell, name) for name in columns) + " |" for cell in matrix.cells
+    ]
+    return [
+        "| cell | " + " | ".join(columns) + " |",
+        "| --- |" + " --- |" * len(columns),
         *rows,
-        "| mean | " + " | ".join(_mean(matrix, name) for name in COLUMNS) + " |",
+        "| mean | " + " | ".join(_mean(matrix, name) for name in columns) + " |",
         "",
     ]
 
