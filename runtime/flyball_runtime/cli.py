@@ -211,7 +211,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-threads",
         type=int,
         metavar="N",
-        help="CPU threads of the engine (default: all cores, or as many as a container's CPU limit keeps busy)",
+        help="CPU threads of the engine (default: all cores, or as many as a container's CPU limit keeps busy; fewer while "
+        "other processes use the cores)",
+    )
+    engine.add_argument(
+        "--numa-node",
+        type=int,
+        metavar="N",
+        help="run the engine on the cores of NUMA node N, with memory of that node (default: on all cores)",
     )
     add_lora_arguments(parser.add_argument_group("LoRA adapters"))
 
@@ -635,6 +642,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         max_queued_tokens=args.max_queued_tokens,
         kernel_backend=args.kernel_backend,
         num_threads=args.num_threads,
+        numa_node=args.numa_node,
         seed=args.seed,
         log_level=args.log_level,
         speculative_config=None

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from flyball_protocol import endpoints
 from flyball_runtime import __version__
-from flyball_runtime.core.cpus import cpu_limit
+from flyball_runtime.core.cpus import cpu_limit, numa_nodes
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.memory import available_memory_bytes
 
@@ -56,6 +56,7 @@ class Report(Struct, frozen=True, kw_only=True):
     """What there is to say of a machine.
 
     Attributes:
+        num_numa_nodes: of the cores; 1 if the kernel names none.
         cpu_limit: CPUs' worth of time that cgroups allow; None without a limit.
         num_threads: that the engine would use.
         available_bytes: memory that a process may still take.
@@ -72,6 +73,7 @@ class Report(Struct, frozen=True, kw_only=True):
     version: str
     cpu: str
     num_cores: int
+    num_numa_nodes: int
     cpu_limit: float | None
     num_threads: int
     flags: list[str]
@@ -149,6 +151,7 @@ def report(*, measured: bool) -> Report:
         version=__version__,
         cpu=device_name(torch.device("cpu")).rpartition(" x")[0],
         num_cores=_num_cores(),
+        num_numa_nodes=len(numa_nodes()) or 1,
         cpu_limit=cpu_limit(),
         num_threads=torch.get_num_threads(),
         flags=[flag for flag in FLAGS if flag in cpu_flags],
@@ -217,7 +220,8 @@ def lines(found: Report, name: str, num_parameters: float) -> Iterator[str]:
     """Yield the report as text."""
     limit = "no CPU limit" if found.cpu_limit is None else f"a limit of {found.cpu_limit:.3g} CPUs"
     yield f"flyball     {found.version}"
-    yield f"CPU         {found.cpu}: {found.num_cores} cores, {limit}, {found.num_threads} threads for the engine"
+    cores = f"{found.num_cores} cores" + (f" on {found.num_numa_nodes} NUMA nodes" if found.num_numa_nodes > 1 else "")
+    yield f"CPU         {found.cpu}: {cores}, {limit}, {found.num_threads} threads for the engine"
     yield f"            {' '.join(found.flags) or 'none of the instructions that make serving fast'}"
     yield f"memory      {found.available_bytes / 2**30:.1f} GiB available"
     yield f"GPUs        {', '.join(found.gpus) or 'none that torch can use'}"

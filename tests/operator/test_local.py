@@ -50,6 +50,25 @@ def test_replicas_start_serve_through_one_port_and_drain() -> None:
     run(scenario())
 
 
+def test_where_there_are_several_numa_nodes_each_replica_runs_on_one() -> None:
+    def nodes(now: Running) -> list[str]:
+        commands = (Path(f"/proc/{pid}/cmdline") for pid in pids(now))
+        words = (word for path in commands if path.exists() for word in path.read_text().split("\0"))
+        return sorted(word for word in words if word.startswith("--numa-node"))
+
+    async def scenario() -> None:
+        async with running(3, replicas=3, numa_nodes=(0, 1)) as now:
+            assert nodes(now) == ["--numa-node=0", "--numa-node=0", "--numa-node=1"]
+            now.file.write(runtime={"extraArgs": ["--numa-node=1"]})  # somebody who says where
+            await now.until(lambda _: nodes(now) == ["--numa-node=1"] * 3)
+        async with running(1, replicas=1, numa_nodes=(0, 1)) as now:  # alone it has all of them
+            assert nodes(now) == []
+        async with running(2, replicas=2, numa_nodes=(0,)) as now:
+            assert nodes(now) == []
+
+    run(scenario())
+
+
 def test_scaling_up_and_down_loses_no_request() -> None:
     async def scenario() -> None:
         async with running(1) as now:

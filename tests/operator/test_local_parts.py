@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import errno
 import io
+import os
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from rich.console import Console
 from flyball_operator.errors import LocalError, SpecError
 from flyball_operator.local.changes import WatchedFile
 from flyball_operator.local.control import InstanceFolder
-from flyball_operator.local.fleet import AcceleratorPool, visible_devices
+from flyball_operator.local.fleet import AcceleratorPool, NumaNodes, numa_nodes, visible_devices
 from flyball_operator.local.local_tuner import LocalTuner, append_line
 from flyball_operator.local.process import Probe, Prober, explain_exit
 from flyball_operator.local.replica import CrashBackoff, State
@@ -167,6 +168,26 @@ def test_visible_devices(tmp_path: Path) -> None:
     assert visible_devices({}, tmp_path) == ("0", "2", "10")
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "3, GPU-a"}, tmp_path) == ("3", "GPU-a")
     assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+def test_replicas_take_numa_nodes_in_turns() -> None:
+    nodes = NumaNodes((0, 2))
+    assert [nodes.take(number) for number in (1, 2, 3)] == [0, 2, 0]
+    nodes.give_back(1)
+    nodes.give_back(3)
+    assert [nodes.take(number) for number in (4, 5)] == [0, 0]
+    assert NumaNodes((1,)).take(1) is None
+    assert NumaNodes(()).take(1) is None
+
+
+def test_numa_nodes_are_those_of_the_cores_that_may_be_used(tmp_path: Path) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    for core in (*mine, max(mine) + 1):
+        folder = tmp_path / f"devices/system/cpu/cpu{core}"
+        (folder / ("node3" if core == mine[0] else "node10" if core in mine else "node4")).mkdir(parents=True)
+        (folder / "topology").mkdir()
+    assert numa_nodes(tmp_path) == ((3, 10) if len(mine) > 1 else (3,))
+    assert numa_nodes(tmp_path / "no such folder") == ()
 
 
 def test_trouble_is_told_once_and_once_more_when_it_is_over(tmp_path: Path) -> None:

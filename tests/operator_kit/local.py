@@ -125,7 +125,12 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    wait_for: int | None = None, *, port: int = 0, evidence_period_s: float | None = None, **spec: Any
+    wait_for: int | None = None,
+    *,
+    port: int = 0,
+    evidence_period_s: float | None = None,
+    numa_nodes: tuple[int, ...] = (0,),
+    **spec: Any,
 ) -> AsyncIterator[Running]:
     """Run fake replicas; ``wait_for`` waits until so many are ready, and no others exist."""
     with tempfile.TemporaryDirectory(prefix="flyball-") as name:  # short: it holds a socket
@@ -139,6 +144,7 @@ async def running(
             watch_period_s=0.02,
             evidence_period_s=evidence_period_s,
             build=fast_deployment,
+            numa_nodes=numa_nodes,
             backoff=lambda: CrashBackoff(first_s=0.05, most_s=0.2, stable_s=60.0),
         )
         try:

@@ -51,6 +51,7 @@ def test_bounds_are_those_of_the_model() -> None:
         version="1",
         cpu="a CPU",
         num_cores=2,
+        num_numa_nodes=2,
         cpu_limit=1.5,
         num_threads=1,
         flags=[],
@@ -68,7 +69,7 @@ def test_bounds_are_those_of_the_model() -> None:
         ],
     )
     text = "\n".join(lines(report, "it", 2e9))
-    assert "2 cores, a limit of 1.5 CPUs, 1 threads for the engine" in text
+    assert "2 cores on 2 NUMA nodes, a limit of 1.5 CPUs, 1 threads for the engine" in text
     assert "compiled for x86-64-v3, and this CPU has x86-64-v4; linear layers: torch\n" in text
     assert "            bf16 weights by torch, int8 weights by 16-bit products\n            because\n" in text
     assert "bf16: 10 tokens/s for one stream, 100 prompt tokens/s" in text

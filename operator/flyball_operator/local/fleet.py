@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -45,6 +46,35 @@ class AcceleratorPool:
             return {}
         self._taken[number] = self.free[:num_devices]
         return {VISIBLE_ENV: ",".join(self._taken[number])}
+
+    def give_back(self, number: int) -> None:
+        self._taken.pop(number, None)
+
+
+NUMA_FLAG = "--numa-node"
+
+
+def numa_nodes(sys: Path = Path("/sys")) -> tuple[int, ...]:
+    """Return the NUMA nodes whose cores processes here may use; () if the kernel does not say."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    links = (link for core in cores for link in (sys / f"devices/system/cpu/cpu{core}").glob("node[0-9]*"))
+    return tuple(sorted({int(link.name.removeprefix("node")) for link in links}))
+
+
+class NumaNodes:
+    """Hands NUMA nodes out by replica number, each time the one with the fewest replicas."""
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        self._nodes = nodes
+        self._taken: dict[int, int] = {}
+
+    def take(self, number: int) -> int | None:
+        """Return the node of replica ``number``; None where there are not several."""
+        if len(self._nodes) < 2:
+            return None
+        used = Counter(self._taken.values())
+        self._taken[number] = min(self._nodes, key=lambda node: used[node])
+        return self._taken[number]
 
     def give_back(self, number: int) -> None:
         self._taken.pop(number, None)
@@ -122,6 +152,7 @@ class Fleet:
         log_dir: Path,
         session: aiohttp.ClientSession,
         accelerators: AcceleratorPool,
+        nodes: NumaNodes,
         backoff: Callable[[], CrashBackoff],
         report: Callable[[str], None],
     ) -> None:
@@ -132,6 +163,7 @@ class Fleet:
         self._log_dir = log_dir
         self._session = session
         self._accelerators = accelerators
+        self._nodes = nodes
         self._backoff = backoff
         self._report = report
         self._replicas: dict[int, Replica] = {}
@@ -178,6 +210,7 @@ class Fleet:
     def _forget_ended(self) -> None:
         for replica in [one for one in self._replicas.values() if one.state is State.STOPPED]:
             self._accelerators.give_back(replica.number)
+            self._nodes.give_back(replica.number)
             self.num_killed += replica.killed
             del self._replicas[replica.number]
 
@@ -202,7 +235,7 @@ class Fleet:
         devices = self._accelerators.take(number, self.template.num_accelerators)
         replica = Replica(
             number,
-            self.template,
+            self._placed(number),
             {**self.template.env, **devices, ADMIN_TOKEN_ENV: self._token, TEMPLATE_ENV: self.template.digest},
             self._log_dir / f"replica-{number}.log",
             self._session,
@@ -212,6 +245,15 @@ class Fleet:
         )
         self._replicas[number] = replica
         replica.start()
+
+    def _placed(self, number: int) -> ProcessTemplate:
+        """Return the template for a replica: where several on CPUs share a machine, each has the cores of one NUMA node."""
+        template = self.template
+        has_choice = self.wanted > 1 and template.num_accelerators == 0
+        if not has_choice or any(word.partition("=")[0] == NUMA_FLAG for word in template.argv):
+            return template
+        node = self._nodes.take(number)
+        return template if node is None else replace(template, argv=(*template.argv, f"{NUMA_FLAG}={node}"))
 
     def _tell_if_no_room(self, room: int | None, num_active: int) -> None:
         no_room = room == 0 and num_active < self.wanted and len(self.replicas) == num_active

@@ -18,7 +18,7 @@ from flyball_operator.errors import LocalError, OperatorError, SpecError
 from flyball_operator.local.balancer import Balancer
 from flyball_operator.local.changes import WatchedFile, describe_changes
 from flyball_operator.local.control import ControlServer, Handover, HandoverAnswer, InstanceFolder
-from flyball_operator.local.fleet import AcceleratorPool, Fleet, visible_devices
+from flyball_operator.local.fleet import AcceleratorPool, Fleet, NumaNodes, numa_nodes, visible_devices
 from flyball_operator.local.local_tuner import LocalTuner
 from flyball_operator.local.replica import CrashBackoff, Replica
 from flyball_operator.local.reports import Event, Events, follow_logs, to_log
@@ -60,6 +60,7 @@ class LocalOptions:
     build: Callable[[LLMDeployment], Object] = local_deployment
     backoff: Callable[[], CrashBackoff] = CrashBackoff
     accelerators: tuple[str, ...] = field(default_factory=visible_devices)
+    numa_nodes: tuple[int, ...] = field(default_factory=numa_nodes)
 
 
 class LocalRunner:
@@ -111,6 +112,7 @@ class LocalRunner:
             log_dir=options.log_dir,
             session=self._session,
             accelerators=AcceleratorPool(options.accelerators),
+            nodes=NumaNodes(options.numa_nodes),
             backoff=options.backoff,
             report=self._report,
         )

@@ -62,7 +62,9 @@ class EngineConfig:
         max_queued_tokens: most prompt tokens of requests that have no output yet, each choice counted, and one longest
             prompt in any case. More are refused with 429, a single HTTP request of more with 400. Clients share it like
             ``max_queued_requests``.
-        num_threads: CPU threads of the engine; None: one for each core, and no more than a CPU limit keeps busy.
+        num_threads: CPU threads of the engine; None: one for each core, no more than a CPU limit keeps busy, and fewer while
+            other processes use the cores.
+        numa_node: whose cores and memory the engine uses; None: those of all.
         seed: of the seeds that requests without one get; None draws it, so that each start and each replica differ.
         boot_prior: live limits to start with; None starts with the whole envelope.
         speculative_config: how tokens are drafted; None drafts none.
@@ -94,6 +96,7 @@ class EngineConfig:
     max_queued_tokens: int = 4 * 1024 * 1024
     kernel_backend: str = "auto"
     num_threads: int | None = None
+    numa_node: int | None = None
     seed: int | None = None
     log_level: str = "info"
     boot_prior: BootPrior | None = None
@@ -117,6 +120,7 @@ class EngineConfig:
         _check_range("max-queued-requests", self.max_queued_requests, 1, 2**20)
         _check_range("max-queued-tokens", self.max_queued_tokens, 1, 2**40)
         _check_range("num-threads", self.num_threads, 1, 1024)
+        _check_range("numa-node", self.numa_node, 0, 1023)
         _check_range("kv-cache-memory-bytes", self.kv_cache_memory_bytes, 1, 2**50)
         _check_range("kv-cache-memory-max", self.kv_cache_memory_max_bytes, 1, 2**50)
         _check_range("swap-space", self.swap_space_bytes, 0, 2**50)

@@ -1,4 +1,4 @@
-"""How much CPU time this process may use, how much it got, and how much nobody used."""
+"""Which cores and how much CPU time this process may use, how much it got, and how much nobody used."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flyball_runtime.core.cgroups import V2, cgroups, read
+from flyball_runtime.core.errors import ConfigError
 
 _STAT_FIELDS_OF_IDLE = (4, 5)  # idle, iowait; after the name of the core
 
@@ -78,6 +79,34 @@ def idle_s(root: Path = Path("/")) -> float:
         if fields and fields[0] in mine:
             ticks += sum(int(fields[i]) for i in _STAT_FIELDS_OF_IDLE)
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def numa_nodes(root: Path = Path("/")) -> dict[int, set[int]]:
+    """Return the cores that this process may use, by NUMA node; empty if the kernel does not say.
+
+    On a machine with several sockets each has memory of its own, a node, and reads that of the others at a part of the speed.
+    """
+    nodes: dict[int, set[int]] = {}
+    for core in os.sched_getaffinity(0):
+        for link in (root / f"sys/devices/system/cpu/cpu{core}").glob("node[0-9]*"):
+            nodes.setdefault(int(link.name.removeprefix("node")), set()).add(core)
+    return nodes
+
+
+def bind_to_numa_node(node: int, root: Path = Path("/")) -> int:
+    """Have this thread, and those that it starts from now on, run on the cores of a NUMA node only; return how many those are.
+
+    Memory is then the node's own: the kernel takes it from the node of the thread that writes to it first.
+
+    Raises:
+        ConfigError: there is no such node, or none of its cores may be used.
+    """
+    nodes = numa_nodes(root)
+    if node not in nodes:
+        known = ", ".join(map(str, sorted(nodes))) or "the kernel names none"
+        raise ConfigError(f"--numa-node is {node}; nodes with cores that this process may use: {known}.")
+    os.sched_setaffinity(0, nodes[node])
+    return len(nodes[node])
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, str, float]]:

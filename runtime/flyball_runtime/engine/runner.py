@@ -29,6 +29,7 @@ from flyball_runtime.engine.start_up import (
     resolve_kv_cache,
     resolve_max_model_len,
     set_num_threads,
+    use_numa_node,
 )
 from flyball_runtime.engine.swap_space import SwapSpace, resolve_num_slots
 from flyball_runtime.engine.threads import ThreadCount, thread_count
@@ -102,6 +103,8 @@ class ModelRunner:
         self._config = config
         self._on_progress = on_progress
         self._stages = _Stages()
+        if config.numa_node is not None:
+            use_numa_node(config.numa_node)
         may_change = set_num_threads(config.num_threads)
         self._model_config = describe_model(Path(config.model), config.model_impl)
         self._device = resolve_device(config.device)

@@ -20,7 +20,7 @@ import torch
 from flyball_runtime.core.checkpoint import KVDType, ServedModel
 from flyball_runtime.core.clock import Clock, MonotonicClock
 from flyball_runtime.core.config import EngineConfig
-from flyball_runtime.core.cpus import cpu_limit
+from flyball_runtime.core.cpus import bind_to_numa_node, cpu_limit
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.kv_layout import KVLayout, most_blocks
 from flyball_runtime.core.memory import available_memory_bytes
@@ -41,6 +41,13 @@ def resolve_device(requested: str) -> torch.device:
     if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(requested)
+
+
+def use_numa_node(node: int) -> None:
+    """Have the engine run on the cores of a NUMA node, with one thread for each at most. Raises ConfigError if it cannot."""
+    num_cores = bind_to_numa_node(node)
+    if torch.get_num_threads() > num_cores:
+        torch.set_num_threads(num_cores)
 
 
 def set_num_threads(requested: int | None, root: Path = Path("/")) -> bool:

@@ -16,7 +16,7 @@ from flyball_simulation.proof.search import SINGLES
 from flyball_simulation.proof.targets import ratio, targets
 
 COLUMNS = (ORACLE, "auto", "vllm-default", SINGLE, PHASE_1, "rules", "aimd")
-OTHER_TUNERS = "*rules*: Flyball's first tuner; *aimd*: additive increase, multiplicative decrease; *vllm-default*: vLLM's defaults"
+OTHERS = "*rules*: Flyball's first tuner; *aimd*: additive increase, multiplicative decrease; *vllm-default*: vLLM's defaults"
 COLOURS = {ORACLE: GREY, "auto": BLUE, SINGLE: GREEN, "rules": RED, "vllm-default": ORANGE}
 NEAR = 0.95
 EVEN = 0.005
@@ -76,10 +76,10 @@ def write_tuners(folder: Path, matrix: Matrix, source: Source) -> Path:
                 "# The tuner against other tuners, in simulation",
                 "",
                 *_origin(matrix, source),
-                "The cells and seeds of [the tuner against an oracle](tuning-proof.md), and all seeds for everybody. A share is",
-                "that of all requests that met both objectives. Intervals are 95 % over the seeds.",
+                "The cells and seeds of [the tuner against an oracle](tuning-proof.md), and all seeds for everybody. A share",
+                "is that of all requests that met both objectives. Intervals are 95 % over the seeds.",
                 "",
-                f"*auto*: the tuner of this commit; {OTHER_TUNERS}.",
+                f"*auto*: the tuner of this commit; {OTHERS}.",
                 "",
                 *_against(matrix),
                 "## Share of good requests",
@@ -136,7 +136,7 @@ def _head(matrix: Matrix, source: Source) -> list[str]:
         f"- *best single*: the fixed limits that are best over all cells, of {len(SINGLES)} candidates: "
         f"{seqs} sequences, {tokens} tokens",
         "- *tuned on phase 1*: the best fixed limits for the first phase of a load that shifts",
-        f"- {OTHER_TUNERS}",
+        f"- {OTHERS}",
         "",
         "In the overload all of them run `--scheduling-policy edf`. Only the tuner posts objectives, which are the deadlines",
         "there, so for the others that is the order of arrival.",

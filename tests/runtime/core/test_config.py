@@ -28,6 +28,7 @@ from flyball_runtime.scheduler.policies import POLICIES
         ({"max_queued_requests": 0}, "--max-queued-requests is 0"),
         ({"max_queued_tokens": 0}, "--max-queued-tokens is 0"),
         ({"num_threads": 0}, "--num-threads is 0"),
+        ({"numa_node": -1}, "--numa-node is -1"),
         ({"kv_cache_memory_bytes": 0}, "--kv-cache-memory-bytes is 0"),
         ({"swap_space_bytes": -1}, "--swap-space is -1; it must be from 0 to"),
         ({"swap_space_bytes": 8, "enable_prefix_caching": False}, "--swap-space is 8 bytes with --no-enable-prefix"),
