@@ -52,7 +52,7 @@ part() {
 tests=("$PYTHON" -m pytest -q -W default -p no:cacheprovider)
 part kernels "$KERNELS_S" "${tests[@]}" --junitxml="$PARTS/kernels.xml" -m "gpu or not gpu" -k "triton or gpu" \
   tests/kernels tests/runtime/model/test_transformer.py tests/runtime/model/test_sampler.py \
-  tests/runtime/engine/test_warm_up.py tests/runtime/test_quantization.py tests/runtime/test_int8_kv_cache.py
+  tests/runtime/engine/test_warm_up.py tests/runtime/test_quantization.py tests/runtime/test_rounded_kv_cache.py
 part rates "$RATES_S" "$PYTHON" benchmarks/gpu_kernels.py --out "$PARTS/rates.json"
 part tokens "$TOKENS_S" "${tests[@]}" --junitxml="$PARTS/tokens.xml" -m gpu tests/runtime/engine/test_tokens.py
 part throughput "$THROUGHPUT_S" "$PYTHON" benchmarks/engine_throughput.py --out "$PARTS/throughput.json" \

@@ -161,7 +161,9 @@ def attention(shape: Shape) -> Iterator[Case]:
     for num_seqs, context in shape.decodes:
         yield _attention(shape, "decode", f"{num_seqs} x {context}", [(1, context)] * num_seqs)
     for num_seqs, context in shape.decodes:
-        yield _attention(shape, "decode, int8 KV", f"{num_seqs} x {context}", [(1, context)] * num_seqs, int8=True)
+        for name, numbers in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+            load = f"{num_seqs} x {context}"
+            yield _attention(shape, f"decode, {name} KV", load, [(1, context)] * num_seqs, numbers)
     for num_tokens, context in shape.prompts:
         yield _attention(shape, "prefill", f"{num_tokens} of {context}", [(num_tokens, context)])
     num_seqs, context, num_tokens = shape.mixed
@@ -169,25 +171,28 @@ def attention(shape: Shape) -> Iterator[Case]:
     yield _attention(shape, "mixed", load, [(1, context)] * num_seqs + [(num_tokens, num_tokens)])
 
 
-def _attention(shape: Shape, kind: str, load: str, sequences: list[tuple[int, int]], int8: bool = False) -> Case:
+def _attention(
+    shape: Shape, kind: str, load: str, sequences: list[tuple[int, int]], numbers: torch.dtype | None = None
+) -> Case:
     """Attend to blocks that lie scattered in the cache.
 
     Args:
         sequences: query and context length of each.
+        numbers: what keys and values are rounded to, if they are.
     """
     query_lens, context_lens = zip(*sequences, strict=True)
     num_blocks = -(-max(context_lens) // BLOCK_SIZE)
     cache = (len(sequences) * num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
     tensors = (
         random(sum(query_lens), shape.num_q_heads, shape.head_dim),
-        *(kv_cache.rounded(random(*cache)) if int8 else random(*cache) for _ in range(2)),
+        *(random(*cache) if numbers is None else kv_cache.rounded(random(*cache), numbers) for _ in range(2)),
         torch.randperm(cache[0], device=DEVICE).int().view(len(sequences), num_blocks),
         torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int(),
         torch.tensor(context_lens, dtype=torch.int32, device=DEVICE),
     )
     settings = {"scale": shape.head_dim**-0.5, "max_query_len": max(query_lens)}
     seen = sum(n * context - n * (n - 1) // 2 for n, context in sequences)  # pairs of a token and a key that it sees
-    per_vector = shape.head_dim + kv_cache.SCALE_BYTES if int8 else shape.head_dim * DTYPE.itemsize
+    per_vector = shape.head_dim * DTYPE.itemsize if numbers is None else shape.head_dim + kv_cache.SCALE_BYTES
     per_key = 2 * shape.num_kv_heads * per_vector
     return Case(
         f"paged_attention, {kind}",

@@ -15,11 +15,11 @@ def attention_inputs(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
-    int8: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensors of one call. Slots that hold no token are NaN, and so are the unused blocks.
 
-    ``int8``: keys and values are rounded to 8 bits; what is NaN are the scales.
+    ``kv_dtype``: keys and values are rounded to it; what is NaN are the scales.
     """
     num_blocks = [-(-length // block_size) for length in context_lens]
     ids = torch.randperm(sum(num_blocks) + 3)
@@ -36,8 +36,8 @@ def attention_inputs(
     cu_query_lens = torch.tensor([0, *query_lens]).cumsum(0).int()
     return {
         "query": torch.randn(sum(query_lens), num_q_heads, head_dim).to(dtype),
-        "k_cache": kv_cache.rounded(caches[0]) if int8 else caches[0],
-        "v_cache": kv_cache.rounded(caches[1]) if int8 else caches[1],
+        "k_cache": caches[0] if kv_dtype is None else kv_cache.rounded(caches[0], kv_dtype),
+        "v_cache": caches[1] if kv_dtype is None else kv_cache.rounded(caches[1], kv_dtype),
         "block_tables": tables,
         "cu_query_lens": cu_query_lens,
         "context_lens": torch.tensor(context_lens, dtype=torch.int32),

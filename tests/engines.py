@@ -5,6 +5,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from flyball_kernels.linear.reference import round_rows
+from flyball_kernels.linear.reference import Rounded, round_rows, round_to_float8
 from flyball_protocol import LimitsChange, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.checkpoint import KVDType
 from flyball_runtime.core.config import EngineConfig
@@ -126,27 +127,34 @@ def have_drafted(engine: Engine, oracle: Oracle) -> None:
 
 
 INT8_KV = {"kv_cache_dtype": "int8_per_token_head"}
-ROUNDED_KV = "flyball_rounded_kv"
+FP8_KV = {"kv_cache_dtype": "fp8_per_token_head"}
 
 
 def _attend_rounded(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+    round_vectors: Callable[[torch.Tensor], Rounded],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *rest: Any,
+    **named: Any,
 ) -> Any:
     """Attend as the model's own code does, to keys and values rounded to 8 bits, each token's and head's by itself."""
-    values = [round_rows(x.flatten(0, 2)) for x in (key, value)]
-    key, value = ((one.values * one.scales[:, None]).view_as(key) for one in values)
+    values = [round_vectors(x.flatten(0, 2)) for x in (key, value)]
+    key, value = ((one.values.float() * one.scales[:, None]).view_as(key) for one in values)
     return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, *rest, **named)
 
 
-AttentionInterface.register(ROUNDED_KV, _attend_rounded)
-AttentionMaskInterface.register(ROUNDED_KV, eager_mask)
+for _name, _round_vectors in (("int8", round_rows), ("fp8", round_to_float8)):
+    AttentionInterface.register(f"flyball_{_name}_kv", partial(_attend_rounded, _round_vectors))
+    AttentionMaskInterface.register(f"flyball_{_name}_kv", eager_mask)
 
 
 class Reference:
-    """Greedy tokens of transformers, one prompt at a time; ``int8_kv``: with keys and values rounded to 8 bits."""
+    """Greedy tokens of transformers, one prompt at a time; ``kv``: with keys and values rounded to int8 or fp8."""
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, *, int8_kv: bool = False) -> None:
-        attention = {"attn_implementation": ROUNDED_KV} if int8_kv else {}
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, *, kv: str | None = None) -> None:
+        attention = {"attn_implementation": f"flyball_{kv}_kv"} if kv else {}
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **attention).eval()
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 24) -> list[list[int]]:

@@ -140,8 +140,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         default="auto",
         choices=settings.KV_CACHE_DTYPES,
-        help="auto keeps keys and values in the dtype of the weights; int8_per_token_head rounds them to 8 bits: "
-        "nearly twice the tokens in the same memory",
+        help="auto keeps keys and values in the dtype of the weights; int8_per_token_head and, on GPUs, fp8_per_token_head "
+        "round them to 8 bits: nearly twice the tokens in the same memory",
     )
     engine.add_argument(
         "--swap-space",

@@ -66,12 +66,17 @@ def with_linears(weights: dict[str, Any], kind: str, backend: Backend) -> dict[s
 
 
 def step(
-    batch: str, dtype: torch.dtype, hidden: int = 96, head_dim: int = 32, num_kv_heads: int = 2, int8: bool = False
+    batch: str,
+    dtype: torch.dtype,
+    hidden: int = 96,
+    head_dim: int = 32,
+    num_kv_heads: int = 2,
+    kv_dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Return the tensors of one call: tokens go where their block tables say, in a cache with what came before them."""
     query_lens, context_lens = BATCHES[batch]
     given = attention_inputs(
-        query_lens, context_lens, head_dim=head_dim, num_kv_heads=num_kv_heads, dtype=dtype, int8=int8
+        query_lens, context_lens, head_dim=head_dim, num_kv_heads=num_kv_heads, dtype=dtype, kv_dtype=kv_dtype
     )
     given.pop("query")
     positions = torch.cat([torch.arange(c - q, c) for q, c in zip(query_lens, context_lens, strict=True)])
@@ -120,7 +125,7 @@ def test_gives_the_bits_of_its_parts(batch, kind, dtype):
 @pytest.mark.parametrize("batch", BATCHES)
 def test_gives_the_bits_of_its_parts_with_an_int8_cache(batch, dtype):
     layer = with_linears(layer_weights(dtype, qk_norm=True), "plain", CPP)
-    given = step(batch, dtype, int8=True)
+    given = step(batch, dtype, kv_dtype=torch.int8)
     assert given["k_cache"].dtype == torch.int8
     assert_same_bits({**layer, "cos_sin_cache": angles(), "eps": 1e-5, "scale": 32**-0.5}, given)
 

@@ -33,6 +33,20 @@ def run_triton(*, out, **arguments):
         out.copy_(kernel.paged_attention(**arguments, out=out.to(DEVICE)))
 
 
+ROUNDED = {
+    "cpp-int8": (paged_attention, torch.int8),
+    "triton-int8": (run_triton, torch.int8),
+    "triton-fp8": (run_triton, torch.float8_e4m3fn),
+}
+
+
+@pytest.fixture(params=ROUNDED)
+def check_rounded(request):
+    """``check`` with a KV cache of 8 bits that the op under test can read."""
+    run, kv_dtype = ROUNDED[request.param]
+    return partial(check, run, kv_dtype=kv_dtype)
+
+
 @pytest.fixture(params=[paged_attention, run_triton], ids=["cpp", "triton"])
 def run(request):
     """The op under test: C++ through the public op, or the Triton kernel in the interpreter, on a GPU if there is one."""
@@ -66,8 +80,8 @@ def check(
     # tolerance. It is of the size of the output's own rounding, but relative to the values and not to the result.
     rounds = run is run_triton or (out.dtype == torch.bfloat16 and (prefers_dot() if dot is None else dot))
     slack = 2.0 if rounds and out.dtype != torch.float32 else 1.0
-    # Triton rounds weights of int8 values to bf16 if the query is fp16
-    dtype = torch.bfloat16 if slack == 2.0 and inputs["v_cache"].dtype == torch.int8 else out.dtype
+    # Triton rounds weights of values in 8 bits to bf16 if the query is fp16
+    dtype = torch.bfloat16 if slack == 2.0 and kv_cache.is_rounded(inputs["v_cache"]) else out.dtype
     atol = TOLERANCES[dtype]["atol" if slack == 1.0 else "rtol"]
     torch.testing.assert_close(out, expected, rtol=TOLERANCES[dtype]["rtol"] * slack, atol=atol)
     assert_guards_intact(buffer)
@@ -291,64 +305,74 @@ def test_dot_is_refused_where_there_is_none():
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 15, 16, 20, 33, 64, 80, 96, 128, 256])
-def test_head_sizes_of_int8(run, dtype, head_dim):
-    check(run, [1, 9, 40, 3], [70, 9, 141, 65], head_dim=head_dim, dtype=dtype, int8=True)
+def test_head_sizes_of_8_bits(check_rounded, dtype, head_dim):
+    check_rounded([1, 9, 40, 3], [70, 9, 141, 65], head_dim=head_dim, dtype=dtype)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (3, 1), (8, 1), (16, 2), (9, 1), (14, 2), (100, 1)])
-def test_head_groups_of_int8(run, heads):
-    check(run, [1, 20, 3], [130, 20, 77], num_q_heads=heads[0], num_kv_heads=heads[1], int8=True)
+def test_head_groups_of_8_bits(check_rounded, heads):
+    check_rounded([1, 20, 3], [130, 20, 77], num_q_heads=heads[0], num_kv_heads=heads[1])
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 128])
 @pytest.mark.parametrize("sliding_window", [None, 1, 2, 15, 64, 100])
-def test_blocks_and_windows_of_int8(run, block_size, sliding_window):
-    check(run, *RAGGED, block_size=block_size, sliding_window=sliding_window, int8=True)
+def test_blocks_and_windows_of_8_bits(check_rounded, block_size, sliding_window):
+    check_rounded(*RAGGED, block_size=block_size, sliding_window=sliding_window)
 
 
 @pytest.mark.parametrize("context_len", [15, 16, 17, 63, 64, 65, 511, 512, 513, 1500])
-def test_contexts_of_int8(run, context_len):
-    check(run, [1, 2, 13], [context_len, context_len, context_len], int8=True)
+def test_contexts_of_8_bits(check_rounded, context_len):
+    check_rounded([1, 2, 13], [context_len, context_len, context_len])
 
 
 @pytest.mark.parametrize("context_len", [*range(60, 70), 127, 129, 1500])
 def test_contexts_of_bf16_on_int8(dot, context_len):
-    check(paged_attention, [13, 40, 60, 1], [context_len] * 4, dot=dot, dtype=torch.bfloat16, int8=True)
+    check(paged_attention, [13, 40, 60, 1], [context_len] * 4, dot=dot, dtype=torch.bfloat16, kv_dtype=torch.int8)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 15, 20, 33, 72])
 def test_head_sizes_of_bf16_on_int8(dot, head_dim):
     lens = [1, 9, 40, 3], [70, 9, 141, 65]
-    check(paged_attention, *lens, head_dim=head_dim, dot=dot, dtype=torch.bfloat16, int8=True)
+    check(paged_attention, *lens, head_dim=head_dim, dot=dot, dtype=torch.bfloat16, kv_dtype=torch.int8)
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5, 50.0])
-def test_softcap_and_sinks_of_int8(run, dtype, softcap):
+def test_softcap_and_sinks_of_8_bits(check_rounded, dtype, softcap):
     sinks = torch.tensor([0.5, -200.0, 3.0, 0.0, 1.0, 300.0])
     bounds = {"softcap": softcap, "sinks": sinks, "sliding_window": 100}
-    check(run, [1, 7, 90], [600, 65, 200], **bounds, dtype=dtype, int8=True)
+    check_rounded([1, 7, 90], [600, 65, 200], **bounds, dtype=dtype)
 
 
 @pytest.mark.parametrize("num_splits", [2, 3])
-def test_triton_splits_of_int8(dtype, num_splits):
-    check_triton([1, 9, 2], [70, 40, 141], num_splits=num_splits, dtype=dtype, int8=True, **TINY)
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_triton_splits_of_8_bits(dtype, num_splits, kv_dtype):
+    check_triton([1, 9, 2], [70, 40, 141], num_splits=num_splits, dtype=dtype, kv_dtype=kv_dtype, **TINY)
 
 
-def test_rounding_to_int8_moves_an_output_no_further_than_its_bound(dtype):
+def test_triton_reads_e4m3():
+    check_triton([1, 9, 2], [70, 40, 141], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, **TINY)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_rounding_to_8_bits_moves_an_output_no_further_than_its_bound(dtype, kv_dtype):
     """Each score moves by half a unit of its key times the sum of the query's magnitudes; with e the largest of them, each
-    weight by a factor within exp(+-2e) (numerator and sum), and each value by half a unit of its own."""
+    weight by a factor within exp(+-2e) (numerator and sum), and each value by half a unit of its own.
+
+    The largest unit of e4m3 is 32 of 448, between 256 and 448."""
     lens = [1, 7, 90], [600, 65, 200]
     torch.manual_seed(0)
     exact = attention_inputs(*lens, dtype=dtype)
-    rounded = {**exact, **{name: kv_cache.rounded(exact[name]) for name in ("k_cache", "v_cache")}}
-    run = partial(paged_attention, scale=0.125, max_query_len=90)
+    rounded = {**exact, **{name: kv_cache.rounded(exact[name], kv_dtype) for name in ("k_cache", "v_cache")}}
+    backend = CPP if kv_dtype == torch.int8 else Backend("torch")
+    run = partial(flyball_kernels.paged_attention, backend=backend, scale=0.125, max_query_len=90)
+    half_unit = {torch.int8: 1 / 254, torch.float8_e4m3fn: 16 / 448}[kv_dtype]
     most_key, most_value = (exact[name].nan_to_num().abs().max().item() for name in ("k_cache", "v_cache"))
     most_query = exact["query"].float().abs().sum(-1).max().item()
-    weights = math.exp(2 * 0.125 * most_query * most_key / 254) - 1
-    bound = most_value * (weights + 1 / 254) + most_value * 2**-7 * (dtype != torch.float32)
+    weights = math.exp(2 * 0.125 * most_query * most_key * half_unit) - 1
+    bound = most_value * (weights + half_unit) + most_value * 2**-7 * (dtype != torch.float32)
     moved = (run(**rounded).float() - run(**exact).float()).abs().max().item()
     assert 0 < moved < bound
-    assert moved < 0.05  # in fact far less: the errors of elements and keys cancel
+    assert moved < (0.05 if kv_dtype == torch.int8 else 0.2)  # in fact far less: the errors of elements and keys cancel
 
 
 def test_weights_of_an_int8_cache_sum_to_one(dot):
@@ -367,7 +391,7 @@ def test_an_int8_cache_of_zeros_gives_zeros(dtype):
 
 
 def test_int8_of_a_token_is_the_same_bits_in_any_chunk(dot):
-    inputs = attention_inputs([200], [200], dtype=torch.bfloat16, int8=True)
+    inputs = attention_inputs([200], [200], dtype=torch.bfloat16, kv_dtype=torch.int8)
     whole = paged_attention(**inputs, scale=0.125, max_query_len=200, dot=dot)
     for begin, end in ((0, 50), (50, 61), (61, 200)):
         lens = {"cu_query_lens": torch.tensor([0, end - begin]).int(), "context_lens": torch.tensor([end]).int()}
@@ -377,15 +401,21 @@ def test_int8_of_a_token_is_the_same_bits_in_any_chunk(dot):
 
 
 def test_an_int8_cache_must_have_room_for_scales():
-    inputs = attention_inputs([1], [1], int8=True)
+    inputs = attention_inputs([1], [1], kv_dtype=torch.int8)
     with pytest.raises(ValueError, match=r"k_cache has shape \[4, 16, 2, 67\]; it must be \[any, any, any, 68\]"):
         paged_attention(**{**inputs, "k_cache": inputs["k_cache"][..., 1:].contiguous()}, scale=1.0, max_query_len=1)
     with pytest.raises(ValueError, match=r"v_cache is torch\.float32; it must be torch\.int8"):
         paged_attention(**{**inputs, "v_cache": inputs["v_cache"].float()}, scale=1.0, max_query_len=1)
 
 
+def test_e4m3_is_not_for_cpp():
+    inputs = attention_inputs([1], [1], kv_dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"float8_e4m3fn is for the triton and torch backends; this is cpp\. Use int8"):
+        paged_attention(**inputs, scale=1.0, max_query_len=1)
+
+
 def test_scales_must_lie_where_a_gpu_can_read_them():
-    inputs = attention_inputs([1], [1], num_q_heads=1, num_kv_heads=1, head_dim=3, block_size=5, int8=True)
+    inputs = attention_inputs([1], [1], num_q_heads=1, num_kv_heads=1, head_dim=3, block_size=5, kv_dtype=torch.int8)
     with pytest.raises(ValueError, match="triton has blocks of 35 bytes; they must be a multiple of 4"):
         flyball_kernels.paged_attention(**inputs, scale=1.0, max_query_len=1, backend=Backend("triton"))
 
@@ -404,14 +434,14 @@ def test_agrees_with_torch():
     assert_close(paged_attention(**inputs, scale=64**-0.5, max_query_len=50), expected.transpose(0, 1))
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("sliding_window", [None, 100])
 @pytest.mark.parametrize("heads", [(5, 5), (12, 4), (16, 8), (12, 6)])
-def test_decodes_with_several_heads_in_a_task(dtype, heads, sliding_window, int8):
+def test_decodes_with_several_heads_in_a_task(dtype, heads, sliding_window, kv_dtype):
     """There are many of them, so that each thread has enough to do without splitting their heads."""
     context_lens = [700, 64, 65, 1, 128, 513, 1, 33, 600, 2, 127, 66]
     sinks = torch.linspace(-3.0, 3.0, heads[0])  # tells the heads apart
-    shape = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 32, "dtype": dtype, "int8": int8}
+    shape = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 32, "dtype": dtype, "kv_dtype": kv_dtype}
     check(paged_attention, [1] * 11 + [2], context_lens, sliding_window=sliding_window, sinks=sinks, **shape)
 
 
@@ -501,7 +531,7 @@ def test_a_sequence_of_nan_leaves_the_others_alone(run, dtype):
 
 
 def test_a_sequence_of_nan_scales_leaves_the_others_alone(dtype):
-    inputs = attention_inputs(*RAGGED, dtype=dtype, int8=True)
+    inputs = attention_inputs(*RAGGED, dtype=dtype, kv_dtype=torch.int8)
     run = partial(paged_attention, scale=0.125, max_query_len=130)
     clean, bad = run(**inputs), 3
     blocks = inputs["block_tables"][bad, : -(-RAGGED[1][bad] // 16)].long()

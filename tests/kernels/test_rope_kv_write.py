@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flyball_kernels
-from flyball_kernels import kv_cache
+from flyball_kernels import Backend, kv_cache
 from flyball_kernels.rope_kv_write import reference
 from kernel_checks import CPP, DEVICE, TOLERANCES, TRITON, assert_close, poisoned
 
@@ -12,6 +12,14 @@ rope_kv_write = partial(flyball_kernels.rope_kv_write, backend=CPP)
 
 
 BOTH = pytest.mark.parametrize(("backend", "device"), [(CPP, "cpu"), (TRITON, DEVICE)], ids=["cpp", "triton"])
+
+
+E4M3 = torch.float8_e4m3fn
+ROUNDED = pytest.mark.parametrize(
+    ("backend", "device", "kv_dtype"),
+    [(CPP, "cpu", torch.int8), (TRITON, DEVICE, torch.int8), (TRITON, DEVICE, E4M3), (Backend("torch"), "cpu", E4M3)],
+    ids=["cpp-int8", "triton-int8", "triton-fp8", "torch-fp8"],
+)
 
 
 def inputs(num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, dtype, table_dtype=torch.float32):
@@ -107,16 +115,17 @@ def check_equal(tensors, shape, normed, dtype, backend, device, norm_offset=0.0)
         assert_close(actual.nan_to_num(), want.nan_to_num())
 
 
-@BOTH
+@ROUNDED
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
     "shape",
     [(0, 2, 1, 4, 4), (1, 1, 1, 1, 0), (7, 12, 4, 64, 64), (9, 4, 2, 96, 10), (40, 8, 1, 80, 20), (5, 3, 3, 33, 2)],
 )
-def test_int8_equals_the_reference(shape, norm, dtype, backend, device):
+def test_8_bits_equal_the_reference(shape, norm, dtype, backend, device, kv_dtype):
     tensors, (num_kv_heads, head_dim) = inputs(*shape, dtype), shape[2:4]
     norms = [torch.randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
-    untouched = torch.randint(-128, 128, (10, 4, num_kv_heads, head_dim + kv_cache.SCALE_BYTES), dtype=torch.int8)
+    size = (10, 4, num_kv_heads, head_dim + kv_cache.SCALE_BYTES)
+    untouched = torch.randint(-128, 128, size, dtype=torch.int8).view(kv_dtype)
     caches = [untouched.clone() for _ in range(4)]
     run = {**tensors, "q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6}
     on_device = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in run.items()}
@@ -126,11 +135,12 @@ def test_int8_equals_the_reference(shape, norm, dtype, backend, device):
     query, caches[:2] = query.cpu(), [cache.cpu() for cache in written]
     expected = reference.rope_kv_write(**run, k_cache=caches[2], v_cache=caches[3])
     assert_close(query, expected)
-    torch.testing.assert_close(caches[1], caches[3], rtol=0, atol=0)
+    torch.testing.assert_close(caches[1].view(torch.int8), caches[3].view(torch.int8), rtol=0, atol=0)
     slots = tensors["slot_mapping"]
     keys, wanted = (kv_cache.read(cache).flatten(0, 1)[slots] for cache in (caches[0], caches[2]))
-    # an fp32 rotation that differs in its last bit, rounded to 16 bits, may be rounded to the next whole number
-    step = wanted.abs().amax(-1, keepdim=True) / 127
+    # an fp32 rotation that differs in its last bit, rounded to 16 bits, may be rounded to the next number
+    most = wanted.abs().amax(-1, keepdim=True)
+    step = most / 127 if kv_dtype == torch.int8 else torch.maximum(wanted.abs() / 8, most / 448 / 512)
     assert ((keys - wanted).abs() <= 1.01 * step + TOLERANCES[dtype]["rtol"] * wanted.abs() + 1e-6).all()
     kept = torch.ones(40, dtype=torch.bool).index_fill(0, slots, False)
     bits = kv_cache.read(untouched).flatten(0, 1)[kept]
@@ -138,8 +148,8 @@ def test_int8_equals_the_reference(shape, norm, dtype, backend, device):
         torch.testing.assert_close(kv_cache.read(cache).flatten(0, 1)[kept], bits, rtol=0, atol=0, equal_nan=True)
 
 
-@BOTH
-def test_int8_is_half_a_unit_off_at_most(dtype, backend, device):
+@ROUNDED
+def test_8_bits_are_half_a_unit_off_at_most(dtype, backend, device, kv_dtype):
     """And so is zero, and what is too small for a scale; what is not finite gives NaN, for its own vector alone."""
     vectors = torch.randn(40, 3, 33).to(dtype) * torch.logspace(-6, 3, 40).to(dtype)[:, None, None]
     vectors[3] = 0.0
@@ -148,15 +158,41 @@ def test_int8_is_half_a_unit_off_at_most(dtype, backend, device):
     slots = torch.randperm(40)
     positions, table = torch.zeros(40, dtype=torch.int64), torch.zeros(1, 0)
     run = [tensor.to(device) for tensor in (qkv, positions, table)]
-    caches = [torch.zeros(10, 4, 3, 33 + kv_cache.SCALE_BYTES, dtype=torch.int8, device=device) for _ in range(2)]
+    size = (10, 4, 3, 33 + kv_cache.SCALE_BYTES)
+    caches = [torch.zeros(size, dtype=torch.int8, device=device).view(kv_dtype) for _ in range(2)]
     rope_kv_write(*run, *caches, slots.to(device), backend=backend)
     for cache in caches:
         found = kv_cache.read(cache.cpu()).flatten(0, 1)[slots]
         bad = ~vectors.isfinite().all(-1)
         assert found[bad].isnan().all() and bad.sum() == 2
-        units = vectors.float().abs().amax(-1, keepdim=True) / 127
+        most = vectors.float().abs().amax(-1, keepdim=True)
+        units = most / 127 if kv_dtype == torch.int8 else torch.maximum(vectors.float().abs() / 8, most / 448 / 512)
         # a unit and its reciprocal are rounded, so a tie may go either way
         assert ((found - vectors.float()).abs() <= 0.50005 * units)[~bad].all()
+
+
+@pytest.mark.parametrize(("backend", "device"), [(TRITON, DEVICE), (Backend("torch"), "cpu")], ids=["triton", "torch"])
+def test_e4m3_is_rounded_as_torch_does_it(backend, device):
+    """Every number of 16 bits in its range, every tie and what is next to it. The largest of each vector makes its unit 1."""
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
+    numbers = torch.arange(0, 127, dtype=torch.uint8).view(E4M3).float()
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    ties = torch.cat([ties, *(torch.nextafter(ties, torch.tensor(end)) for end in (0.0, 448.0))])
+    values = torch.cat([halves[halves.abs() <= 448.0], ties, -ties])
+    values = torch.nn.functional.pad(values, (0, -len(values) % 255)).view(-1, 1, 255)
+    vectors = torch.nn.functional.pad(values, (0, 1), value=448.0)
+    num_tokens = len(vectors)
+    qkv = torch.cat((torch.zeros_like(vectors), vectors, vectors), dim=1).flatten(1).to(device)
+    positions, slots = (
+        torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        torch.arange(num_tokens, device=device),
+    )
+    size = (-(-num_tokens // 4), 4, 1, 256 + kv_cache.SCALE_BYTES)
+    caches = [torch.zeros(size, dtype=torch.int8, device=device).view(E4M3) for _ in range(2)]
+    rope_kv_write(qkv, positions, torch.zeros(1, 0, device=device), *caches, slots, backend=backend)
+    expected = vectors.to(E4M3).float()
+    for cache in caches:
+        torch.testing.assert_close(kv_cache.read(cache.cpu()).flatten(0, 1)[:num_tokens], expected, rtol=0, atol=0)
 
 
 def test_rotates_as_transformers_does():
@@ -205,6 +241,12 @@ def test_refuses_what_does_not_fit():
             rope_kv_write(**{**tensors, name: tensors[name].int()}, k_cache=cache, v_cache=cache)
     with pytest.raises(ValueError, match=r"qkv is torch\.bfloat16; it must be torch\.float32"):
         rope_kv_write(**{**tensors, "qkv": tensors["qkv"].bfloat16()}, k_cache=cache, v_cache=cache)
+
+
+def test_e4m3_is_not_for_cpp():
+    tensors, cache = inputs(2, 4, 2, 16, 16, torch.float32), torch.zeros(8, 5, 2, 20, dtype=torch.int8).view(E4M3)
+    with pytest.raises(ValueError, match=r"float8_e4m3fn is for the triton and torch backends; this is cpp\. Use int8"):
+        rope_kv_write(**tensors, k_cache=cache, v_cache=cache.clone())
 
 
 def test_an_int8_cache_must_have_room_for_scales():

@@ -17,7 +17,7 @@ class CacheBlocks:
 
     Args:
         tensors: ``[num_blocks, ...]``, contiguous, at least one; what a block holds in each may differ in size. They have to
-            keep their memory.
+            keep their memory. Those in e4m3 are taken as int8.
     Raises:
         ValueError: there is no tensor, or one is not contiguous or has another number of blocks.
     """
@@ -25,6 +25,8 @@ class CacheBlocks:
     def __init__(self, tensors: Sequence[Tensor], *, backend: Backend) -> None:
         if not tensors:
             raise ValueError("tensors is empty; a cache has at least one.")
+        # torch cannot index numbers in e4m3
+        tensors = [one.view(torch.int8) if one.dtype == torch.float8_e4m3fn else one for one in tensors]
         self.num_blocks, self.device, self.dtype = tensors[0].shape[0], tensors[0].device, tensors[0].dtype
         for tensor in tensors:
             check_shape("a tensor", tensor, self.num_blocks, *tensor.shape[1:])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flyball_kernels.linear.reference import Grouped, Rounded
-from flyball_kernels.rounding import scales_and_units, whole_numbers
+from flyball_kernels.rounding import from_e4m3, scales_and_units, whole_numbers
 from flyball_kernels.spec import Spec
 
 MAX_CHUNK = 64
@@ -43,7 +43,7 @@ def round_rows_kernel(
         is_finite = tl.abs(x) < float("inf")
         num_bad += tl.where(is_finite, 0, 1)
         largest = tl.maximum(largest, tl.where(is_finite, tl.abs(x), 0.0))
-    scale, units = scales_and_units(tl.max(largest, axis=0), tl.sum(num_bad, axis=0) == 0)
+    scale, units = scales_and_units(tl.max(largest, axis=0), tl.sum(num_bad, axis=0) == 0, 127.0)
     for start in range(0, row_numel, BLOCK):
         features = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * row_numel + features, mask=features < row_numel, other=0.0).to(tl.float32)
@@ -121,9 +121,7 @@ def float8_kernel(
         x_places = x_ptr + rows[:, None] * row_numel + features[None, :]
         x = tl.load(x_places, mask=is_row[:, None] & is_feature, other=0.0).to(DOT_DTYPE)
         places = weight_ptr + columns[:, None] * row_numel + features[None, :]
-        bits = tl.load(places, mask=is_column[:, None] & is_feature, other=0).to(tl.int32)
-        # exponent and mantissa in the places of fp32's, whose exponents are 120 larger; sm_80 has no instruction for it
-        weight = (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        weight = from_e4m3(tl.load(places, mask=is_column[:, None] & is_feature, other=0))
         sums = tl.dot(weight.to(DOT_DTYPE), tl.trans(x), sums, input_precision="ieee")
     sums *= tl.load(scales_ptr + columns, mask=is_column, other=0.0)[:, None]
     _store(sums, bias_ptr, out_ptr, rows, is_row, columns, is_column, out_features)

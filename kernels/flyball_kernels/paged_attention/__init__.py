@@ -35,7 +35,7 @@ def paged_attention(
     Args:
         query: ``[num_tokens, num_q_heads, head_dim]``, contiguous.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous, dtype of ``query``;
-            or int8, with scales (see ``kv_cache``).
+            or int8 or float8_e4m3fn, with scales (see ``kv_cache``).
         block_tables: ``[num_seqs, max_blocks]`` int32; entries past a context's last block are not read.
         cu_query_lens: ``[num_seqs + 1]`` int32, cumulative, from 0 to num_tokens.
         context_lens: ``[num_seqs]`` int32, at least the sequence's query length.
@@ -54,7 +54,7 @@ def paged_attention(
         IndexError: a length or a block id is out of range, on CPU. A GPU does not check them: what it reads is undefined.
     """
     _check(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, sliding_window, softcap, sinks)
-    kv_cache.check_int8(k_cache, backend)
+    kv_cache.check_rounded(k_cache, backend)
     if dot and backend.name != "cpp":
         raise ValueError(
             f"dot=True is for the cpp backend; this is {backend.name}. Leave dot out, or choose cpp on a CPU."
@@ -99,15 +99,15 @@ def _check(
 ) -> None:
     check_shape("query", query, None, None, None)
     num_q_heads, head_dim = query.shape[1:]
-    is_int8 = k_cache.dtype == torch.int8
-    check_shape("k_cache", k_cache, None, None, None, head_dim + kv_cache.SCALE_BYTES if is_int8 else head_dim)
+    is_rounded = kv_cache.is_rounded(k_cache)
+    check_shape("k_cache", k_cache, None, None, None, head_dim + kv_cache.SCALE_BYTES if is_rounded else head_dim)
     check_shape("v_cache", v_cache, *k_cache.shape)
     if k_cache.shape[2] == 0 or num_q_heads % k_cache.shape[2]:
         raise ValueError(
             f"query has {num_q_heads} heads; it must be a multiple of the cache's {k_cache.shape[2]} heads."
         )
     for name, tensor in (("query", query), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_dtype(name, tensor, tensor.dtype if name == "query" else torch.int8 if is_int8 else query.dtype)
+        check_dtype(name, tensor, tensor.dtype if name == "query" else k_cache.dtype if is_rounded else query.dtype)
         check_contiguous(name, tensor)
     num_seqs = context_lens.shape[0] if context_lens.dim() else 0
     check_shape("context_lens", context_lens, num_seqs)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flyball_kernels import kv_cache
+from flyball_kernels.rounding import from_e4m3
 from flyball_kernels.spec import Spec
 
 LOG2E = 1.4426950408889634
@@ -41,9 +42,9 @@ JOIN_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 @triton.jit(do_not_specialize=["max_blocks", "num_seqs", "num_splits"])
 def paged_attention_kernel(
     query_ptr,  # [num_tokens, num_q_heads, head_dim]
-    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim], or int8, blocks with scales behind their vectors
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim], or int8 or e4m3 (uint8), with scales behind vectors
     v_cache_ptr,
-    k_scales_ptr,  # with int8, the same memory as fp32; or None
+    k_scales_ptr,  # with 8 bits, the same memory as fp32; or None
     v_scales_ptr,
     block_tables_ptr,  # [num_seqs, max_blocks] int32
     cu_query_lens_ptr,  # [num_seqs + 1] int32
@@ -125,7 +126,7 @@ def paged_attention_kernel(
             vector_words = (block_ids + 1) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM // 4)
             scale_offsets = vector_words + (block_ids * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
         kv_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(k_cache_ptr + key_offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(DOT_DTYPE)
+        key = _loaded(k_cache_ptr + key_offsets[:, None] + dims[None, :], kv_mask, DOT_DTYPE)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if k_scales_ptr is not None:
             scores *= tl.load(k_scales_ptr + scale_offsets, mask=is_key, other=0.0)[None, :]
@@ -140,7 +141,7 @@ def paged_attention_kernel(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
         weights = tl.exp2(scores - base[:, None])
         correction = tl.exp2(top - base)
-        value = tl.load(v_cache_ptr + key_offsets[:, None] + dims[None, :], mask=kv_mask, other=0.0).to(VALUE_DTYPE)
+        value = _loaded(v_cache_ptr + key_offsets[:, None] + dims[None, :], kv_mask, VALUE_DTYPE)
         shares = weights
         if v_scales_ptr is not None:
             shares = weights * tl.load(v_scales_ptr + scale_offsets, mask=is_key, other=0.0)[None, :]
@@ -159,6 +160,16 @@ def paged_attention_kernel(
         total = tl.where(is_row, total, 1.0)  # a row of padding may have seen no key
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_ids[:, None] * HEAD_DIM + dims[None, :], out, mask=tile_mask)
+
+
+@triton.jit
+def _loaded(vectors_ptr, mask, DTYPE: tl.constexpr):
+    """Return vectors of the cache, without their scales."""
+    if vectors_ptr.dtype.element_ty == tl.uint8:
+        vectors = from_e4m3(tl.load(vectors_ptr, mask=mask, other=0))
+    else:
+        vectors = tl.load(vectors_ptr, mask=mask, other=0.0)
+    return vectors.to(DTYPE)
 
 
 @triton.jit
@@ -211,25 +222,25 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
-def _value_dtype(dtype: torch.dtype, is_int8: bool) -> torch.dtype:
-    """Return the dtype of weights and values. Weights times the scales of int8 values can be too small for fp16."""
-    return torch.bfloat16 if is_int8 and dtype == torch.float16 else dtype
+def _value_dtype(dtype: torch.dtype, is_rounded: bool) -> torch.dtype:
+    """Return the dtype of weights and values. Weights times the scales of values in 8 bits can be too small for fp16."""
+    return torch.bfloat16 if is_rounded and dtype == torch.float16 else dtype
 
 
 def tile_shape(
-    dtype: torch.dtype, group: int, head_dim: int, max_query_len: int, is_int8: bool = False
+    dtype: torch.dtype, group: int, head_dim: int, max_query_len: int, is_rounded: bool = False
 ) -> dict[str, int]:
     """Return the kernel's block sizes, chosen so that no register spills (``python -m flyball_kernels.aot``).
 
     Args:
-        is_int8: whether keys and values have to be converted, which takes registers too.
+        is_rounded: whether keys and values have to be converted, which takes registers too.
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
     most_rows = 16 if dtype == torch.float32 else 64 if block_d < 256 else 32
     rows = triton.next_power_of_2(group * min(max_query_len, 64))  # a decode has no more rows than its group of heads
     block_m = max(16, triton.next_power_of_2(group), min(rows, most_rows))
     block_n = 64 if block_d < 128 or (block_d == 128 and block_m == 16) else 32
-    block_n = 16 if dtype == torch.float32 else block_n // 2 if is_int8 else block_n
+    block_n = 16 if dtype == torch.float32 else block_n // 2 if is_rounded else block_n
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "SEARCH": 256}
 
 
@@ -276,12 +287,12 @@ def paged_attention(
     """
     num_tokens, num_q_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
-    is_int8 = k_cache.dtype == torch.int8
+    is_rounded = kv_cache.is_rounded(k_cache)
     group = num_q_heads // num_kv_heads
     num_seqs = context_lens.shape[0]
     if num_tokens == 0:
         return out
-    shape = tile_shape(query.dtype, group, head_dim, max_query_len, is_int8)
+    shape = tile_shape(query.dtype, group, head_dim, max_query_len, is_rounded)
     tile_tokens = shape["BLOCK_M"] // group
     one_tile = max_query_len <= tile_tokens
     num_programs = num_kv_heads * (num_seqs if one_tile else num_tokens // tile_tokens + num_seqs)
@@ -298,8 +309,8 @@ def paged_attention(
         lse = torch.empty(num_tokens, num_q_heads, num_splits, device=query.device)
     paged_attention_kernel[(num_programs, num_splits)](
         query,
-        k_cache,
-        v_cache,
+        kv_cache.as_numbers(k_cache),
+        kv_cache.as_numbers(v_cache),
         kv_cache.as_words(k_cache),
         kv_cache.as_words(v_cache),
         block_tables,
@@ -321,7 +332,7 @@ def paged_attention(
         ONE_TILE=one_tile,
         SPLIT=is_split,
         DOT_DTYPE=dot_dtype(query.dtype),
-        VALUE_DTYPE=dot_dtype(_value_dtype(query.dtype, is_int8)),
+        VALUE_DTYPE=dot_dtype(_value_dtype(query.dtype, is_rounded)),
         **shape,
         **OPTIONS,
     )
@@ -353,8 +364,9 @@ def specs() -> Iterator[Spec]:
     yield _spec("bf16", 256, 2, 512, window=4096, softcap=50.0)
     yield _spec("bf16", 64, 8, 512, window=128, has_sinks=True)
     for max_query_len in (1, 512):
-        yield _spec("bf16", 128, 2, max_query_len, is_split=True, is_int8=True)
-        yield _spec("bf16", 128, 8, max_query_len, is_int8=True)
+        for numbers in ("int8", "fp8"):
+            yield _spec("bf16", 128, 2, max_query_len, is_split=True, numbers=numbers)
+            yield _spec("bf16", 128, 8, max_query_len, numbers=numbers)
     for head_dim in (128, 256):
         types = {"split_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "num_splits": "i32"}
         block_d = triton.next_power_of_2(head_dim)
@@ -372,22 +384,21 @@ def _spec(
     softcap: float | None = None,
     has_sinks: bool = False,
     is_split: bool = False,
-    is_int8: bool = False,
+    numbers: str | None = None,
 ) -> Spec:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype_name]
-    shape = tile_shape(dtype, group, head_dim, max_query_len, is_int8)
+    shape = tile_shape(dtype, group, head_dim, max_query_len, numbers is not None)
     types = dict.fromkeys(("query_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype_name}")
     types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32"} if is_split else {"out_ptr": f"*{dtype_name}"}
     types |= dict.fromkeys(("block_tables_ptr", "cu_query_lens_ptr", "context_lens_ptr"), "*i32")
     types |= {"scale": "fp32"} | dict.fromkeys(("max_blocks", "num_seqs", "num_splits"), "i32")
     types |= {"sinks_ptr": "*fp32"} if has_sinks else {}
-    if is_int8:
-        types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8", "k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    types |= kv_cache.rounded_types(numbers) if numbers else {}
     constants = dict.fromkeys({"sinks_ptr", "lse_ptr", "k_scales_ptr", "v_scales_ptr"} - set(types))
     constants |= {"NUM_KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": window}
     constants |= {"SOFTCAP": softcap, "DOT_DTYPE": dot_dtype(dtype), "SPLIT": is_split, **shape}
-    constants |= {"VALUE_DTYPE": dot_dtype(_value_dtype(dtype, is_int8))}
+    constants |= {"VALUE_DTYPE": dot_dtype(_value_dtype(dtype, numbers is not None))}
     constants |= {"ONE_TILE": max_query_len <= shape["BLOCK_M"] // group}
     kind = ("split " if is_split else "") + ("decode" if max_query_len == 1 else "prefill")
-    name = f"paged_attention {kind} {dtype_name} d{head_dim} g{group}{' int8 KV' if is_int8 else ''}"
+    name = f"paged_attention {kind} {dtype_name} d{head_dim} g{group}{f' {numbers} KV' if numbers else ''}"
     return Spec(name, paged_attention_kernel, types, constants, OPTIONS)

@@ -34,7 +34,7 @@ def rope_kv_write(
         positions: ``[num_tokens]`` int64, each below ``max_pos``.
         cos_sin_cache: ``[max_pos, rotary_dim]``, cosines in the first half of a row, sines in the second.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous, dtype of ``qkv``; written.
-            Or int8, with room for scales (see ``kv_cache``): vectors are rounded, each with a scale of its own.
+            Or int8 or float8_e4m3fn, with room for scales (see ``kv_cache``): vectors are rounded, each with a scale.
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; no slot twice.
         q_norm, k_norm: ``[head_dim]`` RMSNorm weights (Qwen3), or None.
         eps, norm_offset: of both norms, see ``rms_norm``.
@@ -46,7 +46,7 @@ def rope_kv_write(
             undefined.
     """
     _check_cache(k_cache, v_cache)
-    kv_cache.check_int8(k_cache, backend)
+    kv_cache.check_rounded(k_cache, backend)
     num_kv_heads, head_dim = k_cache.shape[2], kv_cache.head_dim_of(k_cache)
     num_tokens = positions.shape[0]
     check_shape("qkv", qkv, num_tokens, None)
@@ -54,7 +54,7 @@ def rope_kv_write(
         raise ValueError(
             f"qkv has rows of {qkv.shape[1]}; they must hold query heads and 2 * {num_kv_heads} KV heads of {head_dim}."
         )
-    if k_cache.dtype != torch.int8:
+    if not kv_cache.is_rounded(k_cache):
         check_dtype("qkv", qkv, k_cache.dtype)
     check_shape("slot_mapping", slot_mapping, num_tokens)
     check_dtype("slot_mapping", slot_mapping, torch.int64)

@@ -12,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flyball_kernels import kv_cache
-from flyball_kernels.rounding import scales_and_units, whole_numbers
+from flyball_kernels.rounding import scales_and_units, to_e4m3, whole_numbers
 from flyball_kernels.spec import Spec
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-INT8_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+ROUNDED_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Without fusion, vectors are rounded to 8 bits as the reference does it."""
 
 
@@ -38,7 +38,8 @@ def _store(x, units, query_row, key_row, value_row, is_query, is_key, is_value, 
     x, dims, mask = x.to(query_row.dtype.element_ty), dims[None, :], mask[None, :]
     tl.store(query_row + dims, x, mask=mask & is_query)
     if units is not None:
-        x = whole_numbers(x.to(tl.float32), units)
+        x = x.to(tl.float32)
+        x = to_e4m3(x, units) if key_row.dtype.element_ty == tl.uint8 else whole_numbers(x, units)
     tl.store(key_row + dims, x, mask=mask & is_key)
     tl.store(value_row + dims, x, mask=mask & is_value)
 
@@ -55,9 +56,9 @@ def rope_kv_write_kernel(
     qkv_ptr,  # [num_tokens, (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], rows qkv_stride apart
     positions_ptr,  # [num_tokens] int64
     cos_sin_ptr,  # [max_pos, ROTARY_DIM]
-    k_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], or int8, blocks with scales behind their vectors
+    k_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], or int8 or e4m3 (uint8), blocks with scales behind their vectors
     v_cache_ptr,
-    k_scales_ptr,  # with int8, the same memory as fp32; or None
+    k_scales_ptr,  # with 8 bits, the same memory as fp32; or None
     v_scales_ptr,
     slot_mapping_ptr,  # [num_tokens] int64
     q_norm_ptr,  # [HEAD_DIM], or None
@@ -120,7 +121,8 @@ def rope_kv_write_kernel(
         most = tl.maximum(_largest(rotated, query_row), _largest(second, query_row))
         if ROTARY_DIM < HEAD_DIM:
             most = tl.maximum(most, _largest(rest, query_row))
-        scales, units = scales_and_units(most, most < float("inf"))
+        LARGEST: tl.constexpr = 448.0 if k_cache_ptr.dtype.element_ty == tl.uint8 else 127.0
+        scales, units = scales_and_units(most, most < float("inf"), LARGEST)
         # in fp32: behind the vectors of its block, by head and by place
         block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         first_scale = ((block + 1) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM) + scales_before) // 4
@@ -146,7 +148,6 @@ def rope_kv_write(
 ) -> Tensor:
     """Launch the kernel; arguments as the public op, already checked."""
     block_size, num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[2], kv_cache.head_dim_of(k_cache)
-    is_int8 = k_cache.dtype == torch.int8
     num_tokens, width = qkv.shape
     num_q_heads = width // head_dim - 2 * num_kv_heads
     query = torch.empty(num_tokens, num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -158,8 +159,8 @@ def rope_kv_write(
         qkv,
         positions.contiguous(),
         cos_sin_cache.contiguous(),
-        k_cache,
-        v_cache,
+        kv_cache.as_numbers(k_cache),
+        kv_cache.as_numbers(v_cache),
         kv_cache.as_words(k_cache),
         kv_cache.as_words(v_cache),
         slot_mapping.contiguous(),
@@ -171,7 +172,7 @@ def rope_kv_write(
         norm_offset,
         BLOCK_SIZE=block_size,
         **sizes,
-        **(INT8_OPTIONS if is_int8 else OPTIONS),
+        **(ROUNDED_OPTIONS if kv_cache.is_rounded(k_cache) else OPTIONS),
     )
     return query
 
@@ -190,20 +191,21 @@ def _sizes(num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int) 
 
 
 def specs() -> Iterator[Spec]:
-    """Yield the variants to compile ahead of time: heads that are normed, and partly rotated ones; an int8 cache."""
-    for dtype, heads, head_dim, rotary_dim, norms, int8 in (
-        ("bf16", (16, 8), 128, 128, True, False),
-        ("fp32", (24, 8), 128, 96, False, False),
-        ("bf16", (16, 8), 128, 128, True, True),
+    """Yield the variants to compile ahead of time: heads that are normed, and partly rotated ones; caches of 8 bits."""
+    for dtype, heads, head_dim, rotary_dim, norms, numbers in (
+        ("bf16", (16, 8), 128, 128, True, None),
+        ("fp32", (24, 8), 128, 96, False, None),
+        ("bf16", (16, 8), 128, 128, True, "int8"),
+        ("bf16", (16, 8), 128, 128, True, "fp8"),
     ):
         types = dict.fromkeys(("qkv_ptr", "k_cache_ptr", "v_cache_ptr", "query_ptr"), f"*{dtype}")
         types |= {"positions_ptr": "*i64", "slot_mapping_ptr": "*i64", "cos_sin_ptr": "*fp32", "qkv_stride": "i32"}
         types |= {"eps": "fp32", "norm_offset": "fp32"}
         weights, scales = ("q_norm_ptr", "k_norm_ptr"), ("k_scales_ptr", "v_scales_ptr")
         types |= dict.fromkeys(weights, f"*{dtype}") if norms else {}
-        types |= {"k_cache_ptr": "*i8", "v_cache_ptr": "*i8"} | dict.fromkeys(scales, "*fp32") if int8 else {}
+        types |= kv_cache.rounded_types(numbers) if numbers else {}
         constants = _sizes(*heads, head_dim, rotary_dim) | {"BLOCK_SIZE": 16}
         constants |= dict.fromkeys({*weights, *scales} - set(types))
         name = f"rope_kv_write {dtype} {heads[0]}/{heads[1]} d{head_dim} r{rotary_dim}{' norms' if norms else ''}"
-        name, options = (name + " int8 KV", INT8_OPTIONS) if int8 else (name, OPTIONS)
+        name, options = (f"{name} {numbers} KV", ROUNDED_OPTIONS) if numbers else (name, OPTIONS)
         yield Spec(name, rope_kv_write_kernel, types, constants, options)

@@ -10,11 +10,11 @@ from flyball_runtime.core.json_fields import JsonFields, read_json_object
 from flyball_runtime.core.quantization import Stored, read_quantization
 
 DType = Literal["bfloat16", "float16", "float32"]
-DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-KVDType = DType | Literal["int8"]
-"""Of the vectors in the KV cache. int8: whole numbers, with an fp32 scale for each token and head."""
+KVDType = DType | Literal["int8", "fp8"]
+"""Of the vectors in the KV cache. int8: whole numbers, fp8: e4m3, both with an fp32 scale for each token and head."""
 
 KV_SCALE_BYTES = 4
+DTYPE_BYTES: dict[KVDType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "fp8": 1}
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -53,7 +53,8 @@ class ServedModel(ABC):
 
     def kv_bytes_per_layer(self, dtype: KVDType) -> int:
         """Bytes of keys and values of one token in one layer."""
-        vector_bytes = self.head_dim + KV_SCALE_BYTES if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
+        element_bytes = DTYPE_BYTES[dtype]
+        vector_bytes = self.head_dim * element_bytes + (KV_SCALE_BYTES if element_bytes == 1 else 0)
         return 2 * self.num_key_value_heads * vector_bytes
 
 

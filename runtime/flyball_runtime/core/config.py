@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -20,7 +21,8 @@ logger = logging.getLogger(__name__)
 MODEL_IMPLS = ("auto", "flyball", "transformers")
 QUANTIZATIONS = get_args(Quantization)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-KV_CACHE_DTYPES = ("auto", "int8_per_token_head")
+KV_CACHE_DTYPES: dict[str, KVDType | None] = {"auto": None, "int8_per_token_head": "int8", "fp8_per_token_head": "fp8"}
+"""Names as in vLLM, and what they mean; None: the dtype of the weights."""
 DEVICES = ("auto", "cpu", "cuda")
 KERNEL_BACKENDS = ("auto", "cpp", "torch", "triton")
 SCHEDULING_POLICIES = ("fcfs", "priority", "sjf", "srpf", "edf", "dpr")
@@ -51,8 +53,8 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's total memory for weights, activations and KV cache, in (0, 1].
         kv_cache_memory_bytes: size of the KV cache at the start; None derives it from the device's memory.
         kv_cache_memory_max_bytes: what live limits may raise it to; None is its size at the start.
-        kv_cache_dtype: of keys and values in the KV cache; auto is that of the weights, int8_per_token_head rounds to 8 bits
-            with a scale for each token and head.
+        kv_cache_dtype: of keys and values in the KV cache; auto is that of the weights, int8_per_token_head and
+            fp8_per_token_head (e4m3) round to 8 bits with a scale for each token and head.
         kv_drain_timeout_s: how long running sequences hold up a lowered KV limit before some are preempted for it.
         block_size: tokens per KV block.
         async_scheduling: the next step is planned while one runs, and runs without a pause after it.
@@ -148,7 +150,7 @@ class EngineConfig:
 
     def kv_dtype(self, dtype: DType) -> KVDType:
         """Return the dtype of the KV cache of a model with weights of ``dtype``."""
-        return dtype if self.kv_cache_dtype == "auto" else "int8"
+        return KV_CACHE_DTYPES[self.kv_cache_dtype] or dtype
 
     def step_tokens(self, device: str, max_model_len: int) -> int:
         """Return the most tokens that one step computes on a device: cpu or cuda."""
@@ -170,7 +172,7 @@ def default_step_tokens(device: str) -> int:
     return CPU_BATCHED_TOKENS if device == "cpu" else GPU_BATCHED_TOKENS
 
 
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+def _check_choice(name: str, value: object, choices: Collection[object]) -> None:
     if value not in choices:
         raise ConfigError(f"--{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
 

@@ -128,7 +128,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         num_swap_slots: how many KV blocks host memory holds.
         block_copy_s: seconds that copying one of them in one direction takes, as measured; 0.0 if nobody said.
         quantization: of linear layers: none, int8 or int4.
-        kv_cache_dtype: of keys and values: auto is ``dtype``, int8_per_token_head rounds them.
+        kv_cache_dtype: of keys and values: auto is ``dtype``, int8_per_token_head and fp8_per_token_head round them.
     """
 
     model: str

@@ -17,7 +17,7 @@ from flyball_runtime.engine.engine import Progress
 from flyball_runtime.engine.physical_pool import make_pool
 from flyball_runtime.engine.rows import Rows
 from flyball_runtime.model.hub import resolve_model_path
-from flyball_runtime.model.loader import TORCH_DTYPES, describe_model, kernel_backend, kv_torch_dtype, load_model
+from flyball_runtime.model.loader import KV_TORCH_DTYPES, TORCH_DTYPES, describe_model, kernel_backend, load_model
 from flyball_runtime.model.sampler import SamplingTensors
 from flyball_runtime.model.transformer import KVTensors
 from flyball_runtime.scheduler import BatchPlan
@@ -61,7 +61,7 @@ class DraftModel:
         self._config = describe_model(path, "auto")
         _check_fit(model, self._config, served, max_model_len)
         _check_vocabulary(model, path, served_path)
-        self._kv_dtype = kv_torch_dtype(kv_dtype)
+        self._kv_dtype = KV_TORCH_DTYPES[kv_dtype]
         self._device = device
         self.model = load_model(
             path,

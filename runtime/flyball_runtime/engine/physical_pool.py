@@ -17,7 +17,7 @@ from flyball_runtime.model.transformer import KVTensors
 class PhysicalPool(Protocol):
     """Pairs of K and V, ``[num_blocks, block_size, num_kv_heads, head_dim]`` each, uninitialised (see ``KVLayout``).
 
-    In int8 a block also holds the scales of its vectors, for which the last dimension is larger (see ``KVTensors``).
+    In 8 bits a block also holds the scales of its vectors, for which the last dimension is larger (see ``KVTensors``).
 
     Attributes:
         tensors: addresses for as many blocks as there may ever be; those past the last ``resize`` hold nothing.
@@ -97,7 +97,7 @@ def _advise(memory: mmap.mmap, advice: int, start: int, length: int) -> None:
 
 
 def _shape(config: ServedModel, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    vector_size = config.head_dim + (KV_SCALE_BYTES if dtype == torch.int8 else 0)
+    vector_size = config.head_dim + (KV_SCALE_BYTES if dtype.itemsize == 1 else 0)
     return num_blocks, block_size, config.num_key_value_heads, vector_size
 
 

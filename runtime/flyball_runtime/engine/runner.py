@@ -114,10 +114,10 @@ class ModelRunner:
         self._dtype_name = resolve_dtype(config.dtype, self._model_config)
         self._dtype = TORCH_DTYPES[self._dtype_name]
         self._kv_dtype_name = config.kv_dtype(self._dtype_name)
-        self._kv_dtype = kv_torch_dtype(self._kv_dtype_name)
         self._max_model_len = resolve_max_model_len(config, self._model_config)
         self._step_tokens = config.step_tokens(self._device.type, self._max_model_len)
         self._backend = kernel_backend(config.kernel_backend, self._device)
+        self._kv_dtype = kv_torch_dtype(self._kv_dtype_name, self._backend)
         if config.lora is not None:
             check_can_adapt(self._model_config)
         self._stages.done("config")

@@ -45,8 +45,17 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 
 
-def kv_torch_dtype(name: KVDType) -> torch.dtype:
-    return torch.int8 if name == "int8" else TORCH_DTYPES[name]
+KV_TORCH_DTYPES: dict[KVDType, torch.dtype] = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def kv_torch_dtype(name: KVDType, backend: Backend) -> torch.dtype:
+    """Return the dtype of a KV cache. Raises ConfigError where the backend has no code for it."""
+    if name == "fp8" and backend.name == "cpp":
+        raise ConfigError(
+            "--kv-cache-dtype is fp8_per_token_head, which the C++ ops have no code for. On a CPU use int8_per_token_head, "
+            "which takes as much memory, or --kernel-backend torch."
+        )
+    return KV_TORCH_DTYPES[name]
 
 
 def resolve_dtype(requested: str, config: ServedModel) -> DType:

@@ -55,7 +55,7 @@ class StepInputs:
 KVTensors = list[tuple[Tensor, Tensor]]
 """Pairs of K and V cache, each ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous. ``KVLayout`` says whose.
 
-In int8 a block has the scales of its vectors behind them (see ``flyball_kernels.kv_cache``)."""
+In 8 bits a block has the scales of its vectors behind them (see ``flyball_kernels.kv_cache``)."""
 
 
 class LanguageModel(Protocol):

@@ -71,7 +71,7 @@ class PagedAttention:
         """
         step = self._owner.step
         inputs, caches = step.inputs, step.kv[self._tensor]
-        dtype = query.dtype if caches[0].dtype == torch.int8 else caches[0].dtype
+        dtype = query.dtype if kv_cache.is_rounded(caches[0]) else caches[0].dtype
         query_rows, *new = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
         for cache, rows in zip(caches, new, strict=True):
             kv_cache.write(cache, inputs.slot_mappings[self._group], rows)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from engines import GREEDY, INT8_KV, Reference, generate, kv_block_bytes, make_engine, random_prompts
+from engines import FP8_KV, GREEDY, INT8_KV, Reference, generate, kv_block_bytes, make_engine, random_prompts
 from flyball_kernels import choose_backend
 from flyball_protocol import LimitsChange, LimitsUpdate
+from flyball_runtime.core.config import KV_CACHE_DTYPES
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.request import Request
 from flyball_runtime.engine.engine import Engine
@@ -26,21 +27,24 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def swapping(path: Path, num_blocks: int, num_slots: int, **settings: object) -> Engine:
-    a_block = kv_block_bytes(path, kv_dtype="int8" if settings.items() >= INT8_KV.items() else "float32")
+    kv_dtype = KV_CACHE_DTYPES[str(settings.get("kv_cache_dtype", "auto"))]
+    a_block = kv_block_bytes(path, kv_dtype=kv_dtype or "float32")
     sizes = {"kv_cache_memory_bytes": num_blocks * a_block, "swap_space_bytes": num_slots * a_block}
     return make_engine(path, max_model_len=MAX_MODEL_LEN, **sizes, **settings)
 
 
-@pytest.mark.parametrize(("ahead", "int8_kv"), [(False, False), (True, False), (True, True)])
-def test_tokens_are_those_of_transformers_whatever_goes_to_host_memory(path: Path, ahead: bool, int8_kv: bool) -> None:
+@pytest.mark.parametrize(
+    ("ahead", "kv"),
+    [(False, None), (True, None), (True, "int8"), pytest.param(False, "fp8", marks=pytest.mark.slow)],
+)
+def test_tokens_are_those_of_transformers_whatever_goes_to_host_memory(path: Path, ahead: bool, kv: str | None) -> None:
     """Preempted, resized a hundred times, aborted, and found in host memory."""
     rng = random.Random(ahead)
     prompts = random_prompts([rng.randrange(1, 90) for _ in range(16)])
     prompts += [[*prompt, 7] for prompt in prompts]
-    expected = Reference(path, int8_kv=int8_kv).generate(prompts)
-    settings = {"async_scheduling": ahead, "max_num_batched_tokens": 64, "max_num_seqs": 6} | (
-        INT8_KV if int8_kv else {}
-    )
+    expected = Reference(path, kv=kv).generate(prompts)
+    settings = {"async_scheduling": ahead, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+    settings |= {None: {}, "int8": INT8_KV, "fp8": FP8_KV | {"kernel_backend": "torch"}}[kv]
     engine = swapping(path, 16, 60, kv_drain_timeout_s=0.02, **settings)
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     waiting = [Request(request_id=name, prompt_token_ids=prompts[int(name)], sampling=GREEDY) for name in outputs]

@@ -10,6 +10,7 @@ import torch
 
 from checkpoints import ALL_ARCHITECTURES, ARCHITECTURES, make_checkpoint
 from engines import (
+    FP8_KV,
     GREEDY,
     INT8_KV,
     Oracle,
@@ -32,10 +33,11 @@ from flyball_runtime.scheduler.drafts import FIRST_ACCEPTANCE
 
 LENGTHS = [1, 5, 16, 17, 40, 100]
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
-INT8 = "int8 kv, "
+INT8, FP8 = "int8 kv, ", "fp8 kv, "
 """Of an architecture whose keys and values are rounded, here and in the reference."""
 FAST = [*ARCHITECTURES, INT8 + "qwen3", INT8 + "gemma2"]
 SLOW = [arch for arch in ALL_ARCHITECTURES if arch not in ARCHITECTURES]
+SLOW += [FP8 + "qwen3", FP8 + "gemma2"]
 SLOW += [INT8 + arch for arch in ("llama2", "qwen3 windows", "gemma3", "gpt-oss", "gpt-neox")]
 ALL = [*FAST, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SLOW)]
 
@@ -45,25 +47,27 @@ class Case:
     path: Path
     prompts: list[list[int]]
     expected: list[list[int]]
-    int8_kv: bool = False
+    kv: str | None = None
     device: str = "cpu"
 
     def engine(self, **settings: Any) -> Engine:
-        return make_engine(self.path, device=self.device, **(INT8_KV if self.int8_kv else {}), **settings)
+        kv = {None: {}, "int8": INT8_KV, "fp8": FP8_KV}[self.kv]
+        if self.kv == "fp8" and self.device == "cpu":
+            kv = kv | {"kernel_backend": "torch"}
+        return make_engine(self.path, device=self.device, **(kv | settings))
 
 
 @pytest.fixture(scope="module", params=ALL)
 def cpu_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    int8_kv = request.param.startswith(INT8)
-    path = make_checkpoint(tmp_path_factory.mktemp("model"), request.param.removeprefix(INT8))
+    kind, _, arch = request.param.rpartition(" kv, ")
+    kv = kind or None
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), arch)
     prompts = random_prompts(LENGTHS)
-    return Case(path, prompts, Reference(path, int8_kv=int8_kv).generate(prompts), int8_kv)
+    return Case(path, prompts, Reference(path, kv=kv).generate(prompts), kv)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 def case(request: pytest.FixtureRequest, cpu_case: Case) -> Case:
-    if request.param == "cuda" and cpu_case.int8_kv:
-        pytest.skip("an int8 KV cache is for CPUs")
     return replace(cpu_case, device=request.param)
 
 
@@ -219,7 +223,7 @@ def _requests(case: Case, rng: random.Random) -> list[Request]:
 
 
 def _bytes_of_blocks(case: Case, num_blocks: int) -> int:
-    return num_blocks * kv_block_bytes(case.path, kv_dtype="int8" if case.int8_kv else "float32")
+    return num_blocks * kv_block_bytes(case.path, kv_dtype=case.kv or "float32")
 
 
 @pytest.mark.parametrize(("architecture", "num_blocks"), [("mistral", 8), ("qwen3 windows", 28 + 2 * 8)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from engines import GREEDY, INT8_KV, generate, make_engine, random_prompts
+from engines import FP8_KV, GREEDY, INT8_KV, Reference, generate, make_engine, random_prompts
 from flyball_kernels.kv_cache import SCALE_BYTES
 from flyball_runtime.core.checkpoint import KV_SCALE_BYTES
 from flyball_runtime.core.config import EngineConfig
@@ -15,15 +15,16 @@ from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.llm import LLM
 
 
-def test_the_same_memory_holds_nearly_twice_the_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounded", [INT8_KV, FP8_KV | {"kernel_backend": "torch"}], ids=["int8", "fp8"])
+def test_the_same_memory_holds_nearly_twice_the_tokens(tmp_path: Path, rounded: dict[str, str]) -> None:
     path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, head_dim=64)
     memory = {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**20, "max_num_seqs": 64}
-    bf16, int8 = make_engine(path, **memory).info, make_engine(path, **memory, **INT8_KV).info
-    assert (bf16.kv_block_bytes, int8.kv_block_bytes) == (2 * 2 * 2 * 16 * 64 * 2, 2 * 2 * 2 * 16 * (64 + 4))
-    assert int8.num_kv_blocks == int(bf16.num_kv_blocks * 128 / 68)
-    assert int8.kv_dtype == int8.kv_cache_dtype == "int8_per_token_head"
+    bf16, bits_8 = make_engine(path, **memory).info, make_engine(path, **memory, **rounded).info
+    assert (bf16.kv_block_bytes, bits_8.kv_block_bytes) == (2 * 2 * 2 * 16 * 64 * 2, 2 * 2 * 2 * 16 * (64 + 4))
+    assert bits_8.num_kv_blocks == int(bf16.num_kv_blocks * 128 / 68)
+    assert bits_8.kv_dtype == bits_8.kv_cache_dtype == rounded["kv_cache_dtype"]
     assert (bf16.kv_dtype, bf16.kv_cache_dtype) == ("bfloat16", "auto")
-    assert int8.key.split("/")[-3] == "bfloat16+kv_int8_per_token_head", (
+    assert bits_8.key.split("/")[-3] == f"bfloat16+kv_{rounded['kv_cache_dtype']}", (
         "step times differ, so what is learned is not shared"
     )
 
@@ -39,6 +40,26 @@ def test_tokens_are_those_of_the_torch_reference(tmp_path: Path, backend: str) -
     assert generate(make_engine(path, kernel_backend=backend, **INT8_KV), prompts) == expected
 
 
+def test_tokens_of_fp8_are_those_of_transformers(tmp_path: Path) -> None:
+    path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8, 70])
+    expected = Reference(path, kv="fp8").generate(prompts)
+    assert generate(make_engine(path, kernel_backend="torch", **FP8_KV), prompts) == expected
+    assert Reference(path).generate(prompts) != expected  # the rounding is there
+
+
+@pytest.mark.slow
+def test_tokens_of_fp8_with_triton_are_those_of_the_torch_reference(tmp_path: Path) -> None:
+    path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8, 70])
+    expected = generate(make_engine(path, kernel_backend="torch", **FP8_KV), prompts)
+    assert generate(make_engine(path, kernel_backend="triton", **FP8_KV), prompts) == expected
+
+
+def test_fp8_with_cpp_is_refused_with_what_does_as_well(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    with pytest.raises(ConfigError, match=r"C\+\+ ops have no code for\. On a CPU use int8_per_token_head"):
+        make_engine(path, kernel_backend="cpp", **FP8_KV)
+
+
 def test_from_python() -> None:
     demo = Path(__file__).parents[2] / "examples" / "demo_model" / "checkpoint"
     outputs = LLM(demo, dtype="bfloat16", max_model_len=128, **INT8_KV).generate(["What is a KV cache?"], GREEDY)
@@ -46,9 +67,9 @@ def test_from_python() -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    for name in ("int8", "fp8", "fp8_per_token_head"):
+    for name in ("int8", "fp8", "fp8_e5m2"):
         with pytest.raises(
-            ConfigError, match=f"--kv-cache-dtype is '{name}'; it must be one of auto, int8_per_token_head"
+            ConfigError, match=f"--kv-cache-dtype is '{name}'; it must be one of auto, int8_per_token_head, fp8"
         ):
             EngineConfig(model="m", served_model_name="m", kv_cache_dtype=name)
 
