@@ -11,23 +11,23 @@ from flyball_runtime.core.cpus import Demand, demand_since
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-"""Time between two looks. Threads that outnumber the cores make a step several times as long, so this cannot be much."""
+"""Time between two looks. It is short, because threads that outnumber the cores make steps several times as long."""
 
 ENOUGH_S = 0.1
-"""A look judges what each thread has got if it wanted a core for at least so long, on average, since the last one."""
+"""A look judges what the threads got if each wanted a core for at least so long since the last look, on average."""
 
 STALE_S = 2.0
-"""What was before an idle time of this length is not judged together with what comes after it."""
+"""After an idle time of this length, a new window begins."""
 
 IDLE_WINDOW_S = 1.0
-"""Cores have to be idle for so long until threads are added; other processes pause too."""
+"""Time for which cores have to be idle before threads are added: other processes pause too."""
 
 SOON_S = 10.0
 MAX_PATIENCE = 16
-"""Each time that threads have to go again so soon after they came back, all waiting times double, up to this factor."""
+"""If threads are removed within SOON_S after others were added, all waiting times double, up to this factor."""
 
 TRIAL_S = 60.0
-"""After so long threads come back even if no core is idle: others that use it may have a lower priority."""
+"""After this time threads are added even if no core is idle: processes of a lower priority may use them."""
 
 
 class Readings(Protocol):
@@ -43,13 +43,13 @@ class Readings(Protocol):
 class ThreadCount:
     """Has as many threads compute as there are cores for them.
 
-    The threads of a step wait for each other many times in each layer. If one has no core, because another process uses it,
-    all stand still until it gets one back, and those that wait use up the cores on which others could go on. So a team that
-    shares its cores is several times as slow as a smaller one that does not (benchmarks/neighbours.py). The kernel counts for
-    how long each thread waited for a core: a team of 2 that waited for half of its time has got 1 core. Threads go at once
-    when others want the cores, and come back when cores are idle.
+    The threads of a step wait for each other many times in each layer, by spinning. If one thread has no core, because another
+    process uses it, the others spin until it gets one. So a team that shares its cores is several times as slow as a smaller
+    team that does not (benchmarks/neighbours.py). The kernel counts for how long each thread waited for a core: two threads
+    that waited for half of their time got one core. Threads are removed as soon as that is seen, and added again when cores
+    are idle.
 
-    What CPU limits stop is not counted: it does not depend on the number of threads which cores there are.
+    Time in which a CPU limit stopped the threads is not counted, because fewer threads would not get more cores.
 
     Args:
         most: threads that may compute.
@@ -124,7 +124,7 @@ class ThreadCount:
 
 
 def thread_count(most: int, clock: Clock, readings: Readings = cpus) -> ThreadCount | None:
-    """Return what looks after the number of threads; None where one is all there is, or the kernel does not count."""
+    """Return a ThreadCount, or None if there is one thread only or the kernel counts no waiting times."""
     if most == 1:
         return None
     if not readings.demand():
@@ -138,12 +138,12 @@ def thread_count(most: int, clock: Clock, readings: Readings = cpus) -> ThreadCo
 def num_fitting(cores: float, patience: float = 1.0) -> int:
     """Return how many threads are fastest on so many cores.
 
-    One more than there are whole cores pays if little is missing. While one of n threads waits for a core the others wait
-    for it, so at worst n threads that lack a share L of a core do the work of n (1 - L); that is compared with n - 1, which
-    lack nothing. On two cores, a part of one of them used by somebody else, two threads were as fast as one with L of 0.6.
+    One thread more than there are whole cores is faster if only a small share L of a core is missing. While one of n threads
+    waits for a core, the others wait for it, so at worst n threads do the work of n (1 - L) threads; n - 1 threads lack
+    nothing. Measured on two cores of which another program used a part: with L = 0.6, two threads were as fast as one.
 
     Args:
-        patience: share of that L which is borne.
+        patience: largest L that is accepted, as a share of the one at which n threads are as fast as n - 1.
     """
     above = math.ceil(cores)
     bearable = 1.0 - 0.8 * (above - 1) / max(1, above)

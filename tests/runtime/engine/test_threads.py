@@ -1,4 +1,4 @@
-"""How many threads compute where replicas share cores: on made-up machines, and what a real kernel says."""
+"""The number of threads where replicas share cores: on simulated machines, and with a real kernel."""
 
 import itertools
 import json
