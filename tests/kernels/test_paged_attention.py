@@ -310,19 +310,19 @@ def test_head_sizes_of_8_bits(check_rounded, dtype, head_dim):
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (3, 1), (8, 1), (16, 2), (9, 1), (14, 2), (100, 1)])
-def test_head_groups_of_8_bits(check_rounded, heads):
-    check_rounded([1, 20, 3], [130, 20, 77], num_q_heads=heads[0], num_kv_heads=heads[1])
+def test_head_groups_of_int8(run, heads):
+    check(run, [1, 20, 3], [130, 20, 77], num_q_heads=heads[0], num_kv_heads=heads[1], kv_dtype=torch.int8)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 128])
 @pytest.mark.parametrize("sliding_window", [None, 1, 2, 15, 64, 100])
-def test_blocks_and_windows_of_8_bits(check_rounded, block_size, sliding_window):
-    check_rounded(*RAGGED, block_size=block_size, sliding_window=sliding_window)
+def test_blocks_and_windows_of_int8(run, block_size, sliding_window):
+    check(run, *RAGGED, block_size=block_size, sliding_window=sliding_window, kv_dtype=torch.int8)
 
 
 @pytest.mark.parametrize("context_len", [15, 16, 17, 63, 64, 65, 511, 512, 513, 1500])
-def test_contexts_of_8_bits(check_rounded, context_len):
-    check_rounded([1, 2, 13], [context_len, context_len, context_len])
+def test_contexts_of_int8(run, context_len):
+    check(run, [1, 2, 13], [context_len, context_len, context_len], kv_dtype=torch.int8)
 
 
 @pytest.mark.parametrize("context_len", [*range(60, 70), 127, 129, 1500])
