@@ -139,8 +139,9 @@ def num_fitting(cores: float, patience: float = 1.0) -> int:
     """Return how many threads are fastest on so many cores.
 
     One thread more than there are whole cores is faster if only a small share L of a core is missing. While one of n threads
-    waits for a core, the others wait for it, so at worst n threads do the work of n (1 - L) threads; n - 1 threads lack
-    nothing. Measured on two cores of which another program used a part: with L = 0.6, two threads were as fast as one.
+    waits for a core, the others wait for it, so at worst n threads do the work of n (1 - L) threads, while n - 1 threads lack
+    nothing. On two cores of which another program used a part, they did 1.25 times that: with L = 0.6, two threads were as
+    fast as one.
 
     Args:
         patience: largest L that is accepted, as a share of the one at which n threads are as fast as n - 1.
