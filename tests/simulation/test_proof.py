@@ -52,6 +52,17 @@ def test_other_tuners_are_compared_without_an_oracle(tmp_path: Path) -> None:
     assert "Not run: smoke, shift." in (tmp_path / "tuning-proof-tuners.md").read_text()
 
 
+def test_runs_are_of_the_code_that_is_there_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "proof" / "package"  # as in a clone that is called so
+    (folder / "proof").mkdir(parents=True)
+    monkeypatch.setattr(contenders, "SERVING", (folder,))
+    versions = []
+    for name, text in (("code.py", "1"), ("code.py", "2"), ("proof/page.py", "3")):
+        (folder / name).write_text(text)
+        versions.append(contenders.code_version.__wrapped__(fixed=True))
+    assert versions[0] != versions[1] == versions[2]  # how pages are written changes no run
+
+
 def test_every_cell_has_a_load_and_a_name_of_its_own() -> None:
     names = [cell.name for cell in cells.matrix()]
     assert len(set(names)) == len(names)
