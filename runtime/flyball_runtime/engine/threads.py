@@ -65,15 +65,25 @@ class ThreadCount:
         self._patience = 1
         self._has_lowered = False  # since the last look
         self._changed_s = self._raised_s = -math.inf
-        self._window_s, self._demand, self._throttled_s = clock.now(), readings.demand(), readings.throttled_s()
-        self._start_idle_window(clock.now())
+        self._is_started = False
+        self._window_s, self._throttled_s = 0.0, 0.0
+        self._demand: dict[str, Demand] = {}
+        self._idle_window_s, self._idle_s = 0.0, 0.0
 
     def update(self) -> bool:
         """Look after the number of threads, if it is time to; return whether it has changed. Call it before each step."""
         before, now_s = self.current, self._clock.now()
-        if now_s - self._window_s >= LOOK_S:
+        if not self._is_started:
+            self._start(now_s)
+        elif now_s - self._window_s >= LOOK_S:
             self._look(now_s)
         return self.current != before
+
+    def _start(self, now_s: float) -> None:
+        """Leave out what came before the first step: other replicas may have been loading their weights, too."""
+        self._is_started = True
+        self._window_s, self._demand, self._throttled_s = now_s, self._readings.demand(), self._readings.throttled_s()
+        self._start_idle_window(now_s)
 
     def _look(self, now_s: float) -> None:
         demand, throttled_s = self._readings.demand(), self._readings.throttled_s()

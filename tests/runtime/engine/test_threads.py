@@ -133,6 +133,17 @@ def test_two_replicas_share_the_cores_and_the_one_that_is_left_takes_them_back(n
     assert machine.num_wanted <= num_cores
 
 
+def test_what_happened_while_weights_were_loaded_is_not_counted() -> None:
+    machine = Machine(2)
+    one = machine.add()
+    for _ in range(100):  # beside three times as many threads as cores, and nobody asks for a step
+        one.take_step(1 / 3)
+        machine.clock.advance(STEP_S)
+    one.computes = True
+    machine.run(3.0)
+    assert one.count.current == 2
+
+
 def test_a_replica_that_comes_later_gets_its_cores_too() -> None:
     machine = Machine(8)
     first, second = machine.add(), machine.add()
