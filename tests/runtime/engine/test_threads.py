@@ -140,7 +140,7 @@ def test_what_happened_while_weights_were_loaded_is_not_counted() -> None:
         one.take_step(1 / 3)
         machine.clock.advance(STEP_S)
     one.computes = True
-    machine.run(3.0)
+    machine.run(0.5)
     assert one.count.current == 2
 
 
