@@ -1,6 +1,6 @@
 """Tuning on real replicas under a load that shifts: requests within their objectives, beside limits that stay as they are.
 
-    python benchmarks/closed_loop.py [--minutes 15] [--load 0.7] [--contender NAME ...] [--chart FILE.svg]
+    python benchmarks/closed_loop.py [--minutes 15] [--load 0.7] [--contender NAME ...] [--chart FILE.svg] [--result NAME]
 
 Each contender has two replicas (`flyball serve` of an 88M model, one thread each), and gets the same requests at the same
 times. Each request goes to the replica with the fewest unfinished ones. Three phases of equal length: chat alone, chat beside
@@ -19,7 +19,7 @@ from what the status of the resource held. The other contenders serve with fixed
 of that, since contexts get long; and a budget of 512 tokens. A request is good if its first token came in time and the 95th
 percentile of its own gaps is within the objective.
 
-Takes about six times --minutes. Writes results/closed_loop.json and prints, for each of the others, whether `auto` is ahead.
+Takes about six times --minutes. Writes results/NAME.json and prints, for each of the others, whether `auto` is ahead.
 """
 
 import argparse
@@ -341,6 +341,7 @@ def main() -> None:
     parser.add_argument("--contender", action="append", choices=CONTENDERS, help="default: all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--chart", metavar="FILE.svg")
+    parser.add_argument("--result", default="closed_loop", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="for logs and recorded decisions; default: a temporary one")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no stopped process is left behind
@@ -350,7 +351,7 @@ def main() -> None:
         result = run(arguments, make_checkpoint(folder, "small"), folder)
     result["verdicts"] = verdicts(result)
     show(result)
-    save("closed_loop", result)
+    save(arguments.result, result)
     if arguments.chart:
         draw(result, arguments.chart)
 
