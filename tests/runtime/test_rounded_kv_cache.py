@@ -33,11 +33,19 @@ def test_pool_and_kernels_have_the_same_room_for_scales() -> None:
     assert KV_SCALE_BYTES == SCALE_BYTES
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.slow)])
-def test_tokens_are_those_of_the_torch_reference(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "rounded"),
+    [
+        ("auto", INT8_KV),
+        pytest.param("triton", INT8_KV, marks=pytest.mark.slow),
+        pytest.param("triton", FP8_KV, marks=pytest.mark.slow),
+    ],
+    ids=["auto-int8", "triton-int8", "triton-fp8"],
+)
+def test_tokens_are_those_of_the_torch_reference(tmp_path: Path, backend: str, rounded: dict[str, str]) -> None:
     path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8, 70])
-    expected = generate(make_engine(path, kernel_backend="torch", **INT8_KV), prompts)
-    assert generate(make_engine(path, kernel_backend=backend, **INT8_KV), prompts) == expected
+    expected = generate(make_engine(path, kernel_backend="torch", **rounded), prompts)
+    assert generate(make_engine(path, kernel_backend=backend, **rounded), prompts) == expected
 
 
 def test_tokens_of_fp8_are_those_of_transformers(tmp_path: Path) -> None:
@@ -45,13 +53,6 @@ def test_tokens_of_fp8_are_those_of_transformers(tmp_path: Path) -> None:
     expected = Reference(path, kv="fp8").generate(prompts)
     assert generate(make_engine(path, kernel_backend="torch", **FP8_KV), prompts) == expected
     assert Reference(path).generate(prompts) != expected  # the rounding is there
-
-
-@pytest.mark.slow
-def test_tokens_of_fp8_with_triton_are_those_of_the_torch_reference(tmp_path: Path) -> None:
-    path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8, 70])
-    expected = generate(make_engine(path, kernel_backend="torch", **FP8_KV), prompts)
-    assert generate(make_engine(path, kernel_backend="triton", **FP8_KV), prompts) == expected
 
 
 def test_fp8_with_cpp_is_refused_with_what_does_as_well(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class ThreadCount:
         ran_s, waited_s = demand_since(self._demand, demand)
         wanted_s = ran_s + max(0.0, waited_s - (throttled_s - self._throttled_s))
         if self._has_lowered:
-            self._has_lowered = False  # the others do the same meanwhile, if they look after their threads
+            self._has_lowered = False  # other replicas may have removed threads since then, too
         elif wanted_s >= ENOUGH_S * self.current:
             got = self.current * ran_s / wanted_s
             fitting = num_fitting(got)
@@ -115,7 +115,7 @@ class ThreadCount:
         elif now_s - self._idle_window_s >= IDLE_WINDOW_S:
             idle = (self._readings.idle_s() - self._idle_s) / (now_s - self._idle_window_s)
             self._start_idle_window(now_s)
-            # half of what they would bear, so that they do not go again at once
+            # half of what is accepted above, so that the next look does not remove them again
             fitting = num_fitting(min(float(self._most), self.current + idle), 0.5)
             if fitting > self.current and now_s - self._changed_s >= IDLE_WINDOW_S * self._patience:
                 self._raise(fitting, f"{idle:.1f} cores were idle", now_s)

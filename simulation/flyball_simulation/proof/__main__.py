@@ -4,13 +4,10 @@
 """
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
-from multiprocessing import get_context
 from pathlib import Path
 
 from flyball_simulation.proof import cells, contenders, matrix, page, scenarios
@@ -129,8 +126,7 @@ def _judge(told: Sequence[scenarios.Scenario], plan: matrix.Plan) -> dict[tuple[
     """Run the scenarios with the tuner and with the first one."""
     if told and not plan.cached:
         places = [(place, who) for who in ("auto", "rules") for place in range(len(told))]
-        num_processes = plan.processes or len(os.sched_getaffinity(0))
-        with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        with matrix.processes(plan) as pool:
             list(pool.map(scenarios.run, *zip(*places, strict=True), repeat(plan.seeds[0]), repeat(plan.folder)))
     found = {}
     for one in told:

@@ -80,7 +80,7 @@ def compute(cells: Sequence[Cell], plan: Plan) -> Matrix:
     if plan.cached:
         _read_all(matrix, plan)
         return matrix
-    with ProcessPoolExecutor(plan.processes or len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+    with processes(plan) as pool:
         _wait([future for cell in sorted(cells, key=_is_plain) for future in _begin(pool, cell, plan)])
         _read_limits(matrix, plan)
         jobs = [*_fixed_jobs(matrix, plan), *_tuner_jobs(matrix.cells, plan)]
@@ -94,7 +94,7 @@ def compute_tuners(cells: Sequence[Cell], plan: Plan) -> Matrix:
     plan.folder.mkdir(parents=True, exist_ok=True)
     jobs = list(_tuner_jobs(cells, plan))
     if not plan.cached:
-        with ProcessPoolExecutor(plan.processes or len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        with processes(plan) as pool:
             _wait([pool.submit(_run, job, plan.folder) for job in jobs])
     found = [contenders.known(job.cell, job.contender, job.seed, None, plan.folder) for job in jobs]
     runs = [run for run in found if run is not None]
@@ -105,6 +105,11 @@ def compute_tuners(cells: Sequence[Cell], plan: Plan) -> Matrix:
         missing=[cell.name for cell in cells if cell.name not in names],
         runs=runs,
     )
+
+
+def processes(plan: Plan) -> ProcessPoolExecutor:
+    """Return as many processes as the plan asks for."""
+    return ProcessPoolExecutor(plan.processes or len(os.sched_getaffinity(0)), get_context("spawn"))
 
 
 def first_phase(cell: Cell) -> Cell:
