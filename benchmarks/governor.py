@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 from common import save
 from flyball_protocol import StepModel
-from flyball_runtime.governor import Governor
+from flyball_runtime.governor import Governor, work_of
 
 PLANT = StepModel(base_s=0.011, token_s=6e-5, knee_tokens=160, context_token_s=8e-8, attention_pair_s=3e-9)
 WARMUP_STEPS = 500
@@ -39,8 +39,8 @@ def timed_step(governor: Governor, rng: random.Random, num_seqs: int) -> float:
     work = (step.num_tokens - step.num_decodes, step.num_decodes, step.num_context_tokens, step.prefill_work)
     seconds = PLANT.predict(*work) * max(0.2, rng.gauss(1.0, 0.05))
     start_s = time.perf_counter()
-    governor.observe(step, seconds)
-    governor.predict(following)
+    governor.observe(work_of(step), seconds)
+    governor.predict(work_of(following))
     governor.chunk(following, 1000, 2048)
     return time.perf_counter() - start_s
 

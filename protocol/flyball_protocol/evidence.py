@@ -172,9 +172,10 @@ class StepModel(Struct, frozen=True, kw_only=True):
             context_tokens: K, tokens in the cache that the decodes read, their own included.
             attention_pairs: Q, pairs of a prompt token and a token that it attends to.
         """
+        above = prefill_tokens + decodes - self.knee_tokens
         return (
             self.base_s
-            + self.token_s * max(0.0, prefill_tokens + decodes - self.knee_tokens)
+            + (self.token_s * above if above > 0.0 else 0.0)
             + self.context_token_s * context_tokens
             + self.attention_pair_s * attention_pairs
             + self.interaction_s * prefill_tokens * decodes

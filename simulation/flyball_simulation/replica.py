@@ -13,8 +13,7 @@ from flyball_runtime.core.request import Failed, Request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import StepOutput
 from flyball_runtime.engine.engine import Engine
-from flyball_runtime.governor import Governor
-from flyball_runtime.governor.pace import Planned
+from flyball_runtime.governor import Governor, Work
 from flyball_simulation.executor import PlantExecutor, engine_info
 from flyball_simulation.memory import Memory
 from flyball_simulation.plant import Device
@@ -44,10 +43,10 @@ class Flight(RequestTimes):
 class Unlearned(Governor):
     """Learns nothing: where no step-time target is ever set, nobody asks what a step will take."""
 
-    def observe(self, step: Planned, seconds: float) -> None:
+    def observe(self, work: Work, seconds: float) -> None:
         pass
 
-    def predict(self, step: Planned) -> float | None:
+    def predict(self, work: Work) -> float | None:
         return None
 
 
@@ -190,11 +189,13 @@ class Replica:
         stats = output.stats
         self.num_preemptions += stats.num_preemptions
         self.num_recomputed_tokens += stats.num_recomputed_tokens
-        self.most_running = max(self.most_running, stats.num_running + len(output.endings))
+        if (num_running := stats.num_running + len(output.endings)) > self.most_running:
+            self.most_running = num_running
         self._note_tokens(output)
         if self._measured:
             self.measurements.step(stats)
-            self.measurements.tokens([self._flights[request_id] for request_id in output.request_ids])
+            flights = self._flights
+            self.measurements.tokens([flights[request_id] for request_id in output.request_ids])
         for ending in output.endings:
             self._end(ending.request_id, None if isinstance(ending, Failed) else ending.num_output_tokens)
         return len(output.endings)
@@ -203,7 +204,8 @@ class Replica:
         """Note what the gaps of each flight follow from: which steps gave it tokens."""
         self._ends_s.append(self.end_s)
         request_ids, stats = output.request_ids, output.stats
-        self._note_firsts(request_ids[stats.num_decodes :])
+        if len(request_ids) > stats.num_decodes:
+            self._note_firsts(request_ids[stats.num_decodes :])
         if len(request_ids) == self._num_streaming and not self._some_away and not stats.num_preemptions:
             return  # as most steps are: each flight that has a token got one more
         self._note_firsts(request_ids)  # one that had a single token left to compute is among the decodes

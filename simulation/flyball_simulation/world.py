@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 
+import numpy as np
 from msgspec import Struct, structs
 
 from flyball_protocol import BootPrior, Limits
@@ -106,7 +107,7 @@ class World:
         self._num_bad = 0
         self._max_bad = len(workload) if max_bad is None else max_bad
         self._prefix_caching = any(one.hash_ids for one in workload)
-        self._events: list[tuple[float, int, Event]] = []
+        self._events: list[tuple[float, int, Event | Replica]] = []  # a replica: its step ends
         self._order = count()
         self._num_left = len(workload)
         self._num_served = [0] * setup.replicas
@@ -131,14 +132,17 @@ class World:
         events = self._events
         while self._num_left > 0 and self._num_bad <= self._max_bad:
             at_s, _, event = heapq.heappop(events)
-            event(at_s)
+            if isinstance(event, Replica):
+                self._end_step(event, at_s)
+            else:
+                event(at_s)
 
     def result(self, label: str, duration_s: float, elapsed_s: float) -> Result:
         setup, replicas = self.setup, [*self._gone, *(one for one in self.replicas if one is not None)]
         outcomes = sorted((one for replica in replicas for one in replica.outcomes), key=lambda one: one.index)
         good = sum(setup.objectives.met_by(one.ttft_s, one.itl_p95_s) for one in outcomes)
         ttft = sorted(one.ttft_s for one in outcomes if one.ttft_s is not None)
-        gaps = sorted(gap for replica in replicas for gap in replica.gaps)
+        gaps = np.sort(np.concatenate([np.asarray(replica.gaps) for replica in replicas])).tolist()
         num_steps = sum(replica.num_steps for replica in replicas)
         records = self.controller.records if isinstance(self.controller, Auto) else []
         return Result(
@@ -251,17 +255,14 @@ class World:
     def _step(self, replica: Replica, now_s: float) -> None:
         replica.begin(now_s)
         if replica.busy:
-            heapq.heappush(self._events, (replica.end_s, next(self._order), self._ender(replica)))
+            heapq.heappush(self._events, (replica.end_s, next(self._order), replica))
 
-    def _ender(self, replica: Replica) -> Event:
-        def end(now_s: float) -> None:
-            if replica.busy:  # else it was killed within the step
-                num_ended = replica.finish()
-                if num_ended:
-                    self._count(replica.outcomes[-num_ended:])
-                self._step(replica, now_s)
-
-        return end
+    def _end_step(self, replica: Replica, now_s: float) -> None:
+        if replica.busy:  # else it was killed within the step
+            num_ended = replica.finish()
+            if num_ended:
+                self._count(replica.outcomes[-num_ended:])
+            self._step(replica, now_s)
 
     def _count(self, ended: Sequence[Outcome]) -> None:
         self._num_left -= len(ended)

@@ -26,7 +26,8 @@ class FakeClock:
 
     def advance_to(self, now_s: float) -> None:
         """Move to a later time; an earlier one changes nothing."""
-        self._now_s = max(self._now_s, now_s)
+        if now_s > self._now_s:
+            self._now_s = now_s
 
     def advance(self, seconds: float) -> None:
         self._now_s += seconds

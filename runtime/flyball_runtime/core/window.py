@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
-from math import nan
+from math import inf
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -26,20 +26,25 @@ class Slices(Generic[T]):
     """The window as SLICES equal slices of time, each a ``T``.
 
     A slice leaves the window as a whole, so the window's length is exact to one slice (1 s of 60).
+
+    Attributes:
+        from_s, to_s: bounds of the current slice, that of the last sample.
     """
 
     def __init__(self, make: Callable[[], T], window_s: float) -> None:
         self._make = make
         self._slice_s = window_s / SLICES
         self._slices: deque[tuple[int, T]] = deque()
-        self._tick, self._current = nan, make()  # the slice of the last sample
+        self.from_s, self.to_s = inf, -inf
+        self._tick, self._current = -1, make()
 
     def current(self, now: float) -> T:
         """Return the slice that ``now`` belongs to."""
-        if (tick := now // self._slice_s) != self._tick:
+        if not self.from_s <= now < self.to_s and (tick := int(now // self._slice_s)) != self._tick:
+            self.from_s, self.to_s = tick * self._slice_s, (tick + 1) * self._slice_s
             self._tick, self._current = tick, self._make()
-            self._prune(int(tick))
-            self._slices.append((int(tick), self._current))
+            self._prune(tick)
+            self._slices.append((tick, self._current))
         return self._current
 
     def live(self, now: float) -> list[T]:
@@ -72,14 +77,16 @@ class Counts:
 class _Slice:
     """One slice of samples: how many are in each bucket, and some or all of their values."""
 
-    __slots__ = ("buckets", "count", "kept")
+    __slots__ = ("_weighted", "buckets", "count", "kept")
 
     def __init__(self, num_buckets: int) -> None:
         self.buckets = np.zeros(num_buckets, dtype=np.int64)
         self.count = 0
         self.kept: list[float] = []
+        self._weighted: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
     def keep(self, values: list[float], rng: np.random.Generator) -> None:
+        self._weighted = None
         room = MAX_KEPT_PER_SLICE - len(self.kept)
         self.kept += values[:room]
         self.count += min(room, len(values))
@@ -91,9 +98,12 @@ class _Slice:
             self.count += len(more)
 
     @property
-    def weight(self) -> float:
-        """Number of samples that each kept one stands for."""
-        return self.count / len(self.kept)
+    def weighted(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The samples kept, and how many each of them stands for."""
+        if self._weighted is None:
+            num = len(self.kept)
+            self._weighted = np.array(self.kept, dtype=np.float64), np.full(num, self.count / num)
+        return self._weighted
 
 
 class Series:
@@ -108,25 +118,25 @@ class Series:
 
     def __init__(self, edges: Sequence[float], window_s: float) -> None:
         self.edges = edges
+        self._edges = np.array(edges)
         self._buckets = np.zeros(len(edges) + 1, dtype=np.int64)
         self._sum = 0.0
         self._slices: Slices[_Slice] = Slices(lambda: _Slice(len(edges) + 1), window_s)
         self._pending: list[float] = []
-        self._slice_s = window_s / SLICES
-        self._pending_tick, self._pending_slice = nan, _Slice(len(edges) + 1)
+        self._pending_slice = _Slice(len(edges) + 1)
         self._rng = np.random.default_rng(0)
 
     def add(self, now: float, values: Sequence[float]) -> None:
         """Add any number of samples of this moment."""
         if not values:
             return
-        if now // self._slice_s != self._pending_tick or len(self._pending) >= MAX_PENDING:
+        if not self._slices.from_s <= now < self._slices.to_s or len(self._pending) >= MAX_PENDING:
             self._turn_to(now)
         self._pending.extend(values)
 
     def add_one(self, now: float, value: float) -> None:
         """Add a sample of this moment."""
-        if now // self._slice_s != self._pending_tick or len(self._pending) >= MAX_PENDING:
+        if not self._slices.from_s <= now < self._slices.to_s or len(self._pending) >= MAX_PENDING:
             self._turn_to(now)
         self._pending.append(value)
 
@@ -154,13 +164,13 @@ class Series:
     def _turn_to(self, now: float) -> None:
         """Have samples of this moment wait."""
         self._settle()
-        self._pending_tick, self._pending_slice = now // self._slice_s, self._slices.current(now)
+        self._pending_slice = self._slices.current(now)
 
     def _settle(self) -> None:
         """Put the waiting samples into the buckets of the slice that they came in."""
         values, self._pending = self._pending, []
         if values:
-            buckets = np.bincount(np.searchsorted(self.edges, values), minlength=len(self._buckets))
+            buckets = np.bincount(self._edges.searchsorted(values), minlength=len(self._buckets))
             self._buckets += buckets
             self._sum += sum(values)
             self._pending_slice.buckets += buckets
@@ -171,8 +181,7 @@ def _quantiles(slices: list[_Slice]) -> list[float | None]:
     """Return QUANTILES by nearest rank over the weighted samples, None without samples."""
     if not slices:
         return [None] * len(QUANTILES)
-    values = np.concatenate([one.kept for one in slices])
-    weights = np.concatenate([np.full(len(one.kept), one.weight) for one in slices])
+    values, weights = (np.concatenate(parts) for parts in zip(*(one.weighted for one in slices), strict=True))
     order = np.argsort(values, kind="stable")
     ranks: NDArray[np.float64] = np.cumsum(weights[order])
     # Weights are ratios of integers; the slack keeps their rounding from moving a quantile by one sample.

@@ -3,7 +3,7 @@
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.request import Failed, Finished, FinishReason, Request, Sequence, TokenLogprobs
 from flyball_runtime.core.sampling_params import with_seed
 from flyball_runtime.core.stats import EngineInfo, Sampled, StepOutput, StepStats
-from flyball_runtime.governor import Drafting, GhostCache, Governor, OutputLengths, usable_prior
+from flyball_runtime.governor import Drafting, GhostCache, Governor, OutputLengths, Work, usable_prior, work_of
 from flyball_runtime.kv_cache import HostTier, KVCache
 from flyball_runtime.scheduler import (
     BatchPlan,
@@ -138,6 +138,7 @@ COMPILE_WAIT_S = 0.005
 
 class _InFlight(NamedTuple):
     step: Step
+    work: Work
     handle: Handle
     started_s: float
     predicted_s: float | None
@@ -281,11 +282,11 @@ class Engine:
             self._take_compiled()
         while len(self._in_flight) < self._max_in_flight and self._launch():
             pass
-        if not self._in_flight and (self._compiling or self._refused):
+        if self._in_flight:
+            return self._collect()
+        if self._compiling or self._refused:
             return self._wait_for_grammars()
-        if not self._in_flight:
-            raise RuntimeError(f"{len(self._sequences)} requests are unfinished, but the scheduler plans nothing")
-        return self._collect()
+        raise RuntimeError(f"{len(self._sequences)} requests are unfinished, but the scheduler plans nothing")
 
     def post_limits(self, update: LimitsUpdate) -> LimitsAck:
         ack = self._ledger.post(update)
@@ -300,7 +301,8 @@ class Engine:
         moved = self._ledger.tick()
         if not self._in_flight:
             self.scheduler.give_back()
-            self._fit_memory()
+            if self.kv_cache.size != self._num_blocks_there:
+                self._fit_memory()
         return self.limits() if moved else None
 
     def state(self) -> StepStats:
@@ -318,25 +320,22 @@ class Engine:
         if self._ghost is not None:
             for seq in step.admitted:
                 self._ghost.look_up(seq.block_hashes, seq.num_prompt_tokens, self.info.block_size)
-        predicted_s, after_idle = self._predict(step), self._idle
+        work, after_idle = work_of(step.plan), self._idle
+        predicted_s = self.governor.predict(work)
+        if predicted_s is not None and self._has_draft_model:
+            predicted_s += self.governor.drafting_s(_drafting(step))
         handle = self._executor.launch(step.plan)
-        self._in_flight.append(_InFlight(step, handle, started_s, predicted_s, after_idle))
+        self._in_flight.append(_InFlight(step, work, handle, started_s, predicted_s, after_idle))
         self._idle = False
-        self._fit_memory()  # the step may have moved blocks out of what is given back
+        if self.kv_cache.size != self._num_blocks_there:  # the step has moved blocks out of what is given back
+            self._fit_memory()
         return True
-
-    def _predict(self, step: Step) -> float | None:
-        seconds = self.governor.predict(step.plan)
-        if seconds is None or not self._has_draft_model:
-            return seconds
-        return seconds + self.governor.drafting_s(_drafting(step))
 
     def _fit_memory(self) -> None:
         """Have as much memory for KV blocks as the scheduler counts on."""
-        if self.kv_cache.size != self._num_blocks_there:
-            self._num_blocks_there = self.kv_cache.size
-            self._executor.resize(self._num_blocks_there)
-            self._num_disturbed = self._max_in_flight + 1
+        self._num_blocks_there = self.kv_cache.size
+        self._executor.resize(self._num_blocks_there)
+        self._num_disturbed = self._max_in_flight + 1
 
     def _wait_for_grammars(self) -> StepOutput:
         if not self._refused:
@@ -354,12 +353,15 @@ class Engine:
         step = oldest.step
         sampled = self._executor.collect(oldest.handle)
         self._num_cpu_threads = sampled.num_cpu_threads
-        spoiled = {entry for entry, vector in sampled.pooled.items() if vector is None}
+        spoiled: Collection[int] = ()
+        if sampled.pooled:
+            spoiled = {entry for entry, vector in sampled.pooled.items() if vector is None}
         if sampled.drafts:
             step.fill_drafts(sampled.drafts)
         ended = self.scheduler.commit(step, sampled.token_ids, spoiled, sampled.num_accepted, sampled.logprobs)
         endings = self._end_all(step, sampled, ended) if ended else []
-        endings += self._take_refused()
+        if self._refused:
+            endings += self._take_refused()
         request_ids, token_ids = _new_tokens(step)
         now_s = self._clock.now()
         self._learn(oldest, now_s - self._last_end_s - sampled.swapping_s, sampled.drafting_s)
@@ -388,7 +390,7 @@ class Engine:
         if self._num_disturbed:
             self._num_disturbed -= 1
         elif not done.after_idle and not done.step.num_moved_blocks:
-            self.governor.observe(done.step.plan, seconds - drafting_s)
+            self.governor.observe(done.work, seconds - drafting_s)
             if self._has_draft_model:
                 self.governor.observe_drafting(_drafting(done.step), drafting_s)
 
@@ -426,6 +428,7 @@ class Engine:
     def _stats(self, step: Step | None, duration_s: float, predicted_s: float | None = None) -> StepStats:
         scheduler, done = self.scheduler, step or _NO_STEP
         is_due = step is None or step.plan.number % MODEL_STEPS == 0
+        num_drafts = len(done.drafts)
         return StepStats(
             duration_s=duration_s,
             predicted_s=predicted_s,
@@ -435,10 +438,10 @@ class Engine:
             prefix_hits=self._ghost.curve() if is_due and self._ghost is not None else (),
             num_tokens=done.num_tokens,
             num_prefill_tokens=done.plan.num_prefill_tokens,
-            num_decodes=done.num_decodes + len(done.drafts),
-            num_drafts=len(done.drafts),
-            num_draft_tokens=sum(done.plan.num_drafts),
-            num_accepted_tokens=sum(done.num_accepted),
+            num_decodes=done.num_decodes + num_drafts,
+            num_drafts=num_drafts,
+            num_draft_tokens=sum(done.plan.num_drafts) if num_drafts else 0,
+            num_accepted_tokens=sum(done.num_accepted) if num_drafts else 0,
             num_swapped_out_blocks=len(done.swap_outs),
             num_swapped_in_blocks=len(done.swap_ins),
             num_host_hit_tokens=done.num_host_hit_tokens,

@@ -1,9 +1,9 @@
 """Learns how long steps take, from the steps that are taken."""
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from math import log, sqrt
 from statistics import median
 
 from msgspec import structs
@@ -70,15 +70,13 @@ class _Candidate:
         self._ratios: deque[float] = deque(maxlen=SHIFT_STEPS)
         self._last_distance = 0.0  # of the last ratio
 
-    def score(self, work: Work, seconds: float, *, well_known: bool, interrupted: bool) -> None:
-        """Compare a step with what this predicts. One that was interrupted says nothing about the error."""
-        if self.model is None:
-            return
-        ratio = seconds / max(_TINY_S, self.model.predict(*work))
-        distance = abs(math.log(ratio))
+    def score(self, seconds: float, predicted_s: float, well_known: bool, interrupted: bool) -> None:
+        """Compare a step with what this predicted. One that was interrupted says nothing about the error."""
+        ratio = seconds / predicted_s
+        distance = abs(log(ratio))
         if not interrupted:
-            self._num_scored += 1
-            self.error += (min(1.0, distance) - self.error) / min(64, self._num_scored + 4)
+            self._num_scored = num = self._num_scored + 1
+            self.error += ((distance if distance < 1.0 else 1.0) - self.error) / (num + 4 if num < 60 else 64)
         if well_known:
             self._ratios.append(ratio)
             self._last_distance = distance
@@ -88,8 +86,8 @@ class _Candidate:
         if self._last_distance < MIN_SHIFT or len(self._ratios) < SHIFT_STEPS:
             return 1.0
         shift = median(self._ratios)
-        noise = 1.25 * max(_spread(self._ratios) / shift, 1.25 * self.error) / math.sqrt(SHIFT_STEPS)
-        if abs(math.log(shift)) <= max(MIN_SHIFT, SHIFT_SIGMAS * noise):
+        noise = 1.25 * max(_spread(self._ratios) / shift, 1.25 * self.error) / sqrt(SHIFT_STEPS)
+        if abs(log(shift)) <= max(MIN_SHIFT, SHIFT_SIGMAS * noise):
             return 1.0
         return shift
 
@@ -163,19 +161,20 @@ class StepTimeLearner:
 
     def observe(self, work: Work, seconds: float) -> None:
         """Learn from one step. What no step can be (nothing computed, no time or an hour, NaN) is left out."""
-        if not (_TINY_S < seconds < _LONGEST_S) or not 0 <= min(work) <= max(work) < _LARGEST or not work.num_tokens:
+        if not (_TINY_S < seconds < _LONGEST_S) or not _is_possible(*work):
             return
         self.num_steps += 1
         expected_s = 0.0
         if (model := self._used.model) is not None:
-            expected_s = max(_TINY_S, model.predict(*work))
+            expected_s = _predicted_s(model, work)
             well_known = self._recursive.leverage(work, 1.0 / expected_s) <= KNOWN
-            if self._was_interrupted(seconds, expected_s, well_known):
-                self._score(work, seconds, well_known, interrupted=True)
+            was_interrupted = self._was_interrupted(seconds, expected_s, well_known)
+            self._score(work, seconds, expected_s, well_known, was_interrupted)
+            if was_interrupted:
                 self._store.add(work, seconds)  # which tells by itself what is out of line
                 self._fit_on()
                 return
-            seconds = self._judge(work, seconds, expected_s, well_known)
+            seconds = self._judge(seconds, expected_s, well_known)
         self._learn(work, seconds, expected_s)
         self._used = self._best()
 
@@ -183,16 +182,15 @@ class StepTimeLearner:
         """Note whether a step was so long that it must have been interrupted; return it if it may be left out."""
         factor = max(INTERRUPTED, 1.0 + INTERRUPTED_SIGMAS * self._sigma)
         is_long = well_known and self.num_steps >= SIGMA_STEPS and seconds > factor * expected_s
-        if len(self._extra_s) == KEPT_INTERRUPTIONS:
-            self._num_interrupted -= self._extra_s[0] > 0.0
-        self._extra_s.append(seconds - expected_s if is_long else 0.0)
+        if len(extra_s := self._extra_s) == KEPT_INTERRUPTIONS and extra_s[0] > 0.0:
+            self._num_interrupted -= 1
+        extra_s.append(seconds - expected_s if is_long else 0.0)
         self._num_interrupted += is_long
         return is_long and self.interrupted_share <= MOST_INTERRUPTED
 
-    def _judge(self, work: Work, seconds: float, expected_s: float, well_known: bool) -> float:
-        """Compare a step with what was predicted; return its time, or if it is an outlier the nearest likely one."""
+    def _judge(self, seconds: float, expected_s: float, well_known: bool) -> float:
+        """Note how far off the prediction was; return the step's time, or if it is an outlier the nearest likely one."""
         self._residuals.append(abs(seconds / expected_s - 1.0))
-        self._score(work, seconds, well_known, interrupted=False)
         if self.num_steps % SIGMA_STEPS == 0:
             self._sigma = MAD_TO_SIGMA * median(islice(reversed(self._residuals), 4 * SIGMA_STEPS))
         if not well_known or self.num_steps < SIGMA_STEPS:
@@ -200,13 +198,16 @@ class StepTimeLearner:
         likely = OUTLIER_SIGMAS * self._sigma
         return min(max(seconds, expected_s * (1.0 - likely)), expected_s * (1.0 + likely))
 
-    def _score(self, work: Work, seconds: float, well_known: bool, *, interrupted: bool) -> None:
-        self._prior.score(work, seconds, well_known=True, interrupted=interrupted)
-        self._linear.score(work, seconds, well_known=well_known, interrupted=interrupted)
-        self._fitted.score(work, seconds, well_known=well_known, interrupted=interrupted)
-        if self._prior.model is not None and (factor := self._prior.shift()) != 1.0:
-            self._prior.model = rescaled(self._prior.model, factor)
-            self._prior.forget_ratios()
+    def _score(self, work: Work, seconds: float, expected_s: float, well_known: bool, interrupted: bool) -> None:
+        """Compare a step with what each candidate predicts; the one in use predicts ``expected_s``."""
+        prior, used = self._prior, self._used
+        for one in (self._linear, self._fitted, prior):
+            if (model := one.model) is not None:
+                predicted_s = expected_s if one is used else _predicted_s(model, work)
+                one.score(seconds, predicted_s, well_known or one is prior, interrupted)
+        if prior.model is not None and (factor := prior.shift()) != 1.0:
+            prior.model = rescaled(prior.model, factor)
+            prior.forget_ratios()
         self._follow_shift()
 
     def _follow_shift(self) -> None:
@@ -219,7 +220,7 @@ class StepTimeLearner:
                 shifts.append(shift)
         if not shifts or len({one > 1.0 for one in shifts}) > 1:
             return
-        factor = min(shifts, key=lambda one: abs(math.log(one)))
+        factor = min(shifts, key=lambda one: abs(log(one)))
         self._recursive.rescale(factor)
         self._store.rescale(factor)
         self._refit = iter(())  # it was of the old speed
@@ -248,6 +249,22 @@ class StepTimeLearner:
             return linear
         best = prior if fitted.model is None or (prior.model is not None and prior.error <= fitted.error) else fitted
         return linear if linear.error < PREFERENCE * best.error else best
+
+
+def _is_possible(prefill: int, decodes: int, context: int, pairs: int) -> bool:
+    """Whether a step can compute so much."""
+    return (
+        0 <= prefill < _LARGEST
+        and 0 <= decodes < _LARGEST
+        and 0 <= context < _LARGEST
+        and 0 <= pairs < _LARGEST
+        and prefill + decodes > 0
+    )
+
+
+def _predicted_s(model: StepModel, work: Work) -> float:
+    seconds = model.predict(*work)
+    return seconds if seconds > _TINY_S else _TINY_S
 
 
 def _spread(ratios: deque[float]) -> float:

@@ -71,10 +71,10 @@ class Governor:
         """Learned from."""
         return self._learner.num_steps
 
-    def observe(self, step: Planned, seconds: float) -> None:
+    def observe(self, work: Work, seconds: float) -> None:
         """Learn from a step. The caller leaves out those that took their time for another reason than their work."""
-        work = work_of(step)
-        self._largest_chunk = max(self._largest_chunk, work.prefill_tokens)
+        if work.prefill_tokens > self._largest_chunk:
+            self._largest_chunk = work.prefill_tokens
         self._learner.observe(work, seconds)
 
     def observe_drafting(self, drafting: Drafting, seconds: float) -> None:
@@ -92,10 +92,10 @@ class Governor:
         num_pairs = (end - start) * (start + end + 1) // 2
         return model.token_s * (end - start) + model.attention_pair_s * num_pairs
 
-    def predict(self, step: Planned) -> float | None:
+    def predict(self, work: Work) -> float | None:
         """Return the seconds that a step is expected to take, None before anything is known. Drafting comes on top."""
         model = self._learner.coefficients
-        return None if model is None else model.predict(*work_of(step))
+        return None if model is None else model.predict(*work)
 
     def drafting_s(self, drafting: Drafting) -> float:
         """Return the seconds that drafting is expected to add to a step; 0.0 without a draft model, or if nothing is known."""

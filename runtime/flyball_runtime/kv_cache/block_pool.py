@@ -114,6 +114,11 @@ class BlockPool:
         return self._ceiling - self.num_used
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no more blocks are in use than the capacity allows, and there is memory for as many as that."""
+        return self.size == self.capacity == self._ceiling
+
+    @property
     def has_surplus(self) -> bool:
         """Whether there is memory that a lowered capacity, now drained, gives up."""
         return self.size > self.capacity == self._ceiling

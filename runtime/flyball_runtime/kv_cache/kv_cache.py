@@ -207,6 +207,11 @@ class KVCache:
         return self._pool.size
 
     @property
+    def is_settled(self) -> bool:
+        """Whether what is in use fits the capacity, and there is memory for no more than that."""
+        return self._pool.is_settled
+
+    @property
     def has_surplus(self) -> bool:
         """Whether ``compact`` can give memory back."""
         return self._pool.has_surplus

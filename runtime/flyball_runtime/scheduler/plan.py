@@ -126,7 +126,10 @@ class BatchPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_decodes - len(self.num_drafts) - sum(self.num_drafts)
+        num_prefill_tokens = self.num_tokens - self.num_decodes
+        if self.num_drafts:
+            num_prefill_tokens -= len(self.num_drafts) + sum(self.num_drafts)
+        return num_prefill_tokens
 
 
 class BlockedBy(StrEnum):
@@ -233,7 +236,7 @@ class Step(Struct):
 
     @property
     def num_prefix_hit_tokens(self) -> int:
-        return sum(self.num_cached_tokens.values())
+        return sum(self.num_cached_tokens.values()) if self.num_cached_tokens else 0
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -358,6 +361,8 @@ class Step(Struct):
         Returns:
             What ``Scheduler.commit`` does, and where tokens were computed that fill blocks.
         """
+        if len(self.sequences) == self.num_decodes and not self.num_beams:
+            return self._take_decodes(list(sampled_token_ids))
         tokens = iter(sampled_token_ids)
         endings, filled = self._take_decodes(list(islice(tokens, self.num_decodes - self.num_beams)))
         if self.num_beams:
@@ -389,9 +394,11 @@ class Step(Struct):
             if token in seq.stop_token_ids:
                 endings.append((seq, "stop"))
         self.got_tokens += decodes
-        ended = {seq for seq, _ in endings}
-        endings += [(seq, "length") for seq in self.last if seq.row is not None and seq not in ended]
-        endings.sort(key=lambda one: one[0].epoch)
+        if self.last:
+            ended = {seq for seq, _ in endings}
+            endings += [(seq, "length") for seq in self.last if seq.row is not None and seq not in ended]
+        if len(endings) > 1:
+            endings.sort(key=lambda one: one[0].epoch)
         return endings, filled
 
     def _take_beams(

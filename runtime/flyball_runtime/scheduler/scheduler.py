@@ -148,8 +148,7 @@ class Scheduler:
         Of the KV cache that is the blocks in use, and once those fit the target, the memory that is still to be given back.
         """
         target, num_running, kv = self._limits, len(self._running), self._kv
-        lowest = min(target.max_num_seqs, target.max_num_batched_tokens)
-        if num_running <= lowest and kv.num_used_blocks <= kv.capacity == kv.size:
+        if num_running <= self._most_running and kv.is_settled:
             return target
         num_blocks = kv.num_used_blocks if kv.num_used_blocks > kv.capacity else kv.size
         return Limits(
@@ -171,6 +170,7 @@ class Scheduler:
         if reasons:
             raise ValueError(" ".join(reasons))
         self._limits = limits
+        self._most_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._outlook.set_step_time_target(limits.step_time_target_ms)
         self._kv.resize(round(limits.kv_cache_fraction * self._kv.num_blocks), kv_deadline_s)
 
@@ -187,7 +187,7 @@ class Scheduler:
 
         Call it before memory is given back while no step is in flight.
         """
-        if self._kv.has_surplus and not self._running:
+        if not self._running and self._kv.has_surplus:
             self._last_look_up = None
             self._kv.evict_surplus()
         self._kv.lose_memory()
@@ -242,9 +242,10 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens - step.num_tokens
         if self._beams.searches:
             budget -= self._beams.join(step, budget, self._limits.max_num_batched_tokens)
-        if self._policy in (edf, srpf):
-            prefills.sort(key=lambda seq: (seq.is_late, order_of(seq)))
-        budget -= self._add_chunks(step, prefills, budget)
+        if prefills:
+            if self._policy in (edf, srpf):
+                prefills.sort(key=lambda seq: (seq.is_late, order_of(seq)))
+            budget -= self._add_chunks(step, prefills, budget)
         while prefills and not step.sequences and not self._in_flight:
             self._make_room(step, prefills)
             budget -= self._add_chunks(step, prefills, budget)
@@ -252,7 +253,8 @@ class Scheduler:
             budget -= self._beams.join(step, budget, self._limits.max_num_batched_tokens)
         if self._kv.has_surplus:
             self._compact(step)
-        step.blocked_by = self._admit(step, budget, now_s)
+        if self.num_waiting:
+            step.blocked_by = self._admit(step, budget, now_s)
         if not step.sequences:
             return None
         if self._drafter is not None and not self._in_flight and not step.preempted:
@@ -307,7 +309,8 @@ class Scheduler:
                 for one in self._running_of(seq):
                     self._kv.forget(one)
                 self._end(seq)
-        self._kv.register(filled)
+        if filled:
+            self._kv.register(filled)
         if self._kv.slides:
             self._slide(step)
         for seq, ending in endings:
@@ -332,13 +335,16 @@ class Scheduler:
         preempted: list[Sequence] = []
         self._outlook.calm_down()
         step, growing = self._all_decodes()
-        while len(growing) * self._kv.num_groups > self._kv.num_growable_blocks or self._kv.is_overdue(now_s):
+        while self._kv.is_overdue(now_s) or (
+            growing and len(growing) * self._kv.num_groups > self._kv.num_growable_blocks
+        ):
             if self._in_flight:
                 return None
             preempted.append(self._preempt())
             step, growing = self._all_decodes()
         if preempted:
             self._outlook.preempted(len(self._running))
+            step.preempted = preempted
         if step.num_beams:
             self._beams.go_on(step)
         self._seats.at_edge.clear()
@@ -349,14 +355,15 @@ class Scheduler:
                 for seq in growing
                 for group, table in enumerate(seq.block_tables)
             ]
-        step.preempted = preempted
         return step, self._seats.prefills.copy()
 
     def _all_decodes(self) -> tuple[Step, list[Sequence]]:
         """Return a step of all decodes, and those among them whose blocks are full."""
         block_size, decodes = self._kv.block_size, self._seats.decodes.copy()
-        at_edge = sorted(self._seats.at_edge, key=epoch_of)
-        growing = [seq for seq in at_edge if seq.num_computed_tokens == len(seq.block_tables[0]) * block_size]
+        growing: list[Sequence] = []
+        if self._seats.at_edge:
+            at_edge = sorted(self._seats.at_edge, key=epoch_of)
+            growing = [seq for seq in at_edge if seq.num_computed_tokens == len(seq.block_tables[0]) * block_size]
         num_beams = 0
         if self._beams.searches:
             decodes, num_beams = plain_first(decodes)

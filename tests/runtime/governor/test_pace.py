@@ -177,9 +177,9 @@ def test_a_long_context_makes_chunks_shorter():
 def test_before_anything_is_known_chunks_grow_with_what_was_seen():
     paced = governor(50.0, model=None)
     step = Step(4, 4, 400)
-    assert (paced.predict(step), paced.chunk(step, 0, 2048)) == (None, FIRST_CHUNK)
-    paced.observe(Step(304, 4, 400, 45_000), 0.02)
-    assert paced.predict(step) is not None
+    assert (paced.predict(work_of(step)), paced.chunk(step, 0, 2048)) == (None, FIRST_CHUNK)
+    paced.observe(work_of(Step(304, 4, 400, 45_000)), 0.02)
+    assert paced.predict(work_of(step)) is not None
     paced.target_s = 1e6
     assert paced.chunk(step, 0, 2048) == 600 // 16 * 16
 
@@ -198,7 +198,7 @@ def test_admission_asks_for_no_longer_a_chunk_than_any_prompt_was():
     learned = StepModel(base_s=0.0014, token_s=3e-5, context_token_s=2.5e-7, attention_pair_s=3e-5)
     paced = governor(5.0, learned)
     assert not paced.fits(3, 300)
-    paced.observe(Step(6, 0, 0, 21), 0.002)
+    paced.observe(work_of(Step(6, 0, 0, 21)), 0.002)
     assert paced.fits(3, 300)
 
 
@@ -217,11 +217,10 @@ def test_a_first_token_is_as_far_away_as_the_steps_before_it_take():
 def test_what_it_learns_is_what_steps_took():
     paced, rng = Governor(), Random(1)
     for work in mixed(rng, 400):
-        step = Step(work.num_tokens, work.decodes, work.context_tokens, work.attention_pairs)
-        paced.observe(step, took(rng, LINEAR, work, 0.02))
+        paced.observe(work, took(rng, LINEAR, work, 0.02))
     assert paced.num_steps == 400 and paced.model is not None and paced.model.settled
     step = Step(140, 40, 40_000, 5050)
-    assert paced.predict(step) == pytest.approx(LINEAR.predict(*work_of(step)), rel=0.05)
+    assert paced.predict(work_of(step)) == pytest.approx(LINEAR.predict(*work_of(step)), rel=0.05)
 
 
 LIMITS = Limits(max_num_seqs=8, kv_cache_fraction=0.5, max_num_batched_tokens=64)
@@ -270,7 +269,9 @@ def test_a_decode_with_drafts_costs_what_the_step_that_verifies_them_does():
     """It is computed as a chunk of a prompt is, of which it sees all tokens before."""
     made = governor(None, LINEAR)
     planned = Step(8 + 5, 7, 7 * 101, prefill_work=6 * 101)
-    assert made.tokens_per_s(Step(8, 8, 8 * 101), 1, 5, 2.0) == pytest.approx(10 / (made.predict(planned) or 0.0))
+    assert made.tokens_per_s(Step(8, 8, 8 * 101), 1, 5, 2.0) == pytest.approx(
+        10 / (made.predict(work_of(planned)) or 0.0)
+    )
 
 
 def test_tokens_a_second_are_unknown_at_first():
@@ -285,7 +286,7 @@ def test_tokens_a_second_of_any_model(model: StepModel, decodes: int, start: int
     made, step = governor(None, model), Step(decodes, decodes, decodes * (start + 1))
     rate = made.tokens_per_s(step, num_drafted, 4 * num_drafted, 2.0)
     assert rate is None or rate > 0.0
-    assert made.predict(step) or made.tokens_per_s(step, 0, 0, 0.0) is None
+    assert made.predict(work_of(step)) or made.tokens_per_s(step, 0, 0, 0.0) is None
 
 
 def drafting(target_ms: float | None = None, pass_s: float = 0.0055) -> Governor:

@@ -585,6 +585,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(last_step >= self.in_flight[0][0].plan.number for last_step, _ in leaving), "nobody touches them"
         assert counts.free + counts.used + counts.cached == counts.total == self.kv.num_blocks
         assert counts.used == len(owners)
+        assert self.kv.is_settled == (counts.used <= counts.capacity == self.kv.size)
         for block in range(self.kv.num_blocks):
             assert self.kv.num_refs(block) == owners[block]
         for seq in self.running():
