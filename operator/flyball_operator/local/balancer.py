@@ -40,6 +40,10 @@ BODY_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 ACCEPTED_AT_ONCE = 16
 BACKLOG = 1024
+RECEIVE_BUFFER_BYTES = 32 * 1024
+"""Of a connection to a replica. Streams that came faster than their clients read wait there and at the replica: 256 KiB of
+small events, what asyncio takes from a connection at once, would hold all other streams up while they are parsed.
+"""
 
 _HOP_BY_HOP = frozenset(
     name.lower()
@@ -81,7 +85,7 @@ class Balancer:
 
     async def start(self, listener: socket.socket) -> None:
         # A connection per request: on loopback it costs little, and no request meets one that a replica has just closed.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket_to_replica)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         self._session = aiohttp.ClientSession(
             connector=connector,
@@ -202,6 +206,13 @@ class Balancer:
             f"no replica is ready: {listed}. Retry after {RETRY_AFTER_S} s.",
             retry=True,
         )
+
+
+def _socket_to_replica(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+    return made
 
 
 async def _answer(request: web.Request, upstream: aiohttp.ClientResponse, replica: Replica) -> web.StreamResponse:
