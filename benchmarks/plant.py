@@ -17,7 +17,7 @@ compared has a part in the fit.
 The machine may get slower or faster meanwhile. How fast it was in a turn is told by the parts before and behind it: what their
 steps took, as a multiple of what the plant says of them.
 
-Takes about ten minutes, on a machine that does nothing else. Writes results/plant.json.
+Takes ten to twenty minutes, on a machine that does nothing else. Writes results/plant.json.
 """
 
 import argparse
@@ -60,6 +60,8 @@ TARGET = 0.10
 """The simulator is to be this near, as a share of the measured value."""
 LEARN = {1: 3, 2: 4, 4: 8, 8: 12, 16: 16, 32: 24}
 """How many requests a part of the load to learn from has, by how many are under way at once."""
+REQUESTS_A_TURN = 10
+"""Each turn of a load lasts until so many requests are to be expected: a 95th percentile of a few says nothing."""
 NUM_SIMULATIONS = 5
 """Runs of the simulator that are taken together: they differ by the noise of the steps only."""
 
@@ -230,11 +232,11 @@ percentile is that of the steps with a prompt, or of those without, which are fa
 
 
 def arrivals(load: Load, plant: Plant, seconds: float, rng: random.Random) -> list[Arrival]:
-    """Draw a load by what the plant says that a request costs among others."""
+    """Draw a load of at least so many seconds by what the plant says that a request costs among others."""
     tokens, outputs = load.input_len, load.output_len
     cost_s = plant.seconds(tokens, 0, 0, tokens * tokens // 2) + outputs * plant.seconds(0, 8, 8 * tokens, 0) / 8
     at_s, drawn = 0.0, []
-    while at_s < seconds:
+    while at_s < max(seconds, REQUESTS_A_TURN * cost_s / load.share):
         num_tokens, num_outputs = (max(4, int(mean * rng.lognormvariate(0.0, 0.5))) for mean in (tokens, outputs))
         drawn.append(Arrival(at_s, min(num_tokens, 3500), min(num_outputs, 500)))
         at_s += rng.gammavariate(load.shape, cost_s / load.share / load.shape)
@@ -370,7 +372,7 @@ def compare(turns: Sequence[Turn], plant: Plant, noise: float) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn of a load to compare")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn of a load to compare, at least")
     parser.add_argument("--rounds", type=int, default=4, help="in which each load has its turn")
     parser.add_argument("--seed", type=int, default=1, help="of lengths, times and tokens")
     parser.add_argument("--folder", type=Path, default=Path("out/checkpoints"))
