@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -164,11 +165,16 @@ def test_every_variant_that_this_cpu_runs_computes_the_same(tmp_path):
     names = [variant.name for variant in variants_of(machine) if variant.cpu_flags <= cpu_flags]
     tests = [f"{Path(__file__).parent}/test_{op}.py" for op in ("linear", "paged_attention", "rms_norm", "sampling")]
     assert names
-    for file in build.build_variants(names, tmp_path):
+
+    def passes(name: str) -> None:
+        (file,) = build.build_variants([name], tmp_path / name)
         environment = {**os.environ, library.PREBUILT_VARIABLE: str(file)}
         command = [sys.executable, "-m", "pytest", "-q", "-k", "not triton", *tests]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout
+        assert result.returncode == 0, f"{name}:\n{result.stdout}"
+
+    with ThreadPoolExecutor(2) as pool:  # compilers take minutes, and this is often the last test that runs
+        list(pool.map(passes, names))
 
 
 # whose linear layers run
