@@ -375,7 +375,7 @@ async def until_met(screen: Screen, tally: Tally, objective_ms: int) -> None:
         num, num_within = gaps_within(screen.snapshot, objective_ms)
         is_met = num >= ENOUGH_GAPS and num_within >= (1 - BUDGET) * num
         within = f"{num_within / max(1, num):.1%} of {num} gaps"
-        tally.objective = f"{within} are within the objective of {objective_ms} ms"
+        tally.objective = f"As the replicas count, {within} are within the objective of {objective_ms} ms"
         tally.objective += f": met after {after_s:.0f} s" if is_met else f": not met in {after_s:.0f} s"
         screen.phase = f"{asked}: {within} since then are shorter" if num else asked
         if is_met and after_s >= SHOW_S:
@@ -390,7 +390,7 @@ def story(phases: list[Phase]) -> Iterator[str]:
         "Tuning limits how long a step takes, so the pieces are smaller, and long prompts wait a little longer.",
     )
     for phase, cause in zip(phases, causes, strict=False):
-        seen = f"{phase.itl_ms:.1f} ms between tokens, {phase.ttft_ms:.0f} ms to the first one (p95)"
+        seen = f"{phase.itl_ms:.1f} ms between tokens, {phase.ttft_ms:.0f} ms to the first one (p95, at the clients)"
         yield f"  {phase.name}: {seen}. {cause}"
 
 

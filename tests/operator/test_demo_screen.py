@@ -81,6 +81,8 @@ def test_a_phase_is_of_what_the_clients_saw_in_it(demo: ModuleType) -> None:
         tally.ttft_s += [10 * gap_s] * 20
         tally.end(name)
     calm, busy, paced = demo.story(tally.phases)
-    assert calm.startswith("  calm: 6.0 ms between tokens, 60 ms to the first one (p95). A step computes")
+    assert calm.startswith(
+        "  calm: 6.0 ms between tokens, 60 ms to the first one (p95, at the clients). A step computes"
+    )
     assert "30.0 ms" in busy and "long prompts" in busy
     assert "10.0 ms" in paced and "Tuning limits" in paced
