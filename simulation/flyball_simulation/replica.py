@@ -189,8 +189,7 @@ class Replica:
         stats = output.stats
         self.num_preemptions += stats.num_preemptions
         self.num_recomputed_tokens += stats.num_recomputed_tokens
-        if (num_running := stats.num_running + len(output.endings)) > self.most_running:
-            self.most_running = num_running
+        self.most_running = max(self.most_running, stats.num_running + len(output.endings))
         self._note_tokens(output)
         if self._measured:
             self.measurements.step(stats)
@@ -204,8 +203,7 @@ class Replica:
         """Note what the gaps of each flight follow from: which steps gave it tokens."""
         self._ends_s.append(self.end_s)
         request_ids, stats = output.request_ids, output.stats
-        if len(request_ids) > stats.num_decodes:
-            self._note_firsts(request_ids[stats.num_decodes :])
+        self._note_firsts(request_ids[stats.num_decodes :])
         if len(request_ids) == self._num_streaming and not self._some_away and not stats.num_preemptions:
             return  # as most steps are: each flight that has a token got one more
         self._note_firsts(request_ids)  # one that had a single token left to compute is among the decodes

@@ -3,6 +3,7 @@
 import heapq
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -107,7 +108,7 @@ class World:
         self._num_bad = 0
         self._max_bad = len(workload) if max_bad is None else max_bad
         self._prefix_caching = any(one.hash_ids for one in workload)
-        self._events: list[tuple[float, int, Event | Replica]] = []  # a replica: its step ends
+        self._events: list[tuple[float, int, Event]] = []
         self._order = count()
         self._num_left = len(workload)
         self._num_served = [0] * setup.replicas
@@ -132,10 +133,7 @@ class World:
         events = self._events
         while self._num_left > 0 and self._num_bad <= self._max_bad:
             at_s, _, event = heapq.heappop(events)
-            if isinstance(event, Replica):
-                self._end_step(event, at_s)
-            else:
-                event(at_s)
+            event(at_s)
 
     def result(self, label: str, duration_s: float, elapsed_s: float) -> Result:
         setup, replicas = self.setup, [*self._gone, *(one for one in self.replicas if one is not None)]
@@ -255,7 +253,7 @@ class World:
     def _step(self, replica: Replica, now_s: float) -> None:
         replica.begin(now_s)
         if replica.busy:
-            heapq.heappush(self._events, (replica.end_s, next(self._order), replica))
+            self._at(replica.end_s, partial(self._end_step, replica))
 
     def _end_step(self, replica: Replica, now_s: float) -> None:
         if replica.busy:  # else it was killed within the step

@@ -146,12 +146,11 @@ class Measurements:
         self.step_model = stats.step_model or self.step_model
         self.lengths = stats.lengths or self.lengths
         self.prefix_hits = stats.prefix_hits or self.prefix_hits
-        num_tokens = stats.num_tokens
-        if num_tokens or stats.blocked_by != "none":
+        if stats.num_tokens or stats.blocked_by != "none":
             count(now, (BLOCKED_STEPS, stats.blocked_by))
-        if num_tokens:
+        if stats.num_tokens:
             self.step_time.add_one(now, stats.duration_s)
-            self.step_tokens.add_one(now, num_tokens)
+            self.step_tokens.add_one(now, stats.num_tokens)
             if stats.predicted_s is not None:
                 self.predicted_step_time.add_one(now, stats.predicted_s)
         rare = _RARE(stats)
@@ -180,7 +179,7 @@ class Measurements:
             self.counts.add(now, PROMPT_TOKENS, num_prompt_tokens)
             if counter is not None:
                 counter.first_tokens(now, waits)
-        self.itl.add(now, gaps * count if count > 1 else gaps)
+        self.itl.add(now, gaps * count)
         if counter is not None and counter.gaps(now, gaps, count):
             _note_gaps_over(requests, firsts, gaps, count, counter.objectives)
         self.counts.add(now, GENERATION_TOKENS, len(requests) * count)

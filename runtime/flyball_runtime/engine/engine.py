@@ -301,8 +301,7 @@ class Engine:
         moved = self._ledger.tick()
         if not self._in_flight:
             self.scheduler.give_back()
-            if self.kv_cache.size != self._num_blocks_there:
-                self._fit_memory()
+            self._fit_memory()
         return self.limits() if moved else None
 
     def state(self) -> StepStats:
@@ -327,15 +326,15 @@ class Engine:
         handle = self._executor.launch(step.plan)
         self._in_flight.append(_InFlight(step, work, handle, started_s, predicted_s, after_idle))
         self._idle = False
-        if self.kv_cache.size != self._num_blocks_there:  # the step has moved blocks out of what is given back
-            self._fit_memory()
+        self._fit_memory()  # the step may have moved blocks out of what is given back
         return True
 
     def _fit_memory(self) -> None:
         """Have as much memory for KV blocks as the scheduler counts on."""
-        self._num_blocks_there = self.kv_cache.size
-        self._executor.resize(self._num_blocks_there)
-        self._num_disturbed = self._max_in_flight + 1
+        if self.kv_cache.size != self._num_blocks_there:
+            self._num_blocks_there = self.kv_cache.size
+            self._executor.resize(self._num_blocks_there)
+            self._num_disturbed = self._max_in_flight + 1
 
     def _wait_for_grammars(self) -> StepOutput:
         if not self._refused:

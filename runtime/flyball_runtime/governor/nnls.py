@@ -50,7 +50,7 @@ def nnls_each(grams: Array, moments: Array) -> Array:
 
 def inverse(gram: Array) -> Array:
     """Return the inverse of a positive semidefinite matrix without a 0 on its diagonal; see ``_RIDGE``."""
-    size = np.sqrt(gram.diagonal())
+    size = np.sqrt(np.diagonal(gram))
     outer = size[:, None] * size
     unit = gram / outer
     unit.flat[:: len(size) + 1] += _RIDGE

@@ -73,8 +73,7 @@ class Governor:
 
     def observe(self, work: Work, seconds: float) -> None:
         """Learn from a step. The caller leaves out those that took their time for another reason than their work."""
-        if work.prefill_tokens > self._largest_chunk:
-            self._largest_chunk = work.prefill_tokens
+        self._largest_chunk = max(self._largest_chunk, work.prefill_tokens)
         self._learner.observe(work, seconds)
 
     def observe_drafting(self, drafting: Drafting, seconds: float) -> None:

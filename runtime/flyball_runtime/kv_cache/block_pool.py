@@ -115,7 +115,7 @@ class BlockPool:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no more blocks are in use than the capacity allows, and there is memory for as many as that."""
+        """Whether no more blocks are in use than the capacity allows, and there is memory for no more than that."""
         return self.size == self.capacity == self._ceiling
 
     @property

@@ -147,8 +147,7 @@ class Outlook:
 
     def calm_down(self) -> None:
         """Give up some of that caution: a step goes by."""
-        if self._caution:
-            self._caution -= -(-self._caution // CAUTION_STEPS)
+        self._caution -= -(-self._caution // CAUTION_STEPS)
 
     def has_time_for(self, seq: Sequence, step: Step, running: Collection[Sequence]) -> bool:
         """Tell whether decodes will stay within the step-time target if this sequence is one of them."""
