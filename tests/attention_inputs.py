@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from flyball_kernels import kv_cache
+from flyball_kernels import Backend, kv_cache
+
+PLAIN = Backend("torch")
 
 
 def attention_inputs(
@@ -42,3 +44,14 @@ def attention_inputs(
         "cu_query_lens": cu_query_lens,
         "context_lens": torch.tensor(context_lens, dtype=torch.int32),
     }
+
+
+def ordered_for(backend: Backend, inputs: dict[str, Tensor], *, before: Backend = PLAIN) -> dict[str, Tensor]:
+    """Return the tensors with caches in the order of a backend; ``before``: whose order they have."""
+    caches = {
+        name: kv_cache.reordered(inputs[name], order, to)
+        for name, order, to in zip(
+            ("k_cache", "v_cache"), kv_cache.orders(before), kv_cache.orders(backend), strict=True
+        )
+    }
+    return inputs | caches

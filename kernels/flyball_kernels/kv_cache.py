@@ -2,9 +2,15 @@
 
 A cache of the model's dtype is ``[num_blocks, block_size, num_kv_heads, head_dim]``. One of 8 bits (int8, or float8_e4m3fn) is
 ``[num_blocks, block_size, num_kv_heads, head_dim + SCALE_BYTES]``, which counts bytes: a block has the numbers of its
-vectors first, ``[block_size, num_kv_heads, head_dim]``, and then their fp32 scales, ``[num_kv_heads, block_size]``. So vectors
-are aligned as without scales, the scales of a head lie together, and a block that is copied as bytes is whole.
+vectors first, and then their fp32 scales, ``[num_kv_heads, block_size]``. So vectors are aligned as without scales, the scales
+of a head lie together, and a block that is copied as bytes is whole.
+
+In which order a block has its numbers depends on the backend (see ``Order``). The C++ ops have those of a head together, as
+they read them: a head's keys are ``[head_dim, block_size]``, so that a vector register takes one feature of as many tokens;
+in bf16 ``[head_dim / 2, block_size, 2]``, because the bf16 dot product takes pairs of features (if head_dim is even).
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +19,9 @@ from flyball_kernels.backend import Backend
 from flyball_kernels.linear.reference import round_rows, round_to_float8
 
 SCALE_BYTES = 4
+
+Order = Literal["plain", "keys", "values"]
+"""Of a block's numbers. ``plain`` is ``[block_size, num_kv_heads, head_dim]``, the others are the C++ ops' keys and values."""
 
 ROUNDINGS = {torch.int8: round_rows, torch.float8_e4m3fn: round_to_float8}
 """How vectors become numbers of 8 bits and a scale, by dtype of the cache."""
@@ -46,26 +55,39 @@ def check_rounded(cache: Tensor, backend: Backend) -> None:
         raise ValueError(f"a KV cache of {cache.dtype} is for the triton and torch backends; this is cpp. Use int8.")
 
 
-def write(cache: Tensor, slots: Tensor, vectors: Tensor) -> None:
+def orders(backend: Backend) -> tuple[Order, Order]:
+    """Return the order of a backend's keys, and of its values."""
+    return ("keys", "values") if backend.name == "cpp" else ("plain", "plain")
+
+
+def write(cache: Tensor, slots: Tensor, vectors: Tensor, order: Order = "plain") -> None:
     """Store ``[num_tokens, num_kv_heads, head_dim]`` in slots of the cache; one of 8 bits: rounded as in ``ROUNDINGS``."""
     block_size = cache.shape[1]
     blocks, offsets = slots // block_size, slots % block_size
-    if not is_rounded(cache):
-        cache[blocks, offsets] = vectors
+    numbers, scales = _parts(cache, order)
+    if scales is None:
+        numbers[blocks, offsets] = vectors.unflatten(-1, numbers.shape[3:])
         return
-    values, scales = _parts(cache)
     rounded = ROUNDINGS[cache.dtype](vectors.flatten(0, 1))
-    values[blocks, offsets] = rounded.values.view(torch.int8).view(vectors.shape)
+    numbers[blocks, offsets] = rounded.values.view(torch.int8).view(len(slots), *numbers.shape[2:])
     scales[blocks, :, offsets] = rounded.scales.view(*vectors.shape[:2], 1).view(torch.int8)
 
 
+def reordered(cache: Tensor, order: Order, to: Order) -> Tensor:
+    """Return a copy whose numbers are in another order."""
+    out = cache.clone()
+    (numbers, _), (moved, _) = _parts(cache, order), _parts(out, to)
+    moved.copy_(numbers.flatten(3).unflatten(3, moved.shape[3:]))
+    return out
+
+
 def read(cache: Tensor) -> Tensor:
-    """Return all vectors, ``[num_blocks, block_size, num_kv_heads, head_dim]`` fp32."""
-    if not is_rounded(cache):
-        return cache.float()
-    values, scale_bytes = _parts(cache)
-    scales = scale_bytes.clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return values.view(cache.dtype).float() * scales.transpose(1, 2)
+    """Return all vectors of a cache in plain order, ``[num_blocks, block_size, num_kv_heads, head_dim]`` fp32."""
+    numbers, scales = _parts(cache, "plain")
+    if scales is None:
+        return numbers.float()
+    units = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return numbers.view(cache.dtype).float() * units.transpose(1, 2)
 
 
 def rounded(cache: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
@@ -92,16 +114,21 @@ def rounded_types(numbers: str) -> dict[str, str]:
     return of_cache | dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
 
 
-def _parts(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bytes of a cache of 8 bits: its numbers, and ``[num_blocks, num_kv_heads, block_size, 4]`` of scales."""
+def _parts(cache: Tensor, order: Order) -> tuple[Tensor, Tensor | None]:
+    """Return views of a cache: its numbers, ``[num_blocks, block_size, num_kv_heads, ...]`` with one or two dimensions for
+    the features, and the bytes of its scales, ``[num_blocks, num_kv_heads, block_size, 4]``, if it has some.
+    """
     num_blocks, block_size, num_kv_heads, _ = cache.shape
-    head_dim = head_dim_of(cache)
-    values, scales = (
-        cache.view(torch.int8)
-        .view(num_blocks, -1)
-        .split([block_size * num_kv_heads * head_dim, block_size * num_kv_heads * SCALE_BYTES], dim=1)
-    )
-    return (
-        values.view(num_blocks, block_size, num_kv_heads, head_dim),
-        scales.view(num_blocks, num_kv_heads, block_size, SCALE_BYTES),
-    )
+    head_dim, scales = head_dim_of(cache), None
+    numbers = cache.view(num_blocks, -1)
+    if is_rounded(cache):
+        sizes = [block_size * num_kv_heads * head_dim, block_size * num_kv_heads * SCALE_BYTES]
+        numbers, scales = numbers.view(torch.int8).split(sizes, dim=1)
+        scales = scales.view(num_blocks, num_kv_heads, block_size, SCALE_BYTES)
+    if order == "plain":
+        return numbers.view(num_blocks, block_size, num_kv_heads, head_dim), scales
+    if order == "values":
+        return numbers.view(num_blocks, num_kv_heads, block_size, head_dim).transpose(1, 2), scales
+    if cache.dtype == torch.bfloat16 and head_dim % 2 == 0:
+        return numbers.view(num_blocks, num_kv_heads, head_dim // 2, block_size, 2).permute(0, 3, 1, 2, 4), scales
+    return numbers.view(num_blocks, num_kv_heads, head_dim, block_size).permute(0, 3, 1, 2), scales

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_inputs import attention_inputs
+from attention_inputs import attention_inputs, ordered_for
 from flyball_kernels import Backend, DecoderLayer, Int4Linear, Int8Linear, PackedLinear, kv_cache
 from flyball_kernels.decoder_layer import reference
 from kernel_checks import CPP
@@ -73,7 +73,10 @@ def step(
     num_kv_heads: int = 2,
     kv_dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Return the tensors of one call: tokens go where their block tables say, in a cache with what came before them."""
+    """Return the tensors of one call: tokens go where their block tables say, in a cache with what came before them.
+
+    The caches are in the order of the C++ ops.
+    """
     query_lens, context_lens = BATCHES[batch]
     given = attention_inputs(
         query_lens, context_lens, head_dim=head_dim, num_kv_heads=num_kv_heads, dtype=dtype, kv_dtype=kv_dtype
@@ -85,7 +88,7 @@ def step(
     for name in ("k_cache", "v_cache"):  # what the op has to write
         kv_cache.write(given[name], slots, torch.full((len(slots), num_kv_heads, head_dim), torch.nan, dtype=dtype))
     x, residual = (torch.randn(sum(query_lens), hidden).to(dtype) for _ in range(2))
-    return {**given, "x": x, "residual": residual, "positions": positions, "slot_mapping": slots}
+    return {**ordered_for(CPP, given), "x": x, "residual": residual, "positions": positions, "slot_mapping": slots}
 
 
 def angles(head_dim: int = 32, rotary_dim: int | None = None) -> Tensor:
@@ -164,7 +167,7 @@ def test_equals_torch(batch):
     settings = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
     given = step(batch, torch.float32)
     expected = reference.decoder_layer(
-        **copied(given), **with_linears(weights, "plain", TORCH), **settings, backend=TORCH
+        **ordered_for(TORCH, given, before=CPP), **with_linears(weights, "plain", TORCH), **settings, backend=TORCH
     )
     actual = DecoderLayer(**with_linears(weights, "plain", CPP), **settings)(**copied(given))
     for one, other in zip(actual, expected, strict=True):
@@ -259,6 +262,6 @@ def test_equals_torch_in_bf16():
     settings = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
     out, _ = DecoderLayer(**with_linears(weights, "plain", CPP), **settings)(**copied(given))
     expected, _ = reference.decoder_layer(
-        **copied(given), **with_linears(weights, "plain", TORCH), **settings, backend=TORCH
+        **ordered_for(TORCH, given, before=CPP), **with_linears(weights, "plain", TORCH), **settings, backend=TORCH
     )
     torch.testing.assert_close(out, expected, rtol=2**-5, atol=2**-5)

@@ -1,5 +1,6 @@
 import math
 import platform
+import random
 from functools import partial
 from pathlib import Path
 
@@ -7,12 +8,17 @@ import pytest
 import torch
 
 import flyball_kernels
-from attention_inputs import attention_inputs
+from attention_inputs import attention_inputs, ordered_for
 from flyball_kernels import Backend, kv_cache
 from flyball_kernels.paged_attention import kernel, reference
 from kernel_checks import CPP, DEVICE, TOLERANCES, assert_close, assert_guards_intact, guarded, poisoned
 
-paged_attention = partial(flyball_kernels.paged_attention, backend=CPP)
+
+def paged_attention(*, query, k_cache, v_cache, **arguments):
+    """The op in C++, with caches in plain order."""
+    caches = ordered_for(CPP, {"k_cache": k_cache, "v_cache": v_cache})
+    return flyball_kernels.paged_attention(query, **caches, **arguments, backend=CPP)
+
 
 ONE_KV_HEAD = {
     "num_q_heads": 3,
@@ -278,14 +284,38 @@ def test_weights_that_are_rounded_sum_to_one(dot):
     torch.testing.assert_close(out, torch.full_like(out, 3.0), rtol=0, atol=0)
 
 
-def test_a_token_is_the_same_bits_in_any_chunk(dot):
-    inputs = attention_inputs([200], [200], dtype=torch.bfloat16)
-    whole = paged_attention(**inputs, scale=0.125, max_query_len=200, dot=dot)
-    for begin, end in ((0, 50), (50, 61), (61, 200)):
+SAME_BITS = {
+    "heads of 64": {},
+    "one query head for each KV head": {"num_q_heads": 2},
+    "many query heads": {"num_q_heads": 14},
+    "more query heads than rows of a tile": {"num_q_heads": 104, "num_kv_heads": 1},
+    "heads of 80": {"head_dim": 80},
+    "heads of 33": {"head_dim": 33},
+    "blocks of 5": {"block_size": 5},
+    "blocks of 32": {"block_size": 32},
+}
+
+
+@pytest.mark.parametrize("shape", SAME_BITS.values(), ids=SAME_BITS)
+@pytest.mark.parametrize("sliding_window", [None, 70, 530])
+def test_a_token_is_the_same_bits_in_any_chunk(dtype, shape, sliding_window):
+    """Alone, as in a decode, among few, as with drafts, or among many; in the first run of keys or a later one."""
+    for dot in (False, True) if dtype == torch.bfloat16 and torch.ops.flyball.has_dot() else (None,):
+        check_chunks(700, dot, sliding_window, **shape, dtype=dtype)
+
+
+def check_chunks(length, dot, sliding_window, **shape):
+    inputs = attention_inputs([length], [length], **shape)
+    sinks = torch.linspace(-1.0, 1.0, inputs["query"].shape[1])
+    run = partial(paged_attention, scale=0.125, dot=dot, sliding_window=sliding_window, sinks=sinks)
+    whole = run(**inputs, max_query_len=length)
+    end = length
+    while end > 0:
+        begin = max(0, end - random.choice((1, 1, 2, 3, 5, 9, 17, 64, 150)))
         lens = {"cu_query_lens": torch.tensor([0, end - begin]).int(), "context_lens": torch.tensor([end]).int()}
-        chunk = {**inputs, "query": inputs["query"][begin:end], **lens}
-        out = paged_attention(**chunk, scale=0.125, max_query_len=200, dot=dot)
+        out = run(**{**inputs, "query": inputs["query"][begin:end], **lens}, max_query_len=end - begin)
         torch.testing.assert_close(out, whole[begin:end], rtol=0, atol=0)
+        end = begin if random.random() < 0.5 else begin - random.randrange(60)
 
 
 def test_the_dot_product_is_chosen_where_it_is_faster():
@@ -363,8 +393,8 @@ def test_rounding_to_8_bits_moves_an_output_no_further_than_its_bound(dtype, kv_
     torch.manual_seed(0)
     exact = attention_inputs(*lens, dtype=dtype)
     rounded = {**exact, **{name: kv_cache.rounded(exact[name], kv_dtype) for name in ("k_cache", "v_cache")}}
-    backend = CPP if kv_dtype == torch.int8 else Backend("torch")
-    run = partial(flyball_kernels.paged_attention, backend=backend, scale=0.125, max_query_len=90)
+    run = partial(flyball_kernels.paged_attention, backend=Backend("torch"))
+    run = partial(paged_attention if kv_dtype == torch.int8 else run, scale=0.125, max_query_len=90)
     half_unit = {torch.int8: 1 / 254, torch.float8_e4m3fn: 16 / 448}[kv_dtype]
     most_key, most_value = (exact[name].nan_to_num().abs().max().item() for name in ("k_cache", "v_cache"))
     most_query = exact["query"].float().abs().sum(-1).max().item()
@@ -390,14 +420,11 @@ def test_an_int8_cache_of_zeros_gives_zeros(dtype):
     assert not paged_attention(**inputs, scale=0.125, max_query_len=50).any()
 
 
-def test_int8_of_a_token_is_the_same_bits_in_any_chunk(dot):
-    inputs = attention_inputs([200], [200], dtype=torch.bfloat16, kv_dtype=torch.int8)
-    whole = paged_attention(**inputs, scale=0.125, max_query_len=200, dot=dot)
-    for begin, end in ((0, 50), (50, 61), (61, 200)):
-        lens = {"cu_query_lens": torch.tensor([0, end - begin]).int(), "context_lens": torch.tensor([end]).int()}
-        chunk = {**inputs, "query": inputs["query"][begin:end], **lens}
-        out = paged_attention(**chunk, scale=0.125, max_query_len=200, dot=dot)
-        torch.testing.assert_close(out, whole[begin:end], rtol=0, atol=0)
+@pytest.mark.parametrize("sliding_window", [None, 100])
+def test_int8_of_a_token_is_the_same_bits_in_any_chunk(dot, sliding_window):
+    for shape in ({}, {"block_size": 5}, {"head_dim": 33}):
+        check_chunks(700, dot, sliding_window, **shape, dtype=torch.bfloat16, kv_dtype=torch.int8)
+    check_chunks(700, None, sliding_window, kv_dtype=torch.int8)
 
 
 def test_an_int8_cache_must_have_room_for_scales():

@@ -23,6 +23,14 @@ WRITERS = {
 REFERENCE = {"torch-fp8": (Backend("torch"), "cpu", E4M3)}
 
 
+def plain(caches, backend):
+    """Return what a backend has written in plain order, on the CPU."""
+    return [
+        kv_cache.reordered(cache.cpu(), order, "plain")
+        for cache, order in zip(caches, kv_cache.orders(backend), strict=True)
+    ]
+
+
 def rounded_by(writers):
     return pytest.mark.parametrize(("backend", "device", "kv_dtype"), writers.values(), ids=writers)
 
@@ -73,7 +81,7 @@ def test_values_stay_the_same_bits_whatever_they_are(backend, device):
     run = {name: tensor.to(device) for name, tensor in tensors.items()}
     query = rope_kv_write(**run, k_cache=caches[0], v_cache=caches[1], backend=backend)
     assert query.isfinite().all() and caches[0].isfinite().all()
-    written = caches[1].flatten(0, 1)[run["slot_mapping"]].cpu()
+    written = plain(caches, backend)[1].flatten(0, 1)[tensors["slot_mapping"]]
     torch.testing.assert_close(written, values.expand(2, 1, 8), rtol=0, atol=0, equal_nan=True)
 
 
@@ -115,7 +123,7 @@ def check_equal(tensors, shape, normed, dtype, backend, device, norm_offset=0.0)
         norm_offset=norm_offset,
     )
     assert_close(query.cpu(), expected)
-    for actual, want in zip((run["k_cache"].cpu(), run["v_cache"].cpu()), caches[2:], strict=True):
+    for actual, want in zip(plain((run["k_cache"], run["v_cache"]), backend), caches[2:], strict=True):
         torch.testing.assert_close(actual.isnan(), want.isnan())  # the same slots, all others untouched
         assert_close(actual.nan_to_num(), want.nan_to_num())
 
@@ -131,13 +139,18 @@ def test_8_bits_equal_the_reference(shape, norm, dtype, backend, device, kv_dtyp
     norms = [torch.randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
     size = (10, 4, num_kv_heads, head_dim + kv_cache.SCALE_BYTES)
     untouched = torch.randint(-128, 128, size, dtype=torch.int8).view(kv_dtype)
-    caches = [untouched.clone() for _ in range(4)]
+    orders = kv_cache.orders(backend)
+    caches = [
+        *(kv_cache.reordered(untouched, "plain", order) for order in orders),
+        untouched.clone(),
+        untouched.clone(),
+    ]
     run = {**tensors, "q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6}
     on_device = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in run.items()}
     written = [cache.to(device) for cache in caches[:2]]
     with poisoned():
         query = rope_kv_write(**on_device, k_cache=written[0], v_cache=written[1], backend=backend)
-    query, caches[:2] = query.cpu(), [cache.cpu() for cache in written]
+    query, caches[:2] = query.cpu(), plain(written, backend)
     expected = reference.rope_kv_write(**run, k_cache=caches[2], v_cache=caches[3])
     assert_close(query, expected)
     torch.testing.assert_close(caches[1].view(torch.int8), caches[3].view(torch.int8), rtol=0, atol=0)
@@ -166,8 +179,8 @@ def test_8_bits_are_half_a_unit_off_at_most(dtype, backend, device, kv_dtype):
     size = (10, 4, 3, 33 + kv_cache.SCALE_BYTES)
     caches = [torch.zeros(size, dtype=torch.int8, device=device).view(kv_dtype) for _ in range(2)]
     rope_kv_write(*run, *caches, slots.to(device), backend=backend)
-    for cache in caches:
-        found = kv_cache.read(cache.cpu()).flatten(0, 1)[slots]
+    for cache in plain(caches, backend):
+        found = kv_cache.read(cache).flatten(0, 1)[slots]
         bad = ~vectors.isfinite().all(-1)
         assert found[bad].isnan().all() and bad.sum() == 2
         most = vectors.float().abs().amax(-1, keepdim=True)

@@ -56,18 +56,6 @@ inline std::pair<VecU, VecU> interleave(VecU first, VecU second) {
 #endif
 }
 
-// One vector after the other, rounded to bf16.
-inline Vec join(Vec first, Vec second) {
-#if defined(__AVX512BF16__)
-  return (Vec)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-#else
-  c10::BFloat16 both[2 * kLanes];
-  store(both, first);
-  store(both + kLanes, second);
-  return load_raw<Vec>(both);
-#endif
-}
-
 inline Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 
 #if defined(__AVX512BF16__)

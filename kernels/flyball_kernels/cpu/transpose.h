@@ -46,20 +46,4 @@ inline void transpose(Vec* rows) {
   if constexpr (H > 1) transpose<H / 2>(rows);
 }
 
-// a's sums of lanes that stand H apart, and b's, in the blocks that H lanes make: a's in the even ones.
-template <int H, size_t... Lane>
-[[gnu::always_inline]] inline Vec fold(Vec a, Vec b, std::index_sequence<Lane...>) {
-  return pick<(Lane % (2 * H) < H ? Lane : Lane + kLanes)...>(a, b) +
-         pick<(Lane % (2 * H) < H ? Lane + H : Lane - H + kLanes)...>(a, b);
-}
-
-// Lane i of the result is the sum of rows[i]: a transposition that adds what it would exchange.
-template <int H = kLanes / 2>
-[[gnu::always_inline]] inline Vec sum_each(Vec* rows) {
-#pragma GCC unroll 16
-  for (int i = 0; i < H; ++i) rows[i] = fold<H>(rows[i], rows[i + H], std::make_index_sequence<kLanes>());
-  if constexpr (H > 1) return sum_each<H / 2>(rows);
-  return rows[0];
-}
-
 }  // namespace flyball

@@ -30,12 +30,14 @@ def paged_attention(
 
     Sequence ``i`` owns query rows ``cu_query_lens[i]:cu_query_lens[i + 1]``: the last ones of its ``context_lens[i]``
     tokens, all of which are in the cache already (see ``rope_kv_write``). Query head ``h`` reads KV head
-    ``h // (num_q_heads // num_kv_heads)``. Accumulates in fp32.
+    ``h // (num_q_heads // num_kv_heads)``. Accumulates in fp32. With the cpp backend a token has the same bits whatever other
+    tokens and sequences are computed with it.
 
     Args:
         query: ``[num_tokens, num_q_heads, head_dim]``, contiguous.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous, dtype of ``query``;
-            or int8 or float8_e4m3fn, with scales (see ``kv_cache``).
+            or int8 or float8_e4m3fn, with scales. In which order a block has its numbers depends on the backend: see
+            ``kv_cache``.
         block_tables: ``[num_seqs, max_blocks]`` int32; entries past a context's last block are not read.
         cu_query_lens: ``[num_seqs + 1]`` int32, cumulative, from 0 to num_tokens.
         context_lens: ``[num_seqs]`` int32, at least the sequence's query length.
@@ -45,7 +47,7 @@ def paged_attention(
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2); None leaves them as they are.
         sinks: ``[num_q_heads]`` fp32, for each head a score of no key, which takes part in the softmax (gpt-oss), or None.
         dot: whether queries in bf16 use the CPU's bf16 dot product instruction (AVX512_BF16), which rounds the softmax
-            weights to bf16; None: where that is the faster way. A decode with an int8 cache does without.
+            weights to bf16; None: where that is the faster way.
         out: written in place when given, like ``query`` in shape, dtype and layout.
     Returns:
         ``out``, or a new ``[num_tokens, num_q_heads, head_dim]``.

@@ -1,11 +1,11 @@
 // Paged attention on CPU: prefill chunks and decodes as one list of tasks.
 //
-// A task is a tile of one sequence's query tokens, with all query heads of one KV head, and a run of its keys. A tile of
-// few rows (a decode) is memory-bound: it reads each key and value once for all its rows, and its context is cut at fixed
-// multiples of kSplitKeys, so that a long one occupies several threads and a decode's result is the same to the last bit
-// in any batch. Where there are tasks enough, one has several KV heads: their keys lie next to each other, and memory is
-// faster in long runs. A tile of many rows packs keys and values once and multiplies them like matrices. Either multiplies
-// fp32, or pairs of bf16 where the CPU's bf16 dot product is the faster way.
+// A task is a tile of one sequence's query tokens, with all query heads of one KV head, and its keys. Keys are summed up in
+// runs that begin at fixed multiples of kRunKeys, one after the other. A tile of few rows (a decode) is memory-bound: each of
+// its runs is a task of its own, so that a long context occupies several threads, and it takes operands straight from the
+// cache. A tile of many rows packs them once. Operands are fp32, or pairs of bf16 where the CPU's bf16 dot product is the
+// faster way. Nothing of that depends on how many rows there are, except when and by whom the same numbers are added: a token
+// has the same bits in any batch and any chunk, as a prompt's or as a decode's.
 #include <vector>
 
 #include "../cpu/works.h"
@@ -14,13 +14,9 @@
 namespace flyball {
 namespace {
 
-constexpr int64_t kSplitKeys = 512;
-constexpr int64_t kTasksPerThread = 4;  // that many at least, before tasks get several heads
-constexpr int64_t kTileBytes = 1 << 17;  // of a task's keys and values in a tile; the second cache has to hold two tiles
-
-// Rows are ordered by KV head, token and query head.
+// Rows are ordered by token and query head.
 struct Task {
-  int64_t sequence, kv_head, num_kv_heads, first_token, num_tokens;  // tokens are counted from the sequence's first query
+  int64_t sequence, kv_head, first_token, num_tokens;  // tokens are counted from the sequence's first query
   int64_t first_key, last_key;
   int64_t partial;  // index of its first row among the partial results; -1 when it writes the output itself
 
@@ -48,25 +44,30 @@ struct Attention {
   int64_t query_len(int64_t i) const { return cu_query_lens[i + 1] - cu_query_lens[i]; }
   int64_t position(const Task& t) const { return context_lens[t.sequence] - query_len(t.sequence) + t.first_token; }
 
-  // Whether operands can be read from the cache as they are, or widened on the way.
-  template <class E>
-  static constexpr bool kReadsCache = kDepth<E> == 1 || std::is_same_v<T, C>;
+  // Whether the blocks hold whole vectors of keys. The tiles of others are copied out of them first.
+  bool has_vectors() const { return block_size % kLanes == 0; }
 
+  // Whether operands of keys, or values, can be made from the cache as it is.
   template <class E>
-  bool reads_cache_directly(int64_t rows) const {
-    return kReadsCache<E> && rows <= kFewRows && head_dim % (kLanes * kDepth<E>) == 0;
+  bool reads_keys() const {
+    return head_dim % 2 == 0 || (kDepth<E> == 1 && !kIsBf16<C>);
+  }
+  template <class E>
+  bool reads_values() const {
+    return head_dim % (kInterleaves<E, C> ? 2 * kLanes : kLanes) == 0;
+  }
+  template <class E>
+  int64_t num_operands() const {
+    return (head_dim + kDepth<E> - 1) / kDepth<E>;
   }
 
-  int64_t rows_of_head(const Task& t) const { return t.num_tokens * group(); }
-  int64_t num_rows(const Task& t) const { return t.num_kv_heads * rows_of_head(t); }
-  int64_t token_of(const Task& t, int64_t row) const { return row % rows_of_head(t) / group(); }
-  int64_t q_head_of(const Task& t, int64_t row) const {
-    return (t.kv_head + row / rows_of_head(t)) * group() + row % group();
-  }
+  int64_t num_rows(const Task& t) const { return t.num_tokens * group(); }
+  int64_t token_of(int64_t row) const { return row / group(); }
+  int64_t q_head_of(const Task& t, int64_t row) const { return t.kv_head * group() + row % group(); }
 
   // First element of the query, or the output, of a row of the task.
   int64_t row_offset(const Task& t, int64_t row) const {
-    return ((cu_query_lens[t.sequence] + t.first_token + token_of(t, row)) * num_q_heads + q_head_of(t, row)) * head_dim;
+    return ((cu_query_lens[t.sequence] + t.first_token + token_of(row)) * num_q_heads + q_head_of(t, row)) * head_dim;
   }
 
   // Every row and block that will be read is there.
@@ -84,7 +85,7 @@ struct Attention {
 
   void add_tile(std::vector<Task>& tasks, Task task, int64_t& num_partial_rows) const {
     const int64_t first = position(task), last = first + task.num_tokens;
-    const int64_t step = rows_of_head(task) <= kFewRows ? kSplitKeys : last + 1;
+    const int64_t step = num_rows(task) <= kFewRows ? kRunKeys : last + 1;
     const int64_t start = std::max<int64_t>(0, first - window + 1);
     const bool is_split = start / step != (last - 1) / step;
     for (int64_t key = start / step * step; key < last; key += step) {
@@ -96,75 +97,85 @@ struct Attention {
     }
   }
 
-  // How many KV heads a task that reads the cache directly has: a power of two that divides their number.
-  int64_t heads_together() const {
-    int64_t num_tasks = 0;  // at least, if each had one head
-    for (int64_t i = 0; i < num_sequences; ++i)
-      num_tasks += num_kv_heads * ((std::min<int64_t>(context_lens[i], window) + kSplitKeys - 1) / kSplitKeys);
-    const int64_t spare = num_tasks / (kTasksPerThread * omp_get_max_threads());
-    const int64_t fitting = kTileBytes / std::max<int64_t>(1, 2 * kTileKeys * head_dim * sizeof(C));
-    const int64_t most = std::min({spare, fitting, kQueryRows / kFewRows});  // a workspace has kQueryRows
-    int64_t together = 1;
-    while (2 * together <= most && num_kv_heads % (2 * together) == 0) together *= 2;
-    return together;
-  }
-
   std::vector<Task> plan(int64_t& num_partial_rows) const {
     std::vector<Task> tasks;
-    const int64_t height = std::max<int64_t>(1, kQueryRows / group()), together = heads_together();
+    const int64_t height = std::max<int64_t>(1, kQueryRows / group());
     for (int64_t i = 0; i < num_sequences; ++i) {
       for (int64_t end = query_len(i); end > 0; end -= height) {  // from the end: the longest contexts start first
         const int64_t first = std::max<int64_t>(0, end - height);
-        const int64_t heads = reads_cache_directly<float>((end - first) * group()) ? together : 1;
-        for (int64_t h = 0; h < num_kv_heads; h += heads) add_tile(tasks, {i, h, heads, first, end - first}, num_partial_rows);
+        for (int64_t h = 0; h < num_kv_heads; ++h) add_tile(tasks, {i, h, first, end - first}, num_partial_rows);
       }
     }
     return tasks;
   }
 
+  // The tile from `start` on, a multiple of kTileKeys.
   KeyTile<C> locate(const Task& t, int64_t start) const {
     KeyTile<C> tile;
     tile.start = start;
-    tile.end = std::min(start + kTileKeys, t.last_key);
-    for_each_block(t, tile, [&](int64_t i, int64_t n, int64_t block, int64_t offset) {
-      const C *key = k_cache.vector(block, offset, t.kv_head), *value = v_cache.vector(block, offset, t.kv_head);
-      for (int64_t end = i + n; i < end; ++i) {
-        tile.keys[i] = std::exchange(key, key + k_cache.token_stride());
-        tile.values[i] = std::exchange(value, value + v_cache.token_stride());
-      }
-    });
+    tile.begin = std::max<int64_t>(0, t.first_key - start) / kLanes * kLanes;
+    tile.end = std::min(kTileKeys, t.last_key - start);
+    tile.head_dim = head_dim;
+    tile.key_stride = k_cache.key_stride();
+    if (!has_vectors()) return tile;
+    for (int64_t i = tile.begin; i < tile.end; i += kLanes) {
+      const int64_t block = block_of(t, start + i), offset = (start + i) % block_size;
+      tile.keys[i / kLanes] = k_cache.key(block, offset, t.kv_head);
+      tile.values[i / kLanes] = v_cache.value(block, offset, t.kv_head);
+    }
+    if (tile.empty()) return tile;
+    const int64_t last = (tile.end - 1) / kLanes;
+    std::fill(tile.keys + last + 1, std::end(tile.keys), tile.keys[last]);
+    std::fill(tile.values + last + 1, std::end(tile.values), tile.values[last]);
     return tile;
   }
+
+  int64_t block_of(const Task& t, int64_t key) const { return block_tables[t.sequence * max_blocks + key / block_size]; }
 
   // Calls f(i, n, block, offset) for the blocks of a tile: n tokens from the tile's i-th on are in the block from an offset on.
   template <class F>
   void for_each_block(const Task& t, const KeyTile<C>& tile, F f) const {
-    const int32_t* table = block_tables + t.sequence * max_blocks;
-    for (int64_t i = 0, n; i < tile.size(); i += n) {
-      const int64_t block = table[(tile.start + i) / block_size], offset = (tile.start + i) % block_size;
-      n = std::min(tile.size() - i, block_size - offset);
-      f(i, n, block, offset);
+    for (int64_t i = std::max(tile.begin, t.first_key - tile.start), n; i < tile.end; i += n) {
+      const int64_t offset = (tile.start + i) % block_size;
+      n = std::min(tile.end - i, block_size - offset);
+      f(i, n, block_of(t, tile.start + i), offset);
     }
   }
 
-  // Of the task's head-th KV head. Those of the next tile are fetched: they are read first, before anything else could be.
-  Scales<C> scales(const Task& t, const KeyTile<C>& tile, int64_t head) const {
+  // Has the tile's keys and values in one block of kTileKeys.
+  void copy_out(const Task& t, KeyTile<C>& tile, C* keys, C* values) const {
+    const int64_t depth = k_cache.depth(), row = kTileKeys * depth;
+    std::fill(values + tile.begin * head_dim, values + round_up(tile.end, kLanes) * head_dim, C(0));
+    for_each_block(t, tile, [&](int64_t i, int64_t n, int64_t block, int64_t offset) {
+      const C *key = k_cache.key(block, offset, t.kv_head), *value = v_cache.value(block, offset, t.kv_head);
+      for (int64_t d = 0; d < head_dim; d += depth, key += k_cache.key_stride())
+        std::copy(key, key + n * depth, keys + d / depth * row + i * depth);
+      std::copy(value, value + n * head_dim, values + i * head_dim);
+    });
+    tile.key_stride = row;
+    for (int64_t v = 0; v < kTileKeys / kLanes; ++v) {
+      tile.keys[v] = keys + v * kLanes * depth;
+      tile.values[v] = values + v * kLanes * head_dim;
+    }
+  }
+
+  // Those of the next tile are fetched: they are read first, before anything else could be.
+  Scales<C> scales(const Task& t, const KeyTile<C>& tile) const {
     Scales<C> scales;
     if constexpr (kIsInt8<C>) {
+      scales.reset(tile.begin, tile.end);
       for_each_block(t, tile, [&](int64_t i, int64_t n, int64_t block, int64_t offset) {
-        scales.read(i, n, k_cache.scale(block, offset, t.kv_head + head), v_cache.scale(block, offset, t.kv_head + head));
-        prefetch_scales(t, tile.start + i + kTileKeys, head);
+        scales.read(i, n, k_cache.scale(block, offset, t.kv_head), v_cache.scale(block, offset, t.kv_head));
+        prefetch_scales(t, tile.start + i + kTileKeys);
       });
-      scales.fill_last_vector(tile.size());
     }
     return scales;
   }
 
-  void prefetch_scales(const Task& t, int64_t key, int64_t head) const {
+  void prefetch_scales(const Task& t, int64_t key) const {
     if (key >= t.last_key) return;
-    const int64_t block = block_tables[t.sequence * max_blocks + key / block_size], offset = key % block_size;
-    __builtin_prefetch(k_cache.scale(block, offset, t.kv_head + head));
-    __builtin_prefetch(v_cache.scale(block, offset, t.kv_head + head));
+    __builtin_prefetch(k_cache.scale(block_of(t, key), key % block_size, t.kv_head));
+    __builtin_prefetch(v_cache.scale(block_of(t, key), key % block_size, t.kv_head));
   }
 
   // Scores are in base 2, or, before the bound, in units of it.
@@ -182,87 +193,74 @@ struct Attention {
 
   // The tile's keys that a token sees are those from first_key on, before last_key.
   int64_t last_key(const Task& t, const KeyTile<C>& tile, int64_t row) const {
-    return position(t) + token_of(t, row) + 1 - tile.start;
+    return position(t) + token_of(row) + 1 - tile.start;
   }
   int64_t first_key(const Task& t, const KeyTile<C>& tile, int64_t row) const { return last_key(t, tile, row) - window; }
 
-  // Scores of the keys [begin, end) become weights. Those of the row are in the slot-th row of the scores.
+  // Scores of a strip's keys [begin, end) become weights.
   template <class E>
   void soften(const Task& t, const KeyTile<C>& tile, const Scales<C>& scales, const Workspace<E>& work, int64_t row,
-              int64_t rows, int64_t slot, int64_t begin, int64_t end) const {
-    for (int64_t i = 0; i < rows; ++i) {
-      float* scores = work.scores + (slot + i) * kTileKeys;
+              int64_t height, int64_t begin, int64_t end) const {
+    for (int64_t i = 0; i < height; ++i) {
+      float* scores = work.scores + i * kTileKeys;
       if (kDepth<E> > 1) scale_row(scores, begin, end, query_scale());
       if constexpr (kIsInt8<C>) scale_row(scores, begin, end, scales.keys);
       if (softcap > 0.0f) bound_row(scores, begin, end, softcap * kLog2e);
-      soften_row(work, scales, row + i, slot + i, first_key(t, tile, row + i), last_key(t, tile, row + i), begin, end);
+      soften_row(work, scales, row + i, i, first_key(t, tile, row + i), last_key(t, tile, row + i), begin, end);
     }
-  }
-
-  template <class E>
-  void visit_directly(const Task& t, const KeyTile<C>& tile, const KeyTile<C>& next, const Workspace<E>& work) const {
-    const int64_t rows = rows_of_head(t);
-    for (int64_t head = 0; head < t.num_kv_heads; ++head) {
-      const int64_t row = head * rows;
-      score_few_rows(rows, tile, head * head_dim, share(t, tile, tile.values, head), work.query + row * work.dim, work.dim,
-                     work.scores + row * kTileKeys);
-    }
-    for (int64_t head = 0; head < t.num_kv_heads; ++head)
-      soften(t, tile, scales(t, tile, head), work, head * rows, rows, head * rows, 0, tile.size());
-    const KeyTile<C>& then = next.size() > 0 ? next : tile;  // after the last tile, something that is there already
-    for (int64_t head = 0; head < t.num_kv_heads; ++head)
-      weigh_directly(tile, head * head_dim, share(t, then, then.keys, head), work, head * rows, rows);
-  }
-
-  // What is fetched while a head is visited, of the keys or values of a tile.
-  Coming<C> share(const Task& t, const KeyTile<C>& tile, const C* const* vectors, int64_t head) const {
-    return {vectors, tile.size(), t.num_kv_heads, head, head_dim};
-  }
-
-  // `at`: where the head begins in the tile's values. Pairs leave their sums in the order of `interleave`.
-  template <class E>
-  void weigh_directly(const KeyTile<C>& tile, int64_t at, const Coming<C>& coming, const Workspace<E>& work, int64_t row,
-                      int64_t rows) const {
-    const auto load_value = [&]<size_t V, class Row>(int64_t j, int64_t d, Row (&vectors)[V]) {
-      if constexpr (kDepth<E> == 1) {
-        prefetch<V * kLanes>(coming.at(j) + d);
-        load_all(vectors, tile.values[j] + at + d);
-      } else if constexpr (V % 2 == 0) {  // head_dim is a multiple of two vectors
-        prefetch<V * kLanes>(coming.at(2 * j) + d);
-        prefetch<V * kLanes>(coming.at(2 * j + 1) + d);
-        const C* first = tile.values[2 * j] + at + d;
-        const C* second = tile.values[std::min(2 * j + 1, tile.size() - 1)] + at + d;
-#pragma GCC unroll 4
-        for (size_t v = 0; v < V; v += 2)
-          std::tie(vectors[v], vectors[v + 1]) =
-              interleave(load_raw<VecU>(first + v * kLanes), load_raw<VecU>(second + v * kLanes));
-      }
-    };
-    weigh(work, row, rows, row, 0, (tile.size() + kDepth<E> - 1) / kDepth<E>, load_value);
   }
 
   // Strip by strip, because a strip's scores then stay in the nearest cache. Keys that a strip does not see are left out.
+  // While few rows are computed, the keys and values of the next tile are fetched.
   template <class E>
-  void visit_packed(const Task& t, const KeyTile<C>& tile, const Workspace<E>& work, int64_t rows) const {
-    pack_keys(tile, head_dim, work.keys);
-    pack_values(tile, head_dim, work.dim, work.values);
-    const Scales<C> of_tile = scales(t, tile, 0);
+  void visit(const Task& t, KeyTile<C>& tile, const KeyTile<C>& next, const Workspace<E>& work) const {
+    constexpr int S = kRowsOfKeys<E, C>;
+    constexpr bool kPacksKeys = kDepth<E> == 1 ? !std::is_same_v<C, float> : kIsInt8<C>;  // of many rows; so below
+    constexpr bool kPacksValues = !std::is_same_v<C, float> || kDepth<E> > 1;
+    const int64_t rows = num_rows(t), operands = num_operands<E>();
+    const bool is_few = rows <= kFewRows;
+    const bool packs_keys = !reads_keys<E>() || (kPacksKeys && !is_few);
+    const bool packs_values = !reads_values<E>() || (kPacksValues && !is_few);
+    if (!has_vectors()) copy_out(t, tile, reinterpret_cast<C*>(work.block_keys), reinterpret_cast<C*>(work.block_values));
+    if (packs_keys) {
+      if (reads_keys<E>()) pack_keys(tile, operands, work.keys);
+      else pack_keys_of_odd_size(tile, operands, work.keys);
+    }
+    if (packs_values) pack_values(tile, reads_values<E>(), work.dim, work.values);
+    const KeyTile<C>& coming = next.empty() || !has_vectors() ? tile : next;  // or something that is there already
+    const Scales<C> of_tile = scales(t, tile);
     for_each_strip(rows, [&](int64_t row, int64_t height) {
-      const int64_t begin = std::max<int64_t>(0, first_key(t, tile, row)) / kLanes * kLanes;
-      const int64_t end = std::min(tile.size(), last_key(t, tile, row + height - 1));
+      const int64_t begin = std::max(tile.begin, first_key(t, tile, row) / kLanes * kLanes);
+      const int64_t end = std::min(tile.end, last_key(t, tile, row + height - 1));
       if (begin >= end) return;
-      score_strip(work, row, height, begin, end);
-      soften(t, tile, of_tile, work, row, height, 0, begin, end);
-      weigh(work, row, height, 0, begin / kDepth<E>, (end + kDepth<E> - 1) / kDepth<E>,
-            [&](int64_t j, int64_t d, auto& vectors) { load_all(vectors, work.values + j * work.dim + d); });
+      if (packs_keys) {
+        score_strip<1>(work, row, height, operands, begin, end, [&](int64_t vector, int64_t i, auto& rows) {
+          load_all(rows[0], work.keys + i * kTileKeys + vector * kLanes);
+        });
+      } else {
+        score_strip<S>(work, row, height, operands, begin, end, [&](int64_t vector, int64_t i, auto& rows) {
+          if (is_few) fetch_keys<E>(coming, vector, i / S, std::size(rows[0]));
+          load_keys<E>(tile, vector, i, rows);
+        });
+      }
+      soften(t, tile, of_tile, work, row, height, begin, end);
+      const int64_t first = begin / kDepth<E>, last = (end + kDepth<E> - 1) / kDepth<E>;
+      if (packs_values) {
+        weigh(work, row, height, first, last, [&](int64_t j, int64_t d, auto& vectors) {
+          load_all(vectors, work.values + j * work.dim + d);
+        });
+      } else {
+        weigh(work, row, height, first, last, [&](int64_t j, int64_t d, auto& vectors) {
+          if (is_few) fetch_values<E>(coming, j, d, std::size(vectors));
+          load_values<E>(tile, j, d, vectors);
+        });
+      }
     });
   }
 
   void run(const Task& t, float* memory, float* partials) const {
     if constexpr (has_dot() && std::is_same_v<T, c10::BFloat16>) {
-      const int64_t rows = rows_of_head(t);
-      if (dot && (reads_cache_directly<Bf16Pair>(rows) || !reads_cache_directly<float>(rows)))
-        return run_with<Bf16Pair>(t, memory, partials);
+      if (dot) return run_with<Bf16Pair>(t, memory, partials);
     }
     run_with<float>(t, memory, partials);
   }
@@ -271,65 +269,61 @@ struct Attention {
   void run_with(const Task& t, float* memory, float* partials) const {
     const int64_t rows = num_rows(t);
     const Workspace<E> work(memory, rows, dim());
-    work_on(t, work, rows);
+    const Sums sums = work_on(t, work, rows);
     for (int64_t row = 0; row < rows; ++row) {
-      const float* sums = work.out + row * work.dim;
+      const Sums of_row = sums.row(row, work.dim);
+      if (kInterleaves<E, C> && reads_values<E>()) restore_order(of_row.out, work.dim);
       if (t.partial < 0) {
-        write(t, row, sums, work.max[row], work.sum[row]);
+        write(t, row, of_row);
         continue;
       }
       float* partial = partials + (t.partial + row) * (work.dim + kLanes);
-      partial[0] = work.max[row];
-      partial[1] = work.sum[row];
-      std::copy(sums, sums + work.dim, partial + kLanes);
+      partial[0] = *of_row.max;
+      partial[1] = *of_row.sum;
+      std::copy(of_row.out, of_row.out + work.dim, partial + kLanes);
     }
   }
 
+  // Returns the sums of all the task's keys.
   template <class E>
-  void work_on(const Task& t, const Workspace<E>& work, int64_t rows) const {
+  Sums work_on(const Task& t, const Workspace<E>& work, int64_t rows) const {
     load_query(t, work, rows);
-    work.reset(rows);
-    const bool directly = reads_cache_directly<E>(rows_of_head(t));
+    work.run.reset(rows, work.dim);
+    const bool is_one_run = t.first_key / kRunKeys == (t.last_key - 1) / kRunKeys;
+    if (!is_one_run) work.whole.reset(rows, work.dim);
     KeyTile<C> next;
-    for (KeyTile<C> tile = locate(t, t.first_key); tile.size() > 0; tile = next) {
-      next = locate(t, tile.end);
-      if constexpr (kReadsCache<E>) {
-        if (directly) {
-          if (tile.start == t.first_key) fetch_keys(tile, t.num_kv_heads * head_dim);
-          visit_directly(t, tile, next, work);
-          continue;
-        }
-      }
-      visit_packed(t, tile, work, rows);
+    for (KeyTile<C> tile = locate(t, t.first_key / kTileKeys * kTileKeys); !tile.empty(); tile = next) {
+      next = locate(t, tile.start + kTileKeys);
+      visit(t, tile, next, work);
+      if (is_one_run || (next.start % kRunKeys != 0 && !next.empty())) continue;
+      for (int64_t row = 0; row < rows; ++row) absorb(work.whole.row(row, work.dim), work.run.row(row, work.dim), work.dim);
+      work.run.reset(rows, work.dim);
     }
-    if (directly && kDepth<E> > 1)
-      for (int64_t row = 0; row < rows; ++row) restore_order(work.out + row * work.dim, work.dim);
+    return is_one_run ? work.run : work.whole;
   }
 
-  // top: what the sums and their total are relative to
-  void write(const Task& t, int64_t row, const float* sums, float top, float total) const {
-    if (sinks) total += exp2(splat(sinks[q_head_of(t, row)] * kLog2e - top))[0];
+  void write(const Task& t, int64_t row, const Sums& sums) const {
+    float total = *sums.sum;
+    if (sinks) total += exp2(splat(sinks[q_head_of(t, row)] * kLog2e - *sums.max))[0];
     T* to = out + row_offset(t, row);
-    for (int64_t d = 0; d < head_dim; d += kLanes) store_up_to(to + d, load(sums + d) / total, head_dim - d);
+    for (int64_t d = 0; d < head_dim; d += kLanes) store_up_to(to + d, load(sums.out + d) / total, head_dim - d);
   }
 
-  // The splits of a tile stand next to each other; merges those from `begin` on and returns where the next tile's begin.
-  size_t merge(const std::vector<Task>& tasks, size_t begin, const float* partials, float* sums) const {
+  // The runs of a tile stand next to each other; merges those from `begin` on and returns where the next tile's begin.
+  size_t merge(const std::vector<Task>& tasks, size_t begin, float* partials, float* memory) const {
     const Task& t = tasks[begin];
     const int64_t rows = num_rows(t), stride = dim() + kLanes;
     size_t end = begin + 1;
     while (end < tasks.size() && tasks[end].is_same_tile(t)) ++end;
+    float max, sum;
+    const Sums whole{memory, &max, &sum};
     for (int64_t row = 0; row < rows; ++row) {
-      float top = kNegInf, total = 0.0f;
-      for (size_t i = begin; i < end; ++i) top = std::max(top, partials[(tasks[i].partial + row) * stride]);
-      std::fill_n(sums, dim(), 0.0f);
+      whole.reset(1, dim());
       for (size_t i = begin; i < end; ++i) {
-        const float* partial = partials + (tasks[i].partial + row) * stride;
-        const float weight = exp2(splat(partial[0] - top))[0];
-        total += weight * partial[1];
-        for (int64_t d = 0; d < dim(); d += kLanes) store(sums + d, load(sums + d) + load(partial + kLanes + d) * weight);
+        float* partial = partials + (tasks[i].partial + row) * stride;
+        absorb(whole, {partial + kLanes, partial, partial + 1}, dim());
       }
-      write(t, row, sums, top, total);
+      write(t, row, whole);
     }
     return end;
   }

@@ -1,24 +1,25 @@
 // Attention of a tile of query rows to a run of keys, with online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
 //
-// A row is one (token, query head); the rows of a tile share a KV head. Keys and values are read in place from the
-// cache, through one pointer per token, so any block size will do. Operands are fp32, or pairs of bf16 for which the
+// A row is one (token, query head); the rows of a tile share a KV head. Operands are fp32, or pairs of bf16 for which the
 // softmax weights are rounded to bf16, as in FlashAttention. Sums are fp32; scores are in base 2. Whole numbers of an int8
 // cache are exact as either operand: scores are multiplied by the keys' scales, and weights by the values'.
+//
+// A score is a sum over the features from the first to the last, and an output one over the keys, in tiles and runs of tiles
+// that begin at multiples of their size. So a row has the same bits whichever rows are computed with it.
 #pragma once
 
-#include <bit>
 #include <tuple>
 #include <utility>
 
 #include "../cpu/dot.h"
 #include "../cpu/kv_cache.h"
-#include "../cpu/transpose.h"
 
 namespace flyball {
 
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kQueryRows = 96;  // amortises packing a tile of keys
-constexpr int64_t kFewRows = 8;     // up to here a tile reads the cache as it is, once per six rows
+constexpr int64_t kRunKeys = 512;  // of a run of tiles
+constexpr int64_t kFewRows = 8;    // up to here operands are made from the cache when they are used, and not packed before
 
 // How many features, or keys, an operand holds.
 template <class E>
@@ -31,21 +32,23 @@ template <size_t V, class Row, class T>
   for (size_t v = 0; v < V; ++v) row[v] = load(from + v * kLanes);
 }
 
-// c[r] += sum over j < k of a[r][j] * b[j], for R rows of V vectors; b(j, row) loads a row
-template <int R, int V, class E, class B>
+// c[r] += sum over j < k of a[r][j] * b[j], for R rows of V vectors; b(j, rows) loads S rows from the j-th of each S on
+template <int R, int V, int S, class E, class B>
 inline void multiply_add(const E* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
   Vec acc[R][V];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) acc[r][v] = load(c + r * c_stride + v * kLanes);
-  for (int64_t j = 0; j < k; ++j) {
-    decltype(splat(*a)) row[V];
-    b(j, row);
+  for (int64_t j = 0; j < k; j += S) {
+    decltype(splat(*a)) rows[S][V];
+    b(j, rows);
+#pragma GCC unroll 2
+    for (int s = 0; s < S; ++s)
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r)
+      for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) acc[r][v] = add_product(acc[r][v], splat(a[r * a_stride + j]), row[v]);
+        for (int v = 0; v < V; ++v) acc[r][v] = add_product(acc[r][v], splat(a[r * a_stride + j + s]), rows[s][v]);
   }
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
@@ -56,19 +59,19 @@ inline void multiply_add(const E* a, int64_t a_stride, int64_t k, B b, float* c,
 constexpr int kMaxR = 6, kMaxV = kRegisters / 8;  // what the registers hold: kMaxR * kMaxV sums, kMaxV of b and one of a
 
 // Not inlined: GCC 12 would keep some of the sums in memory.
-template <int R, int V, class B>
+template <int R, int V, int S, class B>
 [[gnu::noinline]] void multiply_add_pairs(const Bf16Pair* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
-  multiply_add<R, V>(a, a_stride, k, b, c, c_stride);
+  multiply_add<R, V, S>(a, a_stride, k, b, c, c_stride);
 }
 
 // The same for up to R rows.
-template <int V, int R = kMaxR, class E, class B>
+template <int V, int S, int R = kMaxR, class E, class B>
 inline void multiply_add_strip(int64_t rows, const E* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
   if (rows == R) {
-    if constexpr (kDepth<E> > 1) return multiply_add_pairs<R, V>(a, a_stride, k, b, c, c_stride);
-    else return multiply_add<R, V>(a, a_stride, k, b, c, c_stride);
+    if constexpr (kDepth<E> > 1) return multiply_add_pairs<R, V, S>(a, a_stride, k, b, c, c_stride);
+    else return multiply_add<R, V, S>(a, a_stride, k, b, c, c_stride);
   }
-  if constexpr (R > 1) multiply_add_strip<V, R - 1>(rows, a, a_stride, k, b, c, c_stride);
+  if constexpr (R > 1) multiply_add_strip<V, S, R - 1>(rows, a, a_stride, k, b, c, c_stride);
 }
 
 // Calls f(row, height) for strips of equal height, of at most kMaxR rows.
@@ -99,12 +102,6 @@ inline void for_each_vectors(int64_t begin, int64_t end, F f) {
 // rate: a function that only prefetches does nothing in GCC's eyes, so that it removes the call.
 [[gnu::always_inline]] inline void prefetch_line(const void* from) { __builtin_prefetch(from, /*rw=*/0, /*locality=*/2); }
 
-template <int64_t N, class T>
-[[gnu::always_inline]] inline void prefetch(const T* from) {
-#pragma GCC unroll 8
-  for (int64_t i = 0; i < N; i += 64 / sizeof(T)) prefetch_line(from + i);
-}
-
 // Scales of a tile's keys and values in an int8 cache; other caches have none.
 template <class C>
 struct Scales {};
@@ -118,120 +115,146 @@ struct Scales<int8_t> {
     std::memcpy(keys + i, of_keys, n * sizeof(float));
     std::memcpy(values + i, of_values, n * sizeof(float));
   }
-  void fill_last_vector(int64_t size) {
-    std::fill(keys + size, keys + round_up(size, kLanes), 0.0f);
-    std::fill(values + size, values + round_up(size, kLanes), 0.0f);
+  // Of keys that are not there, in a vector with others.
+  void reset(int64_t begin, int64_t end) {
+    std::fill(keys + begin, keys + round_up(end, kLanes), 0.0f);
+    std::fill(values + begin, values + round_up(end, kLanes), 0.0f);
   }
 };
 
-// The keys [start, end) of a KV head: where each token's key and value are. Those of the next heads follow.
+// Some keys of a sequence and a KV head, in vectors of kLanes. They begin at a multiple of kTileKeys; there are those of
+// [begin, end), counted from there, and begin is that of a vector. Pointers to vectors behind the end are those to the last one.
 template <class C>
 struct KeyTile {
-  int64_t start, end;
-  const C* keys[kTileKeys];
-  const C* values[kTileKeys];
+  int64_t start = 0, begin = 0, end = 0;
+  int64_t head_dim = 0, key_stride = 0;  // elements from a row of keys to the next; a row has a feature, or a pair
+  const C* keys[kTileKeys / kLanes];     // where the first row of each vector is
+  const C* values[kTileKeys / kLanes];   // where its first value is; the others follow
 
-  int64_t size() const { return end - start; }
+  bool empty() const { return begin >= end; }
+  const C* value(int64_t j) const { return values[j / kLanes] + j % kLanes * head_dim; }
 };
 
-// What is fetched while a head is visited: its share of a tile's keys or values of all heads of the task (a power of two), in
-// the order of memory.
-template <class C>
-class Coming {
- public:
-  Coming(const C* const* vectors, int64_t num_vectors, int64_t num_heads, int64_t head, int64_t head_dim)
-      : vectors_(vectors), shift_(std::countr_zero(static_cast<uint64_t>(num_heads))), first_(head * kTileKeys),
-        last_((num_vectors << shift_) - 1), head_dim_(head_dim) {}
+// What a row has summed up: values times their weights, relative to the largest score (in base 2), and those weights.
+struct Sums {
+  float *out, *max, *sum;
 
-  const C* at(int64_t j) const {
-    const int64_t i = std::min(first_ + j, last_);
-    return vectors_[i >> shift_] + (i & ((1 << shift_) - 1)) * head_dim_;
+  void reset(int64_t rows, int64_t dim) const {
+    std::fill_n(out, rows * dim, 0.0f);
+    std::fill_n(max, rows, kNegInf);
+    std::fill_n(sum, rows, 0.0f);
   }
-
- private:
-  const C* const* vectors_;
-  int64_t shift_, first_, last_, head_dim_;
+  Sums row(int64_t row, int64_t dim) const { return {out + row * dim, max + row, sum + row}; }
 };
 
-// Memory of one tile; dim is head_dim rounded up to whole vectors, padded with zeros. Scores are those of a strip, or of all
-// rows if the cache is read directly; the weights that they become take their place.
+// Adds what a run of keys came to for a row. Not inlined: a compiler could fuse the products differently in each place.
+[[gnu::noinline]] inline void absorb(const Sums& whole, const Sums& run, int64_t dim) {
+  if (*run.max == kNegInf) return;  // the row sees none of its keys
+  if (*whole.max == kNegInf) {
+    std::copy(run.out, run.out + dim, whole.out);
+    *whole.max = *run.max;
+    *whole.sum = *run.sum;
+    return;
+  }
+  const float top = std::max(*whole.max, *run.max);
+  const float ours = exp2(splat(*whole.max - top))[0], theirs = exp2(splat(*run.max - top))[0];
+  for (int64_t d = 0; d < dim; d += kLanes)
+    store(whole.out + d, load(whole.out + d) * ours + load(run.out + d) * theirs);
+  *whole.max = top;
+  *whole.sum = *whole.sum * ours + *run.sum * theirs;
+}
+
+// Memory of one tile; dim is head_dim rounded up to whole vectors, padded with zeros. Scores are those of a strip; the weights
+// that they become take their place.
 template <class E>
 struct Workspace {
   int64_t dim;
-  float *out, *max, *sum, *scores;
+  Sums run, whole;
+  float* scores;
   E *query, *keys, *values, *weights;
+  float *block_keys, *block_values;  // of a tile that was copied out of its blocks
 
-  static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (2 * dim + 2 + kTileKeys) + 2 * dim * kTileKeys; }
+  static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (3 * dim + 4) + kMaxR * kTileKeys + 4 * dim * kTileKeys; }
 
   Workspace(float* memory, int64_t rows, int64_t dim) : dim(dim) {
     const auto take = [&](int64_t n) { return std::exchange(memory, memory + n); };
     keys = reinterpret_cast<E*>(take(dim * kTileKeys));
     values = reinterpret_cast<E*>(take(dim * kTileKeys));
-    scores = take(rows * kTileKeys);
+    block_keys = take(dim * kTileKeys);
+    block_values = take(dim * kTileKeys);
+    scores = take(kMaxR * kTileKeys);
     weights = reinterpret_cast<E*>(scores);
     query = reinterpret_cast<E*>(take(rows * dim));
-    out = take(rows * dim);
-    max = take(rows);
-    sum = take(rows);
-  }
-
-  void reset(int64_t rows) const {
-    std::fill_n(out, rows * dim, 0.0f);
-    std::fill_n(max, rows, kNegInf);
-    std::fill_n(sum, rows, 0.0f);
+    for (Sums* sums : {&run, &whole}) *sums = {take(rows * dim), take(rows), take(rows)};
   }
 };
 
-// kLanes operands of a key in the cache
-template <class E, class T>
-inline auto load_key(const T* from) {
-  if constexpr (kDepth<E> == 1) return load(from);
-  else return load_raw<VecU>(from);
-}
+// How many rows of operands a row of keys in the cache makes: pairs of bf16 are two of fp32.
+template <class E, class C>
+constexpr int kRowsOfKeys = kDepth<E> == 1 && kIsBf16<C> ? 2 : 1;
 
-// Fetches so many elements of each key.
-template <class C>
-inline void fetch_keys(const KeyTile<C>& tile, int64_t num_elements) {
-  for (int64_t i = 0; i < tile.size(); ++i)
-    for (int64_t d = 0; d < num_elements; d += 64 / sizeof(C)) prefetch_line(tile.keys[i] + d);
-}
-
-// Scores of R rows, straight from the cache, where the keys begin `at` the tile's. Dim is known at compile time for
-// the common head sizes, so that the loop over it is unrolled; 0 stands for any other.
-template <int R, int64_t Dim, class T, class E>
-inline void score_few(const KeyTile<T>& tile, int64_t at, const Coming<T>& coming, const E* query, int64_t any_dim,
-                      float* scores) {
-  const int64_t dim = Dim ? Dim : any_dim;
-  for (int64_t first = 0; first < tile.size(); first += kLanes) {
-    Vec partial[R][kLanes];
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const int64_t j = std::min(first + i, tile.size() - 1);
-      const T *key = tile.keys[j] + at, *next = coming.at(j);
-      Vec acc[R] = {};
-#pragma GCC unroll 8
-      for (int64_t d = 0; d < dim; d += kLanes * kDepth<E>) {
-        if (d * sizeof(T) % 64 == 0) prefetch_line(next + d);
-        const auto k = load_key<E>(key + d);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) acc[r] = add_product(acc[r], k, load(query + r * dim + d / kDepth<E>));
+// Operands of V vectors of keys, from the first-th on: those of the i-th features, or pairs of them, and of the next.
+template <class E, class C, int S, size_t V, class Row>
+[[gnu::always_inline]] inline void load_keys(const KeyTile<C>& tile, int64_t first, int64_t i, Row (&rows)[S][V]) {
+#pragma GCC unroll 4
+  for (size_t v = 0; v < V; ++v) {
+    const C* from = tile.keys[first + v];
+    if constexpr (kIsBf16<C>) {
+      const VecU pairs = load_raw<VecU>(from + i / S * tile.key_stride);
+      if constexpr (S == 1) {
+        rows[0][v] = pairs;
+      } else {
+        rows[0][v] = (Vec)(pairs << 16);
+        rows[1][v] = (Vec)(pairs & 0xffff0000u);
       }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) partial[r][i] = acc[r];
+    } else if constexpr (kDepth<E> == 1) {
+      rows[0][v] = load(from + i * tile.key_stride);
+    } else {
+      rows[0][v] = pair_up(load(from + 2 * i * tile.key_stride), load(from + (2 * i + 1) * tile.key_stride));
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) store(scores + r * kTileKeys + first, sum_each(partial[r]));
   }
 }
 
-template <class T, class E, int R = kFewRows>
-inline void score_few_rows(int64_t rows, const KeyTile<T>& tile, int64_t at, const Coming<T>& coming, const E* query,
-                           int64_t dim, float* scores) {
-  if (rows == R) {
-    if (dim == 64) return score_few<R, 64>(tile, at, coming, query, dim, scores);
-    if (dim == 128) return score_few<R, 128>(tile, at, coming, query, dim, scores);
-    return score_few<R, 0>(tile, at, coming, query, dim, scores);
+// Whether pairs of values are made of vectors as they are in the cache, which leaves their features in the order of `interleave`.
+template <class E, class C>
+constexpr bool kInterleaves = kDepth<E> > 1 && kIsBf16<C>;
+
+// Operands of V vectors of features, from d on: of the j-th key's values, or of the j-th pair of keys'.
+template <class E, class C, size_t V, class Row>
+[[gnu::always_inline]] inline void load_values(const KeyTile<C>& tile, int64_t j, int64_t d, Row (&row)[V]) {
+  if constexpr (kDepth<E> == 1) {
+    load_all(row, tile.value(j) + d);
+    return;
   }
-  if constexpr (R > 1) score_few_rows<T, E, R - 1>(rows, tile, at, coming, query, dim, scores);
+  const C *first = tile.value(2 * j) + d, *second = tile.value(std::min(2 * j + 1, tile.end - 1)) + d;
+  if constexpr (kInterleaves<E, C>) {
+    if constexpr (V % 2 == 0) {  // features are read directly if they make an even number of vectors
+#pragma GCC unroll 4
+      for (size_t v = 0; v < V; v += 2)
+        std::tie(row[v], row[v + 1]) = interleave(load_raw<VecU>(first + v * kLanes), load_raw<VecU>(second + v * kLanes));
+    }
+  } else if constexpr (kDepth<E> > 1) {
+#pragma GCC unroll 4
+    for (size_t v = 0; v < V; ++v) row[v] = pair_up(load(first + v * kLanes), load(second + v * kLanes));
+  }
+}
+
+// What is fetched of the next tile when operands of such a tile are loaded.
+template <class E, class C>
+[[gnu::always_inline]] inline void fetch_keys(const KeyTile<C>& tile, int64_t first, int64_t row, size_t num_vectors) {
+  constexpr int64_t kRows = kDepth<E> > 1 && kIsInt8<C> ? 2 : 1;
+#pragma GCC unroll 4
+  for (size_t v = 0; v < num_vectors; ++v) prefetch_line(tile.keys[first + v] + kRows * row * tile.key_stride);
+}
+
+template <class E, class C>
+[[gnu::always_inline]] inline void fetch_values(const KeyTile<C>& tile, int64_t j, int64_t d, size_t num_vectors) {
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < kDepth<E>; ++i) {
+    const C* from = tile.value(kDepth<E> * j + i) + d;
+#pragma GCC unroll 8
+    for (size_t e = 0; e < num_vectors * kLanes; e += 64 / sizeof(C)) prefetch_line(from + e);
+  }
 }
 
 // Sums of a row from the order of `interleave` to that of the features.
@@ -244,68 +267,82 @@ inline void restore_order(float* out, int64_t dim) {
   }
 }
 
-// kLanes operands from an element of the query or the cache on, of which n are left
+// kLanes operands from an element of the query on, of which n are left
 template <class E, class T>
 inline Vec load_operands(const T* from, int64_t n) {
-  if constexpr (kDepth<E> == 1) {
-    return load_up_to(from, n);
-  } else {
-    if constexpr (kIsInt8<T>) return join(load_up_to(from, n), n > kLanes ? load_up_to(from + kLanes, n - kLanes) : Vec{});
-    if (n >= 2 * kLanes) return load_raw<Vec>(from);
-    T padded[2 * kLanes] = {};
-    std::memcpy(padded, from, n * sizeof(T));
-    return load_raw<Vec>(padded);
-  }
+  if constexpr (kDepth<E> == 1) return load_up_to(from, n);
+  if (n >= 2 * kLanes) return load_raw<Vec>(from);
+  T padded[2 * kLanes] = {};
+  std::memcpy(padded, from, n * sizeof(T));
+  return load_raw<Vec>(padded);
 }
 
 // keys of the tile -> [dim / depth, kTileKeys]
-template <class T, class E>
-inline void pack_keys(const KeyTile<T>& tile, int64_t head_dim, E* packed) {
-  for (int64_t first = 0; first < tile.size(); first += kLanes) {
-    for (int64_t d = 0; d < head_dim; d += kLanes * kDepth<E>) {
-      Vec block[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i)
-        block[i] = load_operands<E>(tile.keys[std::min(first + i, tile.size() - 1)] + d, head_dim - d);
-      transpose(block);
-      for (int64_t i = 0; i < kLanes; ++i) store(packed + (d / kDepth<E> + i) * kTileKeys + first, block[i]);
+template <class E, class C>
+inline void pack_keys(const KeyTile<C>& tile, int64_t num_operands, E* packed) {
+  constexpr int S = kRowsOfKeys<E, C>;
+  for (int64_t first = tile.begin; first < tile.end; first += kLanes) {
+    for (int64_t i = 0; i < num_operands; i += S) {
+      decltype(load(packed)) rows[S][1];
+      load_keys<E>(tile, first / kLanes, i, rows);
+      for (int s = 0; s < S; ++s) store(packed + (i + s) * kTileKeys + first, rows[s][0]);
     }
   }
 }
 
-// values of the tile -> [kTileKeys / depth, dim]; a last one that has no partner is paired with zeros
-template <class T, class E>
-inline void pack_values(const KeyTile<T>& tile, int64_t head_dim, int64_t dim, E* packed) {
-  for (int64_t j = 0; j < tile.size(); j += kDepth<E>) {
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-      const auto value = [&](int64_t i) { return i < tile.size() ? load_up_to(tile.values[i] + d, head_dim - d) : Vec{}; };
-      E* to = packed + j / kDepth<E> * dim + d;
-      if constexpr (kDepth<E> == 1) store(to, value(j));
-      else store(to, pair_up(value(j), value(j + 1)));
+// The same where features do not come in pairs: their number is odd, so a row of keys has one, and the last pair a 0.
+template <class E, class C>
+inline void pack_keys_of_odd_size(const KeyTile<C>& tile, int64_t num_operands, E* packed) {
+  for (int64_t first = tile.begin; first < tile.end; first += kLanes) {
+    const auto feature = [&](int64_t d) {
+      return d < tile.head_dim ? load(tile.keys[first / kLanes] + d * tile.key_stride) : Vec{};
+    };
+    for (int64_t i = 0; i < num_operands; ++i) {
+      E* to = packed + i * kTileKeys + first;
+      if constexpr (kDepth<E> == 1) store(to, feature(i));
+      else store(to, pair_up(feature(2 * i), feature(2 * i + 1)));
     }
   }
 }
 
-// Scores of a strip of rows for the keys [begin, end) of the tile; begin is that of a vector.
-template <class E>
-inline void score_strip(const Workspace<E>& work, int64_t row, int64_t height, int64_t begin, int64_t end) {
+// values of the tile -> [kTileKeys / depth, dim], in the order of `load_values` if they may be read so
+template <class E, class C>
+inline void pack_values(const KeyTile<C>& tile, bool directly, int64_t dim, E* packed) {
+  constexpr int V = kInterleaves<E, C> ? 2 : 1;
+  for (int64_t j = tile.begin / kDepth<E>; j * kDepth<E> < tile.end; ++j) {
+    E* const to = packed + j * dim;
+    for (int64_t d = 0; directly && d < dim; d += V * kLanes) {
+      decltype(load(packed)) row[V];
+      load_values<E>(tile, j, d, row);
+      for (int v = 0; v < V; ++v) store(to + d + v * kLanes, row[v]);
+    }
+    for (int64_t d = 0; !directly && d < dim; d += kLanes) {
+      const auto value = [&](int64_t i) { return load_up_to(tile.value(i) + d, tile.head_dim - d); };
+      if constexpr (kDepth<E> == 1) store(to + d, value(j));
+      else store(to + d, pair_up(value(2 * j), value(std::min(2 * j + 1, tile.end - 1))));
+    }
+  }
+}
+
+// Scores of a strip of rows for the keys [begin, end) of the tile; begin is that of a vector. keys(vector, i, rows) loads.
+template <int S, class E, class F>
+inline void score_strip(const Workspace<E>& work, int64_t row, int64_t height, int64_t num_operands, int64_t begin, int64_t end,
+                        F keys) {
   for (int64_t i = 0; i < height; ++i) std::fill_n(work.scores + i * kTileKeys + begin, round_up(end - begin, kLanes), 0.0f);
   for_each_vectors(begin, end, [&]<int V>(int64_t first) {
-    const auto key = [&](int64_t d, auto& row) { load_all(row, work.keys + d * kTileKeys + first); };
-    multiply_add_strip<V>(height, work.query + row * work.dim, work.dim, work.dim / kDepth<E>, key, work.scores + first,
-                          kTileKeys);
+    const auto load = [&](int64_t i, auto& rows) { keys(first / kLanes, i, rows); };
+    multiply_add_strip<V, S>(height, work.query + row * work.dim, work.dim, num_operands, load, work.scores + first, kTileKeys);
   });
 }
 
-// out += weights * values, for the operands [begin, end) of the rows' weights; value(j, d, vectors) loads the
-// j-th ones' elements from d on
+// out += weights * values, for the operands [begin, end) of a strip's weights; values(j, d, vectors) loads the j-th ones' from
+// the feature d on
 template <class E, class F>
-inline void weigh(const Workspace<E>& work, int64_t row, int64_t rows, int64_t slot, int64_t begin, int64_t end, F value) {
+inline void weigh(const Workspace<E>& work, int64_t row, int64_t height, int64_t begin, int64_t end, F values) {
   for_each_vectors(0, work.dim, [&]<int V>(int64_t d) {
-    const auto from = [&](int64_t j, auto& vectors) { value(begin + j, d, vectors); };
-    for_each_strip(rows, [&](int64_t i, int64_t height) {
-      multiply_add_strip<V>(height, work.weights + (slot + i) * kTileKeys + begin, kTileKeys, end - begin, from,
-                            work.out + (row + i) * work.dim + d, work.dim);
-    });
+    const auto load = [&](int64_t j, auto& rows) { values(begin + j, d, rows[0]); };
+    multiply_add_strip<V, 1>(height, work.weights + begin, kTileKeys, end - begin, load, work.run.out + row * work.dim + d,
+                             work.dim);
   });
 }
 
@@ -353,10 +390,11 @@ inline void soften_row(const Workspace<E>& work, const Scales<C>& scales, int64_
                        int64_t begin, int64_t end) {
   float* scores = work.scores + slot * kTileKeys;
   E* weights = work.weights + slot * kTileKeys;
+  const Sums sums = work.run.row(row, work.dim);
   const int64_t stop = begin + round_up(end - begin, kLanes);
   std::fill(scores + begin, scores + std::clamp(first, begin, stop), kNegInf);
   std::fill(scores + std::clamp(last, begin, end), scores + stop, kNegInf);
-  Vec top = splat(work.max[row]), total{};
+  Vec top = splat(*sums.max), total{};
   for (int64_t j = begin; j < stop; j += kLanes) top = flyball::max(top, load(scores + j));
   const float new_max = flyball::max(top);
   if (new_max == kNegInf) {  // the row sees none of the keys so far
@@ -365,16 +403,13 @@ inline void soften_row(const Workspace<E>& work, const Scales<C>& scales, int64_
   }
   for (int64_t j = begin; j < stop; j += kLanes)
     total += store_weights(weights, j, exp2(load(scores + j) - new_max), scales);
-  if (new_max != work.max[row]) {
-    const float correction = exp2(splat(work.max[row] - new_max))[0];
-    for (int64_t d = 0; d < work.dim; d += kLanes) {
-      float* out = work.out + row * work.dim + d;
-      store(out, load(out) * correction);
-    }
-    work.sum[row] *= correction;
-    work.max[row] = new_max;
+  if (new_max != *sums.max) {
+    const float correction = exp2(splat(*sums.max - new_max))[0];
+    for (int64_t d = 0; d < work.dim; d += kLanes) store(sums.out + d, load(sums.out + d) * correction);
+    *sums.sum *= correction;
+    *sums.max = new_max;
   }
-  work.sum[row] += flyball::sum(total);
+  *sums.sum += flyball::sum(total);
 }
 
 }  // namespace flyball

@@ -34,7 +34,8 @@ def rope_kv_write(
         positions: ``[num_tokens]`` int64, each below ``max_pos``.
         cos_sin_cache: ``[max_pos, rotary_dim]``, cosines in the first half of a row, sines in the second.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous, dtype of ``qkv``; written.
-            Or int8 or float8_e4m3fn, with room for scales (see ``kv_cache``): vectors are rounded, each with a scale.
+            Or int8 or float8_e4m3fn, with room for scales: vectors are rounded, each with a scale. A block's numbers are
+            in the order of the backend (see ``kv_cache``).
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; no slot twice.
         q_norm, k_norm: ``[head_dim]`` RMSNorm weights (Qwen3), or None.
         eps, norm_offset: of both norms, see ``rms_norm``.

@@ -22,22 +22,32 @@ struct Heads {
     rotate_head(x, cos_sin, out, half, head_dim);
   }
 
-  void token(const T* qkv, const C* cos_sin, T* query, T* key, T* value) const {
+  // Returns where the token's values begin.
+  const T* token(const T* qkv, const C* cos_sin, T* query, T* key) const {
     for (int64_t h = 0; h < num_q; ++h) prepare(qkv + h * head_dim, q_norm, cos_sin, query + h * head_dim);
     qkv += num_q * head_dim;
     for (int64_t h = 0; h < num_kv; ++h) prepare(qkv + h * head_dim, k_norm, cos_sin, key + h * head_dim);
-    qkv += num_kv * head_dim;
-    std::copy(qkv, qkv + num_kv * head_dim, value);
+    return qkv + num_kv * head_dim;
   }
 };
 
-// Rounds a token's vectors, one of each head, into its slot.
-template <class T>
-void round_into(const KVCache<int8_t>& cache, int64_t slot, const T* vectors) {
-  const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
-  for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
-    const float scale = round_vector(vectors + h * cache.head_dim, cache.head_dim, cache.vector(block, offset, h));
-    std::memcpy(cache.scale(block, offset, h), &scale, sizeof(scale));
+// Writes a token's keys and values, one vector of each head, into a slot. Those of an int8 cache are rounded.
+template <class T, class C>
+void write_token(const KVCache<C>& keys, const KVCache<C>& values, int64_t slot, const T* key, const T* value) {
+  const int64_t block = slot / keys.block_size, offset = slot % keys.block_size;
+  for (int64_t h = 0; h < keys.num_kv_heads; ++h, key += keys.head_dim, value += keys.head_dim) {
+    if constexpr (kIsInt8<C>) {
+      struct Rounded;
+      int8_t* const rounded = reinterpret_cast<int8_t*>(scratch<Rounded>(keys.head_dim));
+      const float key_scale = round_vector(key, keys.head_dim, rounded);
+      keys.write_key(block, offset, h, rounded);
+      std::memcpy(keys.scale(block, offset, h), &key_scale, sizeof(float));
+      const float value_scale = round_vector(value, keys.head_dim, values.value(block, offset, h));
+      std::memcpy(values.scale(block, offset, h), &value_scale, sizeof(float));
+    } else {
+      keys.write_key(block, offset, h, key);
+      values.write_value(block, offset, h, value);
+    }
   }
 }
 
@@ -66,7 +76,7 @@ Work rope_kv_write_work(const Tensor& qkv, const Tensor& positions, const Tensor
                         const Tensor& v_cache, const Tensor& slot_mapping, const OptionalTensor& q_norm,
                         const OptionalTensor& k_norm, double eps, double norm_offset, const Tensor& query) {
   const int64_t num_tokens = qkv.size(0), width = qkv.size(1), num_q = query.size(1), head_dim = query.size(2);
-  const int64_t num_kv = k_cache.size(2), kv_width = num_kv * head_dim, rotary_dim = cos_sin_cache.size(1);
+  const int64_t num_kv = k_cache.size(2), rotary_dim = cos_sin_cache.size(1);
   const int64_t *position = data<const int64_t>(positions), *slot = data<const int64_t>(slot_mapping);
   check_below("positions", position, num_tokens, cos_sin_cache.size(0));
   check_below("slot_mapping", slot, num_tokens, k_cache.size(0) * k_cache.size(1));
@@ -78,28 +88,20 @@ Work rope_kv_write_work(const Tensor& qkv, const Tensor& positions, const Tensor
       const T* from = data<const T>(qkv);
       const C* cos_sin = data<const C>(cos_sin_cache);
       T* to = data<T>(query);
-      const auto prepare = [=](int64_t i, T* key, T* value) {
-        heads.token(from + i * width, cos_sin + position[i] * rotary_dim, to + i * num_q * head_dim, key, value);
-      };
-      if (is_int8(k_cache)) {
-        const int64_t block_size = k_cache.size(1);
-        const KVCache<int8_t> keys{data<int8_t>(k_cache), block_size, num_kv, head_dim};
-        const KVCache<int8_t> values{data<int8_t>(v_cache), block_size, num_kv, head_dim};
+      const auto write = [&]<class K>(K*) {
+        const KVCache<K> keys{data<K>(k_cache), k_cache.size(1), num_kv, head_dim};
+        const KVCache<K> values{data<K>(v_cache), k_cache.size(1), num_kv, head_dim};
         work.run = [=](const Team& team, float*) {
-          struct Vectors;
-          T* const key = reinterpret_cast<T*>(scratch<Vectors>(2 * kv_width));
+          struct Key;
+          T* const key = reinterpret_cast<T*>(scratch<Key>(num_kv * head_dim));
           team.share(num_tokens, [&](int64_t i) {
-            prepare(i, key, key + kv_width);
-            round_into(keys, slot[i], key);
-            round_into(values, slot[i], key + kv_width);
+            const T* value = heads.token(from + i * width, cos_sin + position[i] * rotary_dim, to + i * num_q * head_dim, key);
+            write_token(keys, values, slot[i], key, value);
           });
         };
-        return;
-      }
-      T *keys = data<T>(k_cache), *values = data<T>(v_cache);
-      work.run = [=](const Team& team, float*) {
-        team.share(num_tokens, [&](int64_t i) { prepare(i, keys + slot[i] * kv_width, values + slot[i] * kv_width); });
       };
+      if (is_int8(k_cache)) write(static_cast<int8_t*>(nullptr));
+      else write(static_cast<T*>(nullptr));
     });
   });
   return work;

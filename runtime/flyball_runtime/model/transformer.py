@@ -55,7 +55,8 @@ class StepInputs:
 KVTensors = list[tuple[Tensor, Tensor]]
 """Pairs of K and V cache, each ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous. ``KVLayout`` says whose.
 
-In 8 bits a block has the scales of its vectors behind them (see ``flyball_kernels.kv_cache``)."""
+In which order a block has its numbers depends on the backend; in 8 bits, their scales follow (see
+``flyball_kernels.kv_cache``)."""
 
 
 class LanguageModel(Protocol):

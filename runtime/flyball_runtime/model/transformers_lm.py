@@ -73,8 +73,8 @@ class PagedAttention:
         inputs, caches = step.inputs, step.kv[self._tensor]
         dtype = query.dtype if kv_cache.is_rounded(caches[0]) else caches[0].dtype
         query_rows, *new = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
-        for cache, rows in zip(caches, new, strict=True):
-            kv_cache.write(cache, inputs.slot_mappings[self._group], rows)
+        for cache, rows, order in zip(caches, new, kv_cache.orders(self._owner.backend), strict=True):
+            kv_cache.write(cache, inputs.slot_mappings[self._group], rows, order)
         attended = paged_attention(
             query_rows.contiguous(),
             *caches,

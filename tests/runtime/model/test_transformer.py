@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from checkpoints import ARCHITECTURES, MORE_ARCHITECTURES, VOCAB_SIZE
-from flyball_kernels import Backend, choose_backend
+from flyball_kernels import Backend, choose_backend, kv_cache
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.mlp import MLP
@@ -211,8 +211,8 @@ def test_a_step_writes_its_slots_and_nothing_else(models) -> None:
         for group, (first, second) in zip(model.layout.groups, sequence.block_tables, strict=True):
             if index < len(group.layers):
                 expected[first] = expected[second, :4] = True
-        for cache in caches:
-            written = ~cache.isnan().flatten(2)
+        for cache, order in zip(caches, kv_cache.orders(choose_backend("cpu")), strict=True):
+            written = ~kv_cache.reordered(cache, order, "plain").isnan().flatten(2)
             assert torch.equal(written.all(-1), expected)
             assert torch.equal(written.any(-1), expected)
 
