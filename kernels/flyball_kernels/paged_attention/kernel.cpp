@@ -4,8 +4,8 @@
 // runs that begin at fixed multiples of kRunKeys, one after the other. A tile of few rows (a decode) is memory-bound: each of
 // its runs is a task of its own, so that a long context occupies several threads, and it takes operands straight from the
 // cache. A tile of many rows packs them once. Operands are fp32, or pairs of bf16 where the CPU's bf16 dot product is the
-// faster way. Nothing of that depends on how many rows there are, except when and by whom the same numbers are added: a token
-// has the same bits in any batch and any chunk, as a prompt's or as a decode's.
+// faster way. The same numbers are added in the same order however many rows there are: a token has the same bits in any
+// batch and any chunk, and as a decode.
 #include <vector>
 
 #include "../cpu/works.h"
@@ -109,6 +109,8 @@ struct Attention {
     return tasks;
   }
 
+  KeyTile<C> first_tile(const Task& t) const { return locate(t, t.first_key / kTileKeys * kTileKeys); }
+
   // The tile from `start` on, a multiple of kTileKeys.
   KeyTile<C> locate(const Task& t, int64_t start) const {
     KeyTile<C> tile;
@@ -124,9 +126,12 @@ struct Attention {
       tile.values[i / kLanes] = v_cache.value(block, offset, t.kv_head);
     }
     if (tile.empty()) return tile;
-    const int64_t last = (tile.end - 1) / kLanes;
-    std::fill(tile.keys + last + 1, std::end(tile.keys), tile.keys[last]);
-    std::fill(tile.values + last + 1, std::end(tile.values), tile.values[last]);
+    const auto fill_rest = [first = tile.begin / kLanes, last = (tile.end - 1) / kLanes](auto& vectors) {
+      std::fill(std::begin(vectors), vectors + first, vectors[first]);
+      std::fill(vectors + last + 1, std::end(vectors), vectors[last]);
+    };
+    fill_rest(tile.keys);
+    fill_rest(tile.values);
     return tile;
   }
 
@@ -211,23 +216,22 @@ struct Attention {
   }
 
   // Strip by strip, because a strip's scores then stay in the nearest cache. Keys that a strip does not see are left out.
-  // While few rows are computed, the keys and values of the next tile are fetched.
+  // While few rows are computed, the keys and values of the coming tile are fetched.
   template <class E>
-  void visit(const Task& t, KeyTile<C>& tile, const KeyTile<C>& next, const Workspace<E>& work) const {
+  void visit(const Task& t, KeyTile<C>& tile, const KeyTile<C>& coming, const Workspace<E>& work) const {
     constexpr int S = kRowsOfKeys<E, C>;
-    constexpr bool kPacksKeys = kDepth<E> == 1 ? !std::is_same_v<C, float> : kIsInt8<C>;  // of many rows; so below
-    constexpr bool kPacksValues = !std::is_same_v<C, float> || kDepth<E> > 1;
+    constexpr bool kConvertsKeys = kDepth<E> == 1 ? !std::is_same_v<C, float> : kIsInt8<C>;
+    constexpr bool kConvertsValues = !std::is_same_v<C, float> || kDepth<E> > 1;
     const int64_t rows = num_rows(t), operands = num_operands<E>();
-    const bool is_few = rows <= kFewRows;
-    const bool packs_keys = !reads_keys<E>() || (kPacksKeys && !is_few);
-    const bool packs_values = !reads_values<E>() || (kPacksValues && !is_few);
+    const bool is_few = rows <= kFewRows, fetches = is_few && has_vectors();
+    const bool packs_keys = !reads_keys<E>() || (kConvertsKeys && !is_few);
+    const bool packs_values = !reads_values<E>() || (kConvertsValues && !is_few);
     if (!has_vectors()) copy_out(t, tile, reinterpret_cast<C*>(work.block_keys), reinterpret_cast<C*>(work.block_values));
     if (packs_keys) {
       if (reads_keys<E>()) pack_keys(tile, operands, work.keys);
       else pack_keys_of_odd_size(tile, operands, work.keys);
     }
     if (packs_values) pack_values(tile, reads_values<E>(), work.dim, work.values);
-    const KeyTile<C>& coming = next.empty() || !has_vectors() ? tile : next;  // or something that is there already
     const Scales<C> of_tile = scales(t, tile);
     for_each_strip(rows, [&](int64_t row, int64_t height) {
       const int64_t begin = std::max(tile.begin, first_key(t, tile, row) / kLanes * kLanes);
@@ -239,7 +243,7 @@ struct Attention {
         });
       } else {
         score_strip<S>(work, row, height, operands, begin, end, [&](int64_t vector, int64_t i, auto& rows) {
-          if (is_few) fetch_keys<E>(coming, vector, i / S, std::size(rows[0]));
+          if (fetches) fetch_keys<E>(coming, vector, i / S, std::size(rows[0]));
           load_keys<E>(tile, vector, i, rows);
         });
       }
@@ -251,25 +255,26 @@ struct Attention {
         });
       } else {
         weigh(work, row, height, first, last, [&](int64_t j, int64_t d, auto& vectors) {
-          if (is_few) fetch_values<E>(coming, j, d, std::size(vectors));
+          if (fetches) fetch_values<E>(coming, j, d, std::size(vectors));
           load_values<E>(tile, j, d, vectors);
         });
       }
     });
   }
 
-  void run(const Task& t, float* memory, float* partials) const {
+  // then: a task that this thread may get next, or null
+  void run(const Task& t, const Task* then, float* memory, float* partials) const {
     if constexpr (has_dot() && std::is_same_v<T, c10::BFloat16>) {
-      if (dot) return run_with<Bf16Pair>(t, memory, partials);
+      if (dot) return run_with<Bf16Pair>(t, then, memory, partials);
     }
-    run_with<float>(t, memory, partials);
+    run_with<float>(t, then, memory, partials);
   }
 
   template <class E>
-  void run_with(const Task& t, float* memory, float* partials) const {
+  void run_with(const Task& t, const Task* then, float* memory, float* partials) const {
     const int64_t rows = num_rows(t);
     const Workspace<E> work(memory, rows, dim());
-    const Sums sums = work_on(t, work, rows);
+    const Sums sums = work_on(t, then, work, rows);
     for (int64_t row = 0; row < rows; ++row) {
       const Sums of_row = sums.row(row, work.dim);
       if (kInterleaves<E, C> && reads_values<E>()) restore_order(of_row.out, work.dim);
@@ -286,15 +291,15 @@ struct Attention {
 
   // Returns the sums of all the task's keys.
   template <class E>
-  Sums work_on(const Task& t, const Workspace<E>& work, int64_t rows) const {
+  Sums work_on(const Task& t, const Task* then, const Workspace<E>& work, int64_t rows) const {
     load_query(t, work, rows);
     work.run.reset(rows, work.dim);
     const bool is_one_run = t.first_key / kRunKeys == (t.last_key - 1) / kRunKeys;
     if (!is_one_run) work.whole.reset(rows, work.dim);
     KeyTile<C> next;
-    for (KeyTile<C> tile = locate(t, t.first_key / kTileKeys * kTileKeys); !tile.empty(); tile = next) {
+    for (KeyTile<C> tile = first_tile(t); !tile.empty(); tile = next) {
       next = locate(t, tile.start + kTileKeys);
-      visit(t, tile, next, work);
+      visit(t, tile, !next.empty() ? next : then ? first_tile(*then) : tile, work);
       if (is_one_run || (next.start % kRunKeys != 0 && !next.empty())) continue;
       for (int64_t row = 0; row < rows; ++row) absorb(work.whole.row(row, work.dim), work.run.row(row, work.dim), work.dim);
       work.run.reset(rows, work.dim);
@@ -335,7 +340,10 @@ struct Attention {
               struct Tile;
               const int64_t rows = std::max(kQueryRows, group());
               float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
-              team.share_chunks(tasks.size(), 1, [&](size_t i) { run(tasks[i], memory, partials); });
+              team.share_chunks(tasks.size(), 1, [&](size_t i) {
+                const size_t then = i + team.size();
+                run(tasks[i], then < tasks.size() ? &tasks[then] : nullptr, memory, partials);
+              });
               if (num_partial_rows == 0) return;
               team.run_once([&] {
                 for (size_t i = 0; i < tasks.size();) i = tasks[i].partial < 0 ? i + 1 : merge(tasks, i, partials, memory);

@@ -16,10 +16,10 @@
 
 namespace flyball {
 
-constexpr int64_t kTileKeys = 64;
-constexpr int64_t kQueryRows = 96;  // amortises packing a tile of keys
-constexpr int64_t kRunKeys = 512;  // of a run of tiles
-constexpr int64_t kFewRows = 8;    // up to here operands are made from the cache when they are used, and not packed before
+constexpr int64_t kTileKeys = 64, kRunKeys = 512;  // of a tile, and of a run of tiles
+constexpr int64_t kQueryRows = 96;                  // amortises packing a tile of keys
+constexpr int64_t kFewRows = 8;  // up to here operands are made from the cache when they are used, and not packed before
+static_assert(kRunKeys % kTileKeys == 0 && kTileKeys % kLanes == 0);
 
 // How many features, or keys, an operand holds.
 template <class E>
@@ -122,8 +122,8 @@ struct Scales<int8_t> {
   }
 };
 
-// Some keys of a sequence and a KV head, in vectors of kLanes. They begin at a multiple of kTileKeys; there are those of
-// [begin, end), counted from there, and begin is that of a vector. Pointers to vectors behind the end are those to the last one.
+// Keys of a sequence and a KV head, in vectors of kLanes: those of [begin, end), counted from a multiple of kTileKeys; begin is
+// that of a vector. Vectors that are not there have the pointers of those next to them, so that all can be fetched.
 template <class C>
 struct KeyTile {
   int64_t start = 0, begin = 0, end = 0;
@@ -135,7 +135,7 @@ struct KeyTile {
   const C* value(int64_t j) const { return values[j / kLanes] + j % kLanes * head_dim; }
 };
 
-// What a row has summed up: values times their weights, relative to the largest score (in base 2), and those weights.
+// What rows have summed up: values times their weights, and the weights, relative to the largest score (in base 2).
 struct Sums {
   float *out, *max, *sum;
 
