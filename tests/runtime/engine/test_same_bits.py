@@ -5,14 +5,17 @@ The C++ ops promise it, linear layers included; torch's layers, which run on som
 
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from adapters import ATTENTION, MLP, make_adapter
 from checkpoints import make_checkpoint
 from engines import INT8_KV, kv_block_bytes, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsUpdate
+from flyball_runtime.core.lora import LoraConfig, LoraModule
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.engine import Engine
@@ -71,16 +74,19 @@ def run(
     prompts: list[list[int]],
     shake: random.Random | None = None,
     counts: Counter[str] | None = None,
+    adapters: list[int | None] | None = None,
 ) -> list[list[tuple[int, float]]]:
     """Return the tokens of each prompt with their log probabilities.
 
     Args:
         shake: limits change all the time.
         counts: gets what has happened.
+        adapters: number of the LoRA adapter of each prompt.
     """
     results: list[list[tuple[int, float]]] = [[] for _ in prompts]
-    for index, prompt in enumerate(prompts):
-        assert engine.submit(Request(request_id=str(index), prompt_token_ids=prompt, sampling=SAMPLING)) is None
+    for index, (prompt, adapter) in enumerate(zip(prompts, adapters or [None] * len(prompts), strict=True)):
+        request = Request(request_id=str(index), prompt_token_ids=prompt, sampling=SAMPLING, adapter=adapter)
+        assert engine.submit(request) is None
     num_steps = 0
     while engine.has_work():
         num_steps += 1
@@ -137,3 +143,22 @@ def test_with_other_numbers_of_threads(make: Any, expected: Any) -> None:
             assert run(make(), PROMPTS) == expected
     finally:
         torch.set_num_threads(threads)
+
+
+def test_with_lora_adapters_in_a_batch(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "qwen3")
+    paths = [
+        make_adapter(tmp_path / str(rank), base, seed=rank, rank=rank, targets=(*ATTENTION, *MLP)) for rank in (3, 8)
+    ]
+    lora = LoraConfig(max_loras=2, modules=tuple(LoraModule(name=path.name, path=str(path)) for path in paths))
+    numbers: list[int | None] = [None, 0, 1]
+
+    def make(**settings: Any) -> Engine:
+        return make_engine(base, dtype="bfloat16", kernel_backend="cpp", lora=lora, **settings)
+
+    alone = make(enable_prefix_caching=False)
+    expected = [run(alone, [prompt], adapters=[number])[0] for prompt in GROWING for number in numbers]
+    assert expected[0] != expected[1] != expected[2]
+    prompts, adapters = [prompt for prompt in GROWING for _ in numbers], numbers * len(GROWING)
+    for settings in ({}, {"max_num_seqs": 3, "max_num_batched_tokens": 3}, {"max_num_batched_tokens": 21}):
+        assert run(make(**settings), prompts, adapters=adapters) == expected
