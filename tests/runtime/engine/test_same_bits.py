@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from adapters import ATTENTION, MLP, make_adapter
 from checkpoints import make_checkpoint
-from engines import INT8_KV, kv_block_bytes, make_engine, random_prompts
+from engines import INT8_KV, Oracle, generate, have_drafted, kv_block_bytes, make_engine, random_prompts
 from flyball_protocol import LimitsChange, LimitsUpdate
 from flyball_runtime.core.lora import LoraConfig, LoraModule
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.engine.engine import Engine
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
@@ -101,6 +103,7 @@ def run(
         step = engine.step()
         if counts is not None:
             counts["preemptions"] += step.stats.num_preemptions
+            counts["hits"] += step.stats.num_prefix_hit_tokens
         for request_id, one in step.logprobs.items():
             results[int(request_id)].append((one.token_id, one.logprob))
     return results
@@ -127,7 +130,19 @@ def test_with_prefixes_that_other_requests_have_computed(make: Any, expected: An
     assert run(engine, PROMPTS) == expected
     longer = [prompt + [token for token, _ in tokens[:17]] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     fresh = make(enable_prefix_caching=False, max_num_batched_tokens=64)
-    assert run(engine, longer) == run(fresh, longer)
+    counts: Counter[str] = Counter()
+    assert run(engine, longer, counts=counts) == run(fresh, longer)
+    assert counts["hits"] > sum(map(len, PROMPTS)) - 16 * len(PROMPTS), "blocks with outputs are among them"
+
+
+def test_with_drafts(make: Any, expected: Any) -> None:
+    """Which are verified with the token before them. Requests that ask for log probabilities get none."""
+    tokens = [[token for token, _ in one] for one in expected]
+    engine = make(speculative_config=SpeculativeConfig(num_speculative_tokens=5))
+    oracle = Oracle(5, [prompt + output for prompt, output in zip(PROMPTS, tokens, strict=True)])
+    have_drafted(engine, oracle)
+    assert generate(engine, PROMPTS, structs.replace(SAMPLING, logprobs=None)) == tokens
+    assert 0 < oracle.num_accepted < oracle.num_drafts
 
 
 def test_while_limits_change(make: Any, expected: Any) -> None:
