@@ -168,6 +168,7 @@ def instruction_sets_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "vllm": vllm_table,
     "vllm-zen4": partial(vllm_table, "versus_vllm_zen4"),
+    "vllm-xeon": partial(vllm_table, "versus_vllm_xeon"),
     "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
     "llamacpp": llamacpp_table,
     "linear": linear_table,
