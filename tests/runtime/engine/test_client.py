@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from checkpoints import make_checkpoint
 from engines import kv_block_bytes
@@ -176,6 +177,22 @@ def test_a_killed_engine_fails_every_request_and_says_so(path: Path) -> None:
             client.submit(request("late"))
         with pytest.raises(EngineDead):
             await limits
+
+    run(path, scenario)
+
+
+def test_a_message_that_cannot_be_read_fails_every_request(path: Path) -> None:
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        streams = [client.submit(request(name, max_tokens=500)) for name in "abc"]
+        await anext(streams[0])
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+            stranger.connect(client._inbox.getsockopt(zmq.LAST_ENDPOINT))
+            stranger.send(b"no message")
+            endings = [(await collect(stream))[1] for stream in streams]
+        assert {ending.code for ending in endings if isinstance(ending, Failed)} == {"engine_dead"}
+        assert client.died.is_set()
+        assert "reading its messages failed" in str(client.dead_reason)
 
     run(path, scenario)
 
