@@ -12,7 +12,7 @@ survives an interruption. Ends with 1 if a kernel was wrong; wrong kernels are n
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from flyball_kernels import (
     Int8Linear,
     add_rms_norm,
     apply_token_bitmask,
+    choose_backend,
     kv_cache,
     paged_attention,
     penalize,
@@ -157,13 +158,33 @@ def _rope_kv_write(qkv: Tensor, cache_shape: tuple[int, ...]) -> Callable[[Backe
 
 
 def attention(shape: Shape) -> Iterator[Case]:
-    """Yield decodes, prompts, the last tokens of long prompts, and a step of decodes and a prompt."""
-    for num_seqs, context in shape.decodes:
-        yield _attention(shape, "decode", f"{num_seqs} x {context}", [(1, context)] * num_seqs)
+    """Yield what ``attention_of_16_bits`` does, also by FlashAttention 3 if that can run here, and decodes from 8 bits."""
+    for case in attention_of_16_bits(shape):
+        yield case
+        if (flash := flash_backend()) is not None:
+            yield replace(
+                case,
+                kernel=f"{case.kernel}, FlashAttention 3",
+                run=lambda backend, case=case, flash=flash: case.run(flash if backend.name == flash.name else backend),
+            )
     for num_seqs, context in shape.decodes:
         for name, numbers in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
             load = f"{num_seqs} x {context}"
             yield _attention(shape, f"decode, {name} KV", load, [(1, context)] * num_seqs, numbers)
+
+
+def flash_backend() -> Backend | None:
+    """Return the backend with FlashAttention 3's attention, if it can run here."""
+    try:
+        return choose_backend(DEVICE, "triton", "flash_attn")
+    except ValueError:
+        return None
+
+
+def attention_of_16_bits(shape: Shape) -> Iterator[Case]:
+    """Yield decodes, prompts, the last tokens of long prompts, and a step of decodes and a prompt."""
+    for num_seqs, context in shape.decodes:
+        yield _attention(shape, "decode", f"{num_seqs} x {context}", [(1, context)] * num_seqs)
     for num_tokens, context in shape.prompts:
         yield _attention(shape, "prefill", f"{num_tokens} of {context}", [(num_tokens, context)])
     num_seqs, context, num_tokens = shape.mixed

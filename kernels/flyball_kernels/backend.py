@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
+from flyball_kernels import flash_attention
 from flyball_kernels.cpu import library, variants
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "cpp", "torch", "triton")
+
+ATTENTION_BACKENDS = ("auto", "flyball", "flash_attn")
 
 LINEAR_VARIABLE = "FLYBALL_CPU_LINEAR"
 """Environment variable that names the CPU linear layers to run, one of LINEAR_BACKENDS."""
@@ -35,25 +38,29 @@ class Backend:
     Attributes:
         name: ``cpp``, ``torch`` or ``triton``.
         linear: whose linear layers run, ``cpp`` or ``torch``.
+        attention: whose paged attention runs, ``flyball``'s or that of FlashAttention 3, ``flash_attn``.
     """
 
     name: str
     linear: str = "torch"
+    attention: str = "flyball"
 
 
-def choose_backend(device: torch.device | str, requested: str = "auto") -> Backend:
-    """Return the backend that ``requested`` means on ``device``.
+def choose_backend(device: torch.device | str, requested: str = "auto", attention: str = "auto") -> Backend:
+    """Return the backend that ``requested`` means on ``device``, with the attention that is asked for; ``auto`` is Flyball's.
 
     ``auto`` is ``triton`` on CUDA, ``cpp`` on CPU and ``torch`` elsewhere (meta tensors). Where the C++ ops can be neither
     loaded nor built it is ``torch`` on CPU too, with a warning that says what is missing and how to get it.
 
     Raises:
-        ValueError: ``requested`` is not a backend, or cannot run on this device; or LINEAR_VARIABLE asks for what cannot.
+        ValueError: ``requested`` or ``attention`` is not a backend, or cannot run on this device; or LINEAR_VARIABLE asks for
+            what cannot.
         RuntimeError: ``cpp`` was asked for and its library can be neither loaded nor built.
     """
     name = _resolve(device, requested)
     on_cpu = torch.device(device).type == "cpu"
-    return Backend(name, _resolve_linear(name, requested) if on_cpu else "torch")
+    linear = _resolve_linear(name, requested) if on_cpu else "torch"
+    return Backend(name, linear, _resolve_attention(torch.device(device), name, attention))
 
 
 def _resolve(device: torch.device | str, requested: str) -> str:
@@ -68,6 +75,17 @@ def _resolve(device: torch.device | str, requested: str) -> str:
         library.load()
     if requested == "triton" and device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"kernel backend 'triton' runs on cuda, not on {device_type}; use 'cpp' or 'auto'.")
+    return requested
+
+
+def _resolve_attention(device: torch.device, backend: str, requested: str) -> str:
+    if requested not in ATTENTION_BACKENDS:
+        raise ValueError(f"attention backend is {requested!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}.")
+    if requested != "flash_attn":
+        return "flyball"
+    flash_attention.check_can_run(device)
+    if backend != "triton":
+        raise ValueError(f"attention backend 'flash_attn' goes with kernel backend 'triton', not with {backend!r}.")
     return requested
 
 

@@ -202,10 +202,17 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON file with the live limits to start with; it may be missing (default: the limits of these flags)",
     )
     engine.add_argument(
-        *("--kernel-backend", "--attention-backend"),
+        "--kernel-backend",
         default="auto",
         choices=settings.KERNEL_BACKENDS,
         help="auto uses triton on CUDA and cpp on a CPU",
+    )
+    engine.add_argument(
+        "--attention-backend",
+        default="auto",
+        type=str.lower,
+        choices=settings.ATTENTION_BACKENDS,
+        help="flash_attn has FlashAttention 3 attend, on Hopper GPUs, if it is installed (auto: flyball)",
     )
     engine.add_argument(
         "--num-threads",
@@ -641,6 +648,7 @@ def engine_config_from(args: argparse.Namespace, path: Path) -> EngineConfig:
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
         kernel_backend=args.kernel_backend,
+        attention_backend=args.attention_backend,
         num_threads=args.num_threads,
         numa_node=args.numa_node,
         seed=args.seed,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flyball_kernels import kv_cache
+from flyball_kernels import flash_attention, kv_cache
 from flyball_kernels.backend import Backend
 from flyball_kernels.checks import check_contiguous, check_dtype, check_shape
 from flyball_kernels.paged_attention import reference
@@ -52,7 +52,8 @@ def paged_attention(
     Returns:
         ``out``, or a new ``[num_tokens, num_q_heads, head_dim]``.
     Raises:
-        ValueError: a shape, dtype or layout is not as above, or there is no dot product for this backend, dtype or CPU.
+        ValueError: a shape, dtype or layout is not as above, or the backend has no code for it (FlashAttention 3, a dot
+            product).
         IndexError: a length or a block id is out of range, on CPU. A GPU does not check them: what it reads is undefined.
     """
     _check(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, sliding_window, softcap, sinks)
@@ -61,13 +62,19 @@ def paged_attention(
         raise ValueError(
             f"dot=True is for the cpp backend; this is {backend.name}. Leave dot out, or choose cpp on a CPU."
         )
-    if out is None:
-        out = torch.empty_like(query)
-    else:
+    if out is not None:
         check_shape("out", out, *query.shape)
         check_dtype("out", out, query.dtype)
         check_contiguous("out", out)
     tensors = (query, k_cache, v_cache, block_tables, cu_query_lens, context_lens)
+    if backend.attention == "flash_attn":
+        flash_attention.check_can_attend(query.dtype, k_cache.dtype, query.shape[2], sinks is not None)
+        attended = flash_attention.paged_attention(
+            *tensors, scale=scale, max_query_len=max_query_len, sliding_window=sliding_window, softcap=softcap
+        )
+        return attended if out is None else out.copy_(attended)
+    if out is None:
+        out = torch.empty_like(query)
     if backend.name == "cpp":
         torch.ops.flyball.paged_attention(*tensors, scale, sliding_window, softcap, sinks, dot, out)
         return out

@@ -25,6 +25,7 @@ KV_CACHE_DTYPES: dict[str, KVDType | None] = {"auto": None, "int8_per_token_head
 """Names as in vLLM, and what they mean; None: the dtype of the weights."""
 DEVICES = ("auto", "cpu", "cuda")
 KERNEL_BACKENDS = ("auto", "cpp", "torch", "triton")
+ATTENTION_BACKENDS = ("auto", "flyball", "flash_attn")
 SCHEDULING_POLICIES = ("fcfs", "priority", "sjf", "srpf", "edf", "dpr")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -97,6 +98,7 @@ class EngineConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 * 1024 * 1024
     kernel_backend: str = "auto"
+    attention_backend: str = "auto"
     num_threads: int | None = None
     numa_node: int | None = None
     seed: int | None = None
@@ -113,6 +115,7 @@ class EngineConfig:
         _check_choice("kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("kernel-backend", self.kernel_backend, KERNEL_BACKENDS)
+        _check_choice("attention-backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("scheduling-policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _check_choice("log-level", self.log_level, LOG_LEVELS)
         _check_choice("block-size", self.block_size, BLOCK_SIZES)

@@ -124,6 +124,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         device_name: which GPU, or which CPU with how many threads; "" if nobody said.
         kv_block_bytes: memory of one KV block in all its layers; 0 if nobody said.
         kernel_backend: which implementation the ops run: cpp, torch or triton.
+        attention_backend: whose attention: flyball, or flash_attn.
         draft_model: as ``--speculative-config`` names it; "" without one.
         num_swap_slots: how many KV blocks host memory holds.
         block_copy_s: seconds that copying one of them in one direction takes, as measured; 0.0 if nobody said.
@@ -152,6 +153,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     block_copy_s: float = 0.0
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
+    attention_backend: str = "flyball"
 
     @property
     def kv_dtype(self) -> str:

@@ -17,7 +17,14 @@ from flyball_runtime.engine.engine import Progress
 from flyball_runtime.engine.physical_pool import make_pool
 from flyball_runtime.engine.rows import Rows
 from flyball_runtime.model.hub import resolve_model_path
-from flyball_runtime.model.loader import KV_TORCH_DTYPES, TORCH_DTYPES, describe_model, kernel_backend, load_model
+from flyball_runtime.model.loader import (
+    KV_TORCH_DTYPES,
+    TORCH_DTYPES,
+    Backend,
+    check_attention,
+    describe_model,
+    load_model,
+)
 from flyball_runtime.model.sampler import SamplingTensors
 from flyball_runtime.model.transformer import KVTensors
 from flyball_runtime.scheduler import BatchPlan
@@ -35,7 +42,7 @@ class DraftModel:
     Args:
         model: directory of a Hugging Face checkpoint, or a Hugging Face id.
         served: what it drafts for, and ``served_path`` the directory of its checkpoint.
-        backend: as ``--kernel-backend``.
+        backend: that of the served model.
     Raises:
         ConfigError: it cannot be loaded, or does not fit the served model.
 
@@ -54,7 +61,7 @@ class DraftModel:
         dtype: DType,
         kv_dtype: KVDType,
         device: torch.device,
-        backend: str,
+        backend: Backend,
         max_model_len: int,
     ) -> None:
         path = resolve_model_path(model)
@@ -62,13 +69,14 @@ class DraftModel:
         _check_fit(model, self._config, served, max_model_len)
         _check_vocabulary(model, path, served_path)
         self._kv_dtype = KV_TORCH_DTYPES[kv_dtype]
+        check_attention(backend, self._config, TORCH_DTYPES[dtype], self._kv_dtype)
         self._device = device
         self.model = load_model(
             path,
             self._config,
             dtype=TORCH_DTYPES[dtype],
             device=device,
-            backend=kernel_backend(backend, device),
+            backend=backend,
             max_model_len=max_model_len,
         )
         self.drafting_s = 0.0

@@ -15,7 +15,9 @@ from flyball_runtime.model.transformer import KVTensors
 
 
 class PhysicalPool(Protocol):
-    """Pairs of K and V, ``[num_blocks, block_size, num_kv_heads, head_dim]`` each, uninitialised (see ``KVLayout``).
+    """Pairs of K and V, ``[num_blocks, block_size, num_kv_heads, head_dim]`` each, of zeros at first (see ``KVLayout``).
+
+    FlashAttention multiplies values that it masks by 0, so what no token has written must be no NaN.
 
     In 8 bits a block also holds the scales of its vectors, for which the last dimension is larger (see ``KVTensors``).
 
@@ -44,10 +46,10 @@ class SoftPool:
     ):
         shape = _shape(config, num_blocks, block_size, dtype)
 
-        def empty() -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+        def zeros() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tensors: KVTensors = [(empty(), empty()) for _ in range(num_tensors)]
+        self.tensors: KVTensors = [(zeros(), zeros()) for _ in range(num_tensors)]
 
     def resize(self, num_blocks: int) -> None:
         """Do nothing."""

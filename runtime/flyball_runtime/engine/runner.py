@@ -39,6 +39,7 @@ from flyball_runtime.model.kv_blocks import cache_blocks
 from flyball_runtime.model.linear import Place
 from flyball_runtime.model.loader import (
     TORCH_DTYPES,
+    check_attention,
     describe_model,
     kernel_backend,
     kv_torch_dtype,
@@ -116,8 +117,9 @@ class ModelRunner:
         self._kv_dtype_name = config.kv_dtype(self._dtype_name)
         self._max_model_len = resolve_max_model_len(config, self._model_config)
         self._step_tokens = config.step_tokens(self._device.type, self._max_model_len)
-        self._backend = kernel_backend(config.kernel_backend, self._device)
+        self._backend = kernel_backend(config.kernel_backend, self._device, config.attention_backend)
         self._kv_dtype = kv_torch_dtype(self._kv_dtype_name, self._backend)
+        check_attention(self._backend, self._model_config, self._dtype, self._kv_dtype)
         if config.lora is not None:
             check_can_adapt(self._model_config)
         self._stages.done("config")
@@ -142,7 +144,7 @@ class ModelRunner:
                 dtype=self._dtype_name,
                 kv_dtype=self._kv_dtype_name,
                 device=self._device,
-                backend=config.kernel_backend,
+                backend=self._backend,
                 max_model_len=self._max_model_len,
             )
         self._adapted: AdaptedRows | None = None
@@ -233,6 +235,7 @@ class ModelRunner:
             kv_cache_dtype=config.kv_cache_dtype,
             device=str(self._device),
             kernel_backend=self._backend.name,
+            attention_backend=self._backend.attention,
             max_model_len=self._max_model_len,
             max_num_batched_tokens=self._step_tokens,
             vocab_size=self._model_config.vocab_size,

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flyball_kernels import flash_attention
 from flyball_kernels.backend import Backend, choose_backend
 from flyball_runtime.core.checkpoint import DType, KVDType, ServedModel
 from flyball_runtime.core.errors import ConfigError
@@ -26,16 +27,28 @@ from flyball_runtime.model.transformer import CausalLM, LanguageModel
 logger = logging.getLogger(__name__)
 
 
-def kernel_backend(requested: str, device: torch.device) -> Backend:
-    """Return the backend for ``device`` that ``requested`` means.
+def kernel_backend(requested: str, device: torch.device, attention: str = "auto") -> Backend:
+    """Return the backend for ``device`` that ``--kernel-backend`` and ``--attention-backend`` mean.
 
     Raises:
         ConfigError: it cannot run here; the message says why.
     """
     try:
-        return choose_backend(device, requested)
+        return choose_backend(device, requested, attention)
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--kernel-backend {requested}: {error}") from error
+        flags = f"--kernel-backend {requested}" + ("" if attention == "auto" else f" --attention-backend {attention}")
+        raise ConfigError(f"{flags}: {error}") from error
+
+
+def check_attention(backend: Backend, config: ServedModel, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Raise ConfigError if the backend's attention has no code for a model."""
+    if backend.attention != "flash_attn":
+        return
+    has_sinks = isinstance(config, ModelConfig) and config.has_sinks
+    try:
+        flash_attention.check_can_attend(dtype, kv_dtype, config.head_dim, has_sinks)
+    except ValueError as error:
+        raise ConfigError(f"--attention-backend flash_attn: {error}") from error
 
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {

@@ -14,6 +14,7 @@ from flyball_runtime.scheduler.policies import POLICIES
         ({"dtype": "int8"}, "--dtype is 'int8'; it must be one of auto, bfloat16, float16, float32"),
         ({"device": "tpu"}, "--device is 'tpu'"),
         ({"kernel_backend": "magic"}, "--kernel-backend is 'magic'"),
+        ({"attention_backend": "magic"}, "--attention-backend is 'magic'"),
         (
             {"scheduling_policy": "lifo"},
             "--scheduling-policy is 'lifo'; it must be one of fcfs, priority, sjf, srpf, edf, dpr",

@@ -286,6 +286,7 @@ def test_each_step_tells_how_far_a_lowered_limit_has_drained(path: Path) -> None
         ({"max_num_seqs": 300}, "--max-num-batched-tokens is 256, below --max-num-seqs 300"),
         ({"device": "cuda"}, "no CUDA device"),
         ({"kernel_backend": "triton"}, "--kernel-backend triton"),
+        ({"attention_backend": "flash_attn"}, "--attention-backend flash_attn: .* runs on cuda, not on cpu"),
     ],
 )
 def test_settings_that_cannot_work_stop_the_start(

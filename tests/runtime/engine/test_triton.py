@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import flash_attention
 from checkpoints import make_checkpoint
 from engines import Reference, generate, make_engine, random_prompts
+from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.sampling_params import SamplingParams
 
 NUM_TOKENS = 6
@@ -27,3 +29,35 @@ def test_tokens_equal_transformers(arch: str, tmp_path: Path) -> None:
     assert engine.info.kernel_backend == "triton"
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     assert generate(engine, prompts, sampling) == Reference(path).generate(prompts, NUM_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["mistral", "qwen3"])
+def test_flash_attention_gives_the_same_tokens(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what FlashAttention 3 documents in its place."""
+    flash_attention.install(monkeypatch)
+    monkeypatch.setattr("flyball_kernels.flash_attention.check_can_run", lambda device: None)
+    path = make_checkpoint(tmp_path, arch, head_dim=16)
+    prompts, sampling = random_prompts([3, 17, 40]), SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    settings = {"dtype": "float16", "max_num_batched_tokens": 16}
+    engine = make_engine(path, kernel_backend="triton", attention_backend="flash_attn", **settings)
+    assert engine.info.attention_backend == "flash_attn"
+    assert generate(engine, prompts, sampling) == generate(
+        make_engine(path, kernel_backend="torch", **settings), prompts, sampling
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"dtype": "float32"}, "computes in torch.float32"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "int8_per_token_head"}, "keeps keys and values in torch.int8"),
+    ],
+)
+def test_flash_attention_without_code_for_a_model_stops_the_start(
+    settings: dict[str, str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flyball_kernels.flash_attention.check_can_run", lambda device: None)
+    path = make_checkpoint(tmp_path, "qwen3")
+    with pytest.raises(ConfigError, match=f"--attention-backend flash_attn: .*{says}"):
+        make_engine(path, kernel_backend="triton", attention_backend="flash_attn", **settings)
