@@ -9,7 +9,7 @@ from flyball_operator.errors import SpecError
 from flyball_protocol import endpoints, installed_version
 from flyball_protocol.quoting import lines
 from flyball_runtime.core.errors import ConfigError
-from flyball_simulation import command
+from flyball_simulation import command, compiled
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,8 +24,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Bad input ends with its message on stderr."""
-    args = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args(words)
     try:
+        if args.compile and not compiled.is_running():
+            return compiled.run(words)
         return int(args.run(args))
     except (ConfigError, ClientConfigError, SpecError) as error:
         print(f"flyball {args.command}: {lines(str(error))}", file=sys.stderr)

@@ -90,6 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--seed", type=int, default=0, metavar="N", help="the same seed gives the same run (default: %(default)s)"
     )
+    world.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile what a step runs with mypyc first, once: about twice as fast, with the same result",
+    )
     control = parser.add_argument_group("control")
     control.add_argument(
         "--controller", choices=CONTROLLERS, default="auto", help="what sets the limits (default: %(default)s)"

@@ -96,7 +96,7 @@ class InThread:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flyball-step")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="flyball-step")
 
     @property
     def info(self) -> EngineInfo:
@@ -113,13 +113,13 @@ class InThread:
         return self._executor.load_adapter(number, path)
 
     def unload_adapter(self, number: int) -> None:
-        self._thread.submit(self._executor.unload_adapter, number).result()
+        self._worker.submit(self._executor.unload_adapter, number).result()
 
     def launch(self, plan: BatchPlan) -> Future[Sampled]:
-        return self._thread.submit(self._run, plan)
+        return self._worker.submit(self._run, plan)
 
     def resize(self, num_blocks: int) -> None:
-        self._thread.submit(self._executor.resize, num_blocks).result()
+        self._worker.submit(self._executor.resize, num_blocks).result()
 
     def collect(self, handle: Future[Sampled]) -> Sampled:
         return handle.result()

@@ -132,7 +132,7 @@ class Outlook:
     def num_reserved_blocks(self, running: Iterable[Sequence], number: int) -> int:
         """Return how many blocks admission leaves to what runs, in the ``number``-th plan."""
         if self._lengths is not None and number >= self._next_reserve:
-            self._num_growth_tokens = self._lengths.reserve(running)
+            self._num_growth_tokens = float(self._lengths.reserve(running))
             self._next_reserve = number + RESERVE_STEPS
         return max(self._caution, self._kv.num_blocks_for(round(RESERVE_SHARE * self._num_growth_tokens)))
 
