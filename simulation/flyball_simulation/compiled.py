@@ -65,7 +65,7 @@ def _folder() -> Path:
             f"--compile needs mypy and setuptools; this Python has no {' and no '.join(missing)}. Install them (pip install "
             "mypy setuptools), or leave --compile out."
         )
-    sources = {package: Path((find_spec(package).submodule_search_locations or [""])[0]) for package in PACKAGES}  # type: ignore[union-attr]
+    sources = {package: _source(package) for package in PACKAGES}
     root = Path(os.environ.get("FLYBALL_CACHE_DIR") or Path.home() / ".cache" / "flyball") / "simulator"
     folder = root / _key(sources)
     if folder.is_dir():
@@ -80,6 +80,14 @@ def _folder() -> Path:
         if not folder.is_dir():  # another process may have been faster
             made.rename(folder)
     return folder
+
+
+def _source(package: str) -> Path:
+    """Return the folder of a package, without importing it."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"--compile copies the package {package}, which is not here. Install Flyball anew.")
+    return Path(spec.origin).parent
 
 
 def _key(sources: dict[str, Path]) -> str:
