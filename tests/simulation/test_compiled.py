@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import programs
 from flyball_runtime.core.errors import ConfigError
 from flyball_simulation import compiled
 
@@ -32,6 +33,8 @@ def simulate(flags: str, output: Path, *more: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    programs.find("gcc")
+    programs.python_headers()
     return tmp_path_factory.mktemp("cache")
 
 
