@@ -159,13 +159,14 @@ def _rope_kv_write(qkv: Tensor, cache_shape: tuple[int, ...]) -> Callable[[Backe
 
 def attention(shape: Shape) -> Iterator[Case]:
     """Yield what ``attention_of_16_bits`` does, also by FlashAttention 3 if that can run here, and decodes from 8 bits."""
+    flash = flash_backend()
     for case in attention_of_16_bits(shape):
         yield case
-        if (flash := flash_backend()) is not None:
+        if flash is not None:
             yield replace(
                 case,
                 kernel=f"{case.kernel}, FlashAttention 3",
-                run=lambda backend, case=case, flash=flash: case.run(flash if backend.name == flash.name else backend),
+                run=lambda backend, case=case: case.run(flash if backend.name == flash.name else backend),
             )
     for num_seqs, context in shape.decodes:
         for name, numbers in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):

@@ -216,14 +216,8 @@ class ServingReplica:
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in info.startup_s.items())
         logger.info(
             "ready: %s, %.1fM parameters, %s on %s, kernels %s, attention %s, %d KV blocks of %d tokens in %s; seconds: %s",
-            *(
-                info.model,
-                info.num_parameters / 1e6,
-                info.dtype,
-                info.device,
-                info.kernel_backend,
-                info.attention_backend,
-            ),
+            *(info.model, info.num_parameters / 1e6, info.dtype, info.device),
+            *(info.kernel_backend, info.attention_backend),
             *(info.num_kv_blocks, info.block_size, info.kv_dtype, stages),
         )
         limit = pause_limit(self._config.api.max_heartbeat_age_s, info.longest_pause_s)

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -38,6 +39,7 @@ MODULES = (
 
 NEEDED = ("mypyc", "setuptools")
 MAX_QUOTED_CHARS = 2000
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.so")
 
 
 def is_running() -> bool:
@@ -49,9 +51,13 @@ def run(words: Sequence[str]) -> int:
     """Run ``flyball`` with these words on compiled modules, in a process of its own; returns its exit code.
 
     Raises:
-        ConfigError: they cannot be compiled.
+        ConfigError: they cannot be compiled, or not be loaded.
     """
     folder = _folder()
+    if _source("flyball_simulation").parent == folder:  # this is that process already
+        raise ConfigError(
+            f"--compile: this Python does not load the modules that were compiled in {folder}. Delete it."
+        )
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-P", "-m", "flyball_cli", *words]
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
@@ -71,15 +77,28 @@ def _folder() -> Path:
     if folder.is_dir():
         return folder
     print("flyball simulate: compiling the simulator, which takes about a minute, once", file=sys.stderr)
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="building-", dir=root) as temporary:
+    try:
+        _make(folder, sources)
+    except OSError as error:
+        raise ConfigError(
+            f"--compile cannot write to {root} ({error.strerror}). Set FLYBALL_CACHE_DIR to a folder that can be written."
+        ) from error
+    return folder
+
+
+def _make(folder: Path, sources: dict[str, Path]) -> None:
+    """Copy the packages to a folder and compile them there."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as temporary:
         made = Path(temporary) / "packages"
         for package, source in sources.items():
-            shutil.copytree(source, made / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            shutil.copytree(source, made / package, ignore=NOT_COPIED)
         _compile(made)
-        if not folder.is_dir():  # another process may have been faster
+        try:
             made.rename(folder)
-    return folder
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
 
 
 def _source(package: str) -> Path:
@@ -92,11 +111,14 @@ def _source(package: str) -> Path:
 
 def _key(sources: dict[str, Path]) -> str:
     """Return a name for what the compiled packages depend on."""
-    key = hashlib.sha256(f"{sys.implementation.cache_tag} {version('mypy')} {MODULES}".encode())
+    key = hashlib.sha256(f"{sysconfig.get_config_var('EXT_SUFFIX')} {version('mypy')} {MODULES}".encode())
     for package, source in sources.items():
-        for file in sorted(source.rglob("*.py")):
-            key.update(f"{package}/{file.relative_to(source)}\n".encode())
-            key.update(file.read_bytes())
+        for folder, folders, names in os.walk(source):
+            left_out = NOT_COPIED(folder, [*folders, *names])
+            folders[:] = sorted(set(folders) - left_out)
+            for file in (Path(folder, name) for name in sorted(set(names) - left_out)):
+                key.update(f"{package}/{file.relative_to(source)}\n".encode())
+                key.update(file.read_bytes())
     return key.hexdigest()[:16]
 
 

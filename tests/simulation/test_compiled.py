@@ -69,3 +69,20 @@ def test_without_a_compiler_it_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"(?s)mypyc ended with 1. It needs a C compiler.*no-such-compiler"):
         compiled.run(["simulate"])
     assert not any((tmp_path / "simulator").iterdir())
+
+
+def test_modules_that_python_does_not_load_are_no_endless_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the copy were what runs, uncompiled."""
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiled, "_source", lambda package: tmp_path / package)
+    with pytest.raises(ConfigError, match="this Python does not load the modules that were compiled in"):
+        compiled.run(["simulate"])
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLYBALL_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"cannot write to .* Set FLYBALL_CACHE_DIR to a folder"):
+        compiled.run(["simulate"])
