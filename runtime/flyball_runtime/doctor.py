@@ -144,7 +144,11 @@ def report(*, measured: bool) -> Report:
         backend = choose_backend("cpu")
         instruction_set = torch.ops.flyball.instruction_set()
         bf16 = torch.ops.flyball.linear_bf16_arithmetic() if backend.linear == "cpp" else "torch"
-        arithmetic = {"bf16": bf16, "int8": torch.ops.flyball.linear_int8_arithmetic()}
+        arithmetic = {
+            "bf16": bf16,
+            "int8": torch.ops.flyball.linear_int8_arithmetic(),
+            "int4": torch.ops.flyball.linear_int4_arithmetic(),
+        }
         if backend.linear == "torch" and (reason := reason_for_torch(instruction_set, machine, cpu_flags)):
             reasons.append(f"linear layers: torch's, because {reason}")
     return Report(

@@ -196,14 +196,54 @@ def grouped(in_features, out_features, group_size, zeros):
         (14, 33, 33, 16),
         (40, 301, 700, 128),
         (113, 768, 64, 32),
+        (3, 9001, 40, 9000),  # a group of several runs, and one of a single feature
+        (6, 4102, 33, 4098),
     ],
 )
 def test_4_bits_are_those_of_the_reference(num_rows, in_features, out_features, group_size, zeros, dtype):
     weight = grouped(in_features, out_features, group_size, zeros)
     bias = torch.randn(out_features, dtype=dtype)
     x = torch.randn(num_rows, in_features, dtype=dtype)
-    expected = Int4Linear(weight, bias, backend=Backend("torch"), dtype=dtype)(x)
+    taken = as_16_bits(x, group_size) if dtype == torch.bfloat16 and rounds_inputs_of_4_bits() else x
+    expected = Int4Linear(weight, bias, backend=Backend("torch"), dtype=dtype)(taken)
     assert_close(Int4Linear(weight, bias, backend=CPP, dtype=dtype)(x), expected)
+
+
+def rounds_inputs_of_4_bits():
+    return torch.ops.flyball.linear_int4_arithmetic() != "fp32 FMA"
+
+
+MAX_RUN = 4096  # features
+
+
+def as_16_bits(x, group_size):
+    """Round inputs in bf16 to 16 bits in each group, or in parts of groups that are too large for sums of 32 bits."""
+    rounded = x.float()
+    for first in range(0, x.shape[1], group_size):
+        group = rounded[:, first : first + group_size]
+        num_runs = -(-min(group_size, x.shape[1]) // MAX_RUN)
+        run_size = -(-min(group_size, x.shape[1]) // num_runs)
+        for run in group.split(-(-run_size // 4) * 4, dim=1):
+            largest = run.abs().amax(dim=1, keepdim=True)
+            exponents = largest.double().mul(256.5 / 255).frexp().exponent - 15
+            units = torch.where(largest > 1e-30, torch.ldexp(torch.ones_like(largest), exponents), 1.0)
+            run.copy_((run / units).round() * units)
+    return rounded.bfloat16()  # the same numbers
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_4_bits_have_inputs_of_16(group_size):
+    x = torch.randn(50, 768, dtype=torch.bfloat16) * torch.logspace(-30, 30, 50)[:, None].bfloat16()
+    x[3, 7], x[4, 5], x[5] = 1.9921875, 3e38, 1e-40
+    rounded = as_16_bits(x, group_size)
+    largest = x.float().view(50, -1, group_size).abs().amax(dim=2).repeat_interleave(group_size, dim=1)
+    assert ((rounded.float() - x.float()).abs() <= (largest / 32640).clamp(min=1e-30)).all()
+    kept = (x.float().abs() >= largest / 64) & (largest > 1e-30)
+    assert kept.float().mean() > 0.9
+    torch.testing.assert_close(rounded[kept], x[kept], rtol=0, atol=0)
+    linear = Int4Linear(grouped(768, 80, group_size, zeros=True), backend=CPP, dtype=torch.bfloat16)
+    if rounds_inputs_of_4_bits():
+        torch.testing.assert_close(linear(x), linear(rounded), rtol=0, atol=0)
 
 
 @BACKENDS

@@ -147,30 +147,17 @@ inline void store_up_to(T* to, Vec v, int64_t n) {
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 // Reductions fold halves onto each other: a fixed order, so a row's result does not depend on how many rows there are.
-using Vec16 = float __attribute__((vector_size(64)));
-using Vec8 = float __attribute__((vector_size(32)));
-using Vec4 = float __attribute__((vector_size(16)));
-
-template <class Half, class Whole>
-inline Half half(const Whole& v, int which) {
-  Half h;
-  __builtin_memcpy(&h, reinterpret_cast<const char*>(&v) + which * sizeof(Half), sizeof(Half));
-  return h;
-}
-
-template <class F>
-inline float fold(Vec4 v, F f) {
-  return f(f(v[0], v[2]), f(v[1], v[3]));
-}
-
-template <class F>
-inline float fold(Vec8 v, F f) {
-  return fold(f(half<Vec4>(v, 0), half<Vec4>(v, 1)), f);
-}
-
-template <class F>
-inline float fold(Vec16 v, F f) {
-  return fold(f(half<Vec8>(v, 0), half<Vec8>(v, 1)), f);
+template <class V, class F>
+inline auto fold(const V& v, F f) {
+  if constexpr (sizeof(V) == 16) {
+    return f(f(v[0], v[2]), f(v[1], v[3]));
+  } else {
+    using Element = std::remove_cvref_t<decltype(v[0])>;
+    typedef Element Half __attribute__((vector_size(sizeof(V) / 2)));  // GCC 12 ignores the attribute in a using
+    Half halves[2];
+    __builtin_memcpy(halves, &v, sizeof(V));
+    return fold(f(halves[0], halves[1]), f);
+  }
 }
 
 inline float sum(Vec v) {

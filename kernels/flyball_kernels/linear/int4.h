@@ -1,52 +1,72 @@
-// Weights of 4 bits, one scale for each group of features of a column; inputs as they are. Included by kernel.cpp, inside its
-// namespace. A byte holds two weights, as numbers from 0 to 15; 8 is the zero that sums are made with.
+// Weights of 4 bits, from 0 to 15. Groups of a column's features have a scale, and a zero that is 8 unless told. Included by
+// kernel.cpp, inside its namespace.
+//
+// A panel is one stream: for each run of features, which is a group or a part of one, the scales of the panel's columns, then
+// scales times how far zeros lie from 8 if some do, then the weights, two in a byte.
 #pragma once
 
-constexpr int64_t kGroupsAhead = 8;  // how far ahead of a group's scales to prefetch
+// How the features of a column are cut into runs.
+struct Runs {
+  int64_t k, group, of_group, features, steps, num;  // of_group: runs of a group; features and steps of a run
+  bool has_zeros;                                    // others than 8
 
-using VecBytes = uint8_t __attribute__((vector_size(kLanes)));
-
-// What makes results of a group's sums.
-struct GroupScales {
-  float* inputs;         // sums of the inputs of each row and group, from the first row on; null: no group has another zero
-  const float* columns;  // [groups, kPanel] for each panel, from the first one on
-  const float* offsets;  // scales times how far zeros lie from 8, likewise; null: nowhere
-  int64_t steps, num;    // steps of a group; groups of a column
-
-  GroupScales from(int64_t row, int64_t column) const {
-    return {inputs ? inputs + row * num : nullptr, columns + column * num, offsets ? offsets + column * num : nullptr, steps, num};
+  template <class A>
+  static Runs make(int64_t k, int64_t group_size, bool has_zeros) {
+    const int64_t group = std::max<int64_t>(1, std::min(group_size, k));
+    const int64_t of_group = round_up(group, A::kMaxFeatures) / A::kMaxFeatures;
+    const int64_t steps = round_up(round_up(group, of_group) / of_group, A::kDepth) / A::kDepth;
+    return {k, group, of_group, steps * A::kDepth, steps, round_up(k, group) / group * of_group, has_zeros};
   }
 
-  void prefetch(int64_t group, int64_t column) const {
-    __builtin_prefetch(columns + group * kPanel + column);
-    if (inputs) __builtin_prefetch(offsets + group * kPanel + column);
+  int64_t first(int64_t run) const { return run / of_group * group + run % of_group * features; }
+  int64_t size(int64_t run) const {
+    return std::max<int64_t>(0, std::min({features, (run / of_group + 1) * group - first(run), k - first(run)}));
   }
+  int64_t num_steps() const { return num * steps; }
+  int64_t header_bytes() const { return (has_zeros ? 2 : 1) * kPanel * sizeof(float); }
 
-  Vec add(Vec result, int64_t row, int64_t column, int64_t group, Vec sum) const {
-    result += sum * load(columns + group * kPanel + column);
-    return inputs ? result - load(offsets + group * kPanel + column) * splat(inputs[row * num + group]) : result;
+  template <class A>
+  int64_t panel_bytes() const {
+    return num * (header_bytes() + steps * A::kWidth);
   }
 };
 
-// The low half of a byte is a weight of the first half of a panel's columns, the high half one of the second.
+// What is known of a row's inputs in a run.
+struct RunInputs {
+  float unit;    // what a whole number stands for
+  int32_t zero;  // what a sum starts with, so that weights count from 8
+  float sum;
+};
+
+struct RunScales {
+  RunInputs* inputs;  // [rows, runs] from the first row on
+  Runs runs;
+
+  RunScales from(int64_t row, int64_t) const { return {inputs + row * runs.num, runs}; }
+};
+
+template <class A>
+constexpr bool kHasRuns = std::is_same_v<typename A::Scales, RunScales>;
+
+// Inputs are fp32. The low half of a byte is a weight of the first half of a panel's columns, the high half one of the second.
 template <class T>
 struct Int4 {
   using Value = T;
   using Weight = uint8_t;
   using Input = float;
   using Sum = Vec;
-  using Scales = GroupScales;
-  static constexpr int64_t kDepth = 1, kWidth = kLanes, kTileRows = kRegisters / 2 - 3;  // constants take registers too
+  using Scales = RunScales;
+  static constexpr int64_t kDepth = 1, kPlanes = 1, kWidth = kLanes, kMaxFeatures = int64_t{1} << 40;
+  static constexpr int64_t kTileRows = kRegisters / 2 - 3;  // constants take registers too
 
-  static int64_t column(int64_t i) { return i / 2 + i % 2 * kLanes; }
-  static int64_t feature(int64_t) { return 0; }
   static Halves<Vec> weights(const Weight* from) {
 #if defined(__AVX512F__)
     const VecI both = (VecI)_mm512_cvtepu8_epi32(load_raw<__m128i>(from));  // GCC 12 makes several of this one
 #elif defined(__AVX2__)
     const VecI both = (VecI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
 #else
-    const VecI both = __builtin_convertvector(load_raw<VecBytes>(from), VecI);
+    using Bytes = uint8_t __attribute__((vector_size(kLanes)));
+    const VecI both = __builtin_convertvector(load_raw<Bytes>(from), VecI);
 #endif
     return {__builtin_convertvector((both & 15) - 8, Vec), __builtin_convertvector((both >> 4) - 8, Vec)};
   }
@@ -54,100 +74,173 @@ struct Int4 {
   static Vec inputs(const T* x) { return load(x); }
   static Vec broadcast(Input x) { return splat(x); }
   static Vec add(Vec sum, Vec w, Vec x) { return sum + x * w; }
+  static Vec first_sum(const RunInputs&) { return Vec{}; }
+  static Vec value(const Vec (&sums)[kPlanes], const RunInputs&) { return sums[0]; }
+
+  static void pack(const T* x, int64_t rows, const RunScales& scales, Input* packed) {
+    const auto& [inputs, runs] = scales;
+    pack_rows<Int4>(x, runs.k, rows, runs.k, packed);
+    std::fill(packed + runs.k * rows, packed + runs.num_steps() * rows, 0.0f);
+    for (int64_t row = 0; runs.has_zeros && row < rows; ++row) {
+      for (int64_t run = 0; run < runs.num; ++run) {
+        const T* from = x + row * runs.k + runs.first(run);
+        Vec total = {};
+        for (int64_t j = 0, size = runs.size(run); j < size; j += kLanes) total += load_up_to(from + j, size - j);
+        inputs[row * runs.num + run].sum = sum(total);
+      }
+    }
+  }
 };
 
-#if FLYBALL_DOT
-// The two halves of a byte are the two features of a step. A table makes them the bf16 that the dot product takes.
-struct Int4Dot : Dot {
+// Inputs are bf16, and become whole numbers of 16 bits with a power of two as their unit in each run: those of at least 1/64 of
+// the largest are the same numbers, the others are off by at most 1/32640 of it. Two planes hold their lower and their upper
+// bytes. Sums of a run are whole, thus exact. A step's bytes have four features of a column in each half.
+struct Int4Bytes {
+  using Value = c10::BFloat16;
   using Weight = uint8_t;
-  using Scales = GroupScales;
-  static constexpr int64_t kWidth = kPanel, kTileRows = Int4<float>::kTileRows;
+  using Input = uint32_t;  // four features
+  using Sum = VecI;
+  using Scales = RunScales;
+  static constexpr int64_t kDepth = 4, kPlanes = 2, kWidth = kDepth * kLanes;
+  static constexpr int64_t kMaxFeatures = 4096;  // times 15 times 2**15 fit 32 bits
+  static constexpr int64_t kTileRows = kRegisters / 4 - 2;
+  static constexpr int32_t kInfinity = 0x7f800000, kMantissaBits = 23, kZeroExponent = 127;  // of fp32
+  static constexpr int32_t kLeastExponent = 27;  // smaller inputs are 0
 
-#if defined(__aarch64__)
-  static Pair weights(const Weight* from) {
-    static constexpr uint8_t kLower[16] = {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80,  // -8 to -1
-                                           0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0};
-    static constexpr uint8_t kUpper[16] = {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
-                                           0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
-    const uint8x8_t both = vld1_u8(from), first = vand_u8(both, vdup_n_u8(15)), second = vshr_n_u8(both, 4);
-    const uint8x16_t indices = vcombine_u8(vzip1_u8(first, second), vzip2_u8(first, second));
-    const uint8x16_t lower = vqtbl1q_u8(vld1q_u8(kLower), indices), upper = vqtbl1q_u8(vld1q_u8(kUpper), indices);
-    return {(Vec)vzip1q_u8(lower, upper), (Vec)vzip2q_u8(lower, upper)};
+  static Halves<VecI> weights(const Weight* from) {
+    const VecU both = load_raw<VecU>(from);
+    return {(VecI)(both & 0x0f0f0f0fu), (VecI)(both >> 4 & 0x0f0f0f0fu)};
   }
+  static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
+  static VecI add(VecI sum, VecI w, VecI x) { return add_bytes(sum, x, w); }
+  static VecI first_sum(const RunInputs& inputs) { return inputs.zero - VecI{}; }
+  static Vec value(const VecI (&sums)[kPlanes], const RunInputs& inputs) {
+    return __builtin_convertvector(sums[0] + (sums[1] << 8), Vec) * splat(inputs.unit);
+  }
+
+  static void pack(const Value* x, int64_t rows, const RunScales& scales, Input* packed) {
+    struct Planes;
+    const auto& [inputs, runs] = scales;
+    const int64_t steps = kPlanes * runs.num_steps();
+    auto* by_row = reinterpret_cast<Input*>(scratch<Planes>(rows * steps));
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t run = 0; run < runs.num; ++run)
+        inputs[row * runs.num + run] =
+            split(x + row * runs.k + runs.first(run), runs.size(run), by_row + row * steps + run * runs.steps * kPlanes, runs);
+    pack_rows<Rounded>(by_row, steps, rows, steps, packed);
+  }
+
+  // The values of a run -> for each step its bytes in each plane
+  static RunInputs split(const Value* x, int64_t size, Input* planes, const Runs& runs) {
+    VecI largest = {};  // the bits of magnitudes, which are in their order, with what is not finite above all
+    for (int64_t j = 0; j < size; j += kLanes) {
+      const VecI bits = (VecI)load_up_to(x + j, size - j) & 0x7fffffff;
+      largest = largest > bits ? largest : bits;
+    }
+    const int32_t most = fold(largest, [](auto a, auto b) { return a > b ? a : b; });
+    if (most >= kInfinity) return {std::numeric_limits<float>::quiet_NaN(), 0, 0.0f};
+    // the exponent of 255/128 times a power of two is that of the next one: its upper byte would be 128
+    const int32_t exponent = std::max((most + 0x10000) >> kMantissaBits, kLeastExponent) - 14;
+    const float unit = from_exponent(exponent), factor = from_exponent(2 * kZeroExponent - exponent);
+    VecI total = {};
+    for (int64_t j = 0; j < runs.features; j += kLanes) {
+      const VecI whole = j < size ? rounded(x + j, size - j, factor) : VecI{}, upper = (whole + 128) >> 8;
+      const auto bytes = interleave(whole - (upper << 8), upper);
+      if (runs.features - j >= kLanes)
+        std::memcpy(planes + kPlanes * j / kDepth, bytes.data(), sizeof(bytes));
+      else
+        std::memcpy(planes + kPlanes * j / kDepth, bytes.data(), kPlanes * (runs.features - j));
+      total += whole;
+    }
+    const int32_t sum = fold(total, [](auto a, auto b) { return a + b; });
+    return {unit, -8 * sum, static_cast<float>(sum) * unit};
+  }
+
+  // Four bytes of one, four of the other, and so on.
+  static std::array<Input, kPlanes * kLanes / kDepth> interleave(VecI lower, VecI upper) {
+    using Bytes = int8_t __attribute__((vector_size(kLanes)));
+    const Bytes planes[kPlanes] = {__builtin_convertvector(lower, Bytes), __builtin_convertvector(upper, Bytes)};
+    std::array<Input, kPlanes * kLanes / kDepth> out;
+#if defined(__AVX512F__)
+    const __m128i low = (__m128i)planes[0], high = (__m128i)planes[1];
+    const __m128i both[kPlanes] = {_mm_unpacklo_epi32(low, high), _mm_unpackhi_epi32(low, high)};
+    std::memcpy(out.data(), both, sizeof(out));
 #else
-  static Vec unpack(const Weight* from) {
-    alignas(32) static constexpr uint16_t kNumbers[32] = {
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,  // -8 to -1
-        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,  // 0 to 7
-    };
-    const VecU both = (VecU)_mm512_cvtepu8_epi32(load_raw<__m128i>(from));
-    const __m512i indices = (__m512i)((both | both << 12) & 0x000f000fu);
-    return (Vec)_mm512_permutexvar_epi16(indices, _mm512_castsi256_si512(_mm256_load_si256((const __m256i*)kNumbers)));
+    for (int64_t i = 0; i < kLanes; i += kDepth)
+      for (int64_t plane = 0; plane < kPlanes; ++plane)
+        std::memcpy(&out[kPlanes * i / kDepth + plane], reinterpret_cast<const char*>(&planes[plane]) + i, kDepth);
+#endif
+    return out;
   }
-  static Pair weights(const Weight* from) { return {unpack(from), unpack(from + kLanes)}; }
-#endif
+
+  static float from_exponent(int32_t biased) { return std::bit_cast<float>(biased << kMantissaBits); }
 };
-#endif
 
+// values [n, k], of_groups [n, groups] each -> panels
 template <class A>
-constexpr bool kIsGrouped = std::is_same_v<typename A::Scales, GroupScales>;
-
-// values [n, k] of 0 to 15 -> panels
-template <class A>
-void pack_int4(const uint8_t* values, int64_t n, int64_t k, uint8_t* packed) {
-  const int64_t steps = num_steps<A>(k), num_panels = round_up(n, kPanel) / kPanel;
-  const auto value = [=](int64_t column, int64_t feature) {
-    return column < n && feature < k ? values[column * k + feature] : uint8_t{8};
-  };
+void pack_int4(const uint8_t* values, const float* scales, const float* offsets, int64_t n, const Runs& runs, uint8_t* packed) {
+  const int64_t num_panels = round_up(n, kPanel) / kPanel, groups = runs.num / runs.of_group;
 #pragma omp parallel for
   for (int64_t panel = 0; panel < num_panels; ++panel) {
-    for (int64_t step = 0; step < steps; ++step) {
-      uint8_t* to = packed + (panel * steps + step) * A::kWidth;
-      for (int64_t i = 0; i < A::kWidth; ++i) {
-        const int64_t low = 2 * i, high = low + 1, column = panel * kPanel, feature = step * A::kDepth;
-        to[i] = value(column + A::column(low), feature + A::feature(low)) |
-                value(column + A::column(high), feature + A::feature(high)) << 4;
+    uint8_t* to = packed + panel * runs.panel_bytes<A>();
+    for (int64_t run = 0; run < runs.num; ++run) {
+      for (const float* of_groups : {scales, offsets}) {
+        if (!of_groups) continue;
+        for (int64_t i = 0; i < kPanel; ++i, to += sizeof(float)) {
+          const int64_t column = panel * kPanel + i;
+          const float value = column < n ? of_groups[column * groups + run / runs.of_group] : 0.0f;
+          std::memcpy(to, &value, sizeof(value));
+        }
+      }
+      const uint8_t* of_run = values + runs.first(run);
+      const auto value = [&, size = runs.size(run)](int64_t column, int64_t feature) {
+        return column < n && feature < size ? of_run[column * runs.k + feature] : uint8_t{8};
+      };
+      for (int64_t i = 0; i < runs.steps * A::kWidth; ++i, ++to) {
+        const int64_t column = panel * kPanel + i % A::kWidth / A::kDepth, feature = i / A::kWidth * A::kDepth + i % A::kDepth;
+        *to = value(column, feature) | value(column + kLanes, feature) << 4;
       }
     }
   }
 }
 
-// rows of x [rows, k] -> [rows, groups]
-template <class T>
-void sum_groups(const T* x, int64_t rows, int64_t k, int64_t group_size, float* sums) {
-  const int64_t num_groups = round_up(k, group_size) / group_size;
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t group = 0; group < num_groups; ++group) {
-      const int64_t first = group * group_size, end = std::min(k, first + group_size);
-      Vec total = {};
-      for (int64_t j = first; j < end; j += kLanes) total += load_up_to(x + row * k + j, end - j);
-      sums[row * num_groups + group] = sum(total);
-    }
-  }
-}
-
-// The sums of a tile, group by group: add_steps adds to low and high what a range of steps comes to.
-template <class A, int Rows, int Panels, class F>
-void add_groups(int64_t steps, const Output<A>& out, Vec (&low)[Panels][Rows], Vec (&high)[Panels][Rows], F add_steps) {
-  Vec total_low[Panels][Rows] = {}, total_high[Panels][Rows] = {};
-  for (int64_t group = 0; group < out.scales.num; ++group) {
-    const int64_t first = group * out.scales.steps;
-    add_steps(first, std::min(steps, first + out.scales.steps));
-#pragma GCC unroll 4
-    for (int p = 0; p < Panels; ++p) {
-      const GroupScales scales = out.scales.from(0, p * kPanel);
-      for (int64_t column = 0; column < kPanel; column += 16) scales.prefetch(group + kGroupsAhead, column);
+// A panel times a tile of Rows rows, run by run.
+template <class A, int Rows>
+[[gnu::noinline]] void multiply_runs(const typename A::Input* x, const uint8_t* panel, const Output<A>& out) {
+  const Runs& runs = out.scales.runs;
+  Vec low[Rows] = {}, high[Rows] = {};
+  for (int64_t run = 0; run < runs.num; ++run) {
+    const float* header = reinterpret_cast<const float*>(panel);
+    for (int64_t line = 0; line < runs.header_bytes(); line += 64) __builtin_prefetch(panel + kAheadBytes + line);
+    panel += runs.header_bytes();
+    typename A::Sum low_sums[Rows][A::kPlanes] = {}, high_sums[Rows][A::kPlanes] = {};
+#pragma GCC unroll 16
+    for (int row = 0; row < Rows; ++row)
+      low_sums[row][0] = high_sums[row][0] = A::first_sum(out.scales.inputs[row * runs.num + run]);
+    for (int64_t step = 0; step < runs.steps; ++step, x += A::kPlanes * Rows, panel += A::kWidth) {
+      __builtin_prefetch(panel + kAheadBytes);
+      const auto w = A::weights(panel);
 #pragma GCC unroll 16
       for (int row = 0; row < Rows; ++row) {
-        total_low[p][row] = scales.add(total_low[p][row], row, 0, group, low[p][row]);
-        total_high[p][row] = scales.add(total_high[p][row], row, kLanes, group, high[p][row]);
-        low[p][row] = high[p][row] = Vec{};
+#pragma GCC unroll 2
+        for (int plane = 0; plane < A::kPlanes; ++plane) {
+          const auto value = A::broadcast(x[plane * Rows + row]);
+          low_sums[row][plane] = A::add(low_sums[row][plane], w.low, value);
+          high_sums[row][plane] = A::add(high_sums[row][plane], w.high, value);
+        }
       }
     }
-  }
-#pragma GCC unroll 4
-  for (int p = 0; p < Panels; ++p) {
+    const Vec low_scales = load(header), high_scales = load(header + kLanes);
 #pragma GCC unroll 16
-    for (int row = 0; row < Rows; ++row) low[p][row] = total_low[p][row], high[p][row] = total_high[p][row];
+    for (int row = 0; row < Rows; ++row) {
+      const RunInputs& inputs = out.scales.inputs[row * runs.num + run];
+      low[row] += A::value(low_sums[row], inputs) * low_scales;
+      high[row] += A::value(high_sums[row], inputs) * high_scales;
+      if (!runs.has_zeros) continue;
+      low[row] -= load(header + kPanel) * splat(inputs.sum);
+      high[row] -= load(header + kPanel + kLanes) * splat(inputs.sum);
+    }
   }
+#pragma GCC unroll 16
+  for (int row = 0; row < Rows; ++row) write_row(out, row, low[row], high[row]);
 }

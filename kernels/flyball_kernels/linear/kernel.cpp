@@ -4,7 +4,10 @@
 // hundreds. There are several arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
 // dot product instruction of AVX512_BF16 or Arm's BF16, which does twice the work of an FMA where a core issues two of them a
 // cycle (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
-// exact in all. Int8 (int8.h) and Int4 (int4.h) are for weights that have been rounded. See benchmarks/linear.py.
+// exact in all. Int8 (int8.h) and Int4 and Int4Bytes (int4.h) are for weights that have been rounded. See benchmarks/linear.py.
+#include <array>
+#include <bit>
+
 #include "../cpu/dot.h"
 #include "../cpu/rounding.h"
 #include "../cpu/transpose.h"
@@ -210,31 +213,25 @@ template <class A, int Rows, int Panels>
 void multiply_tile(const typename A::Input* x, const typename A::Weight* panels, int64_t steps, const Output<A>& out) {
   typename A::Sum low[Panels][Rows] = {}, high[Panels][Rows] = {};
   constexpr int64_t kStepBytes = A::kWidth * sizeof(typename A::Weight), kPanelAhead = kAheadBytes / Panels;
-  const auto add_steps = [&](int64_t first, int64_t end) __attribute__((always_inline)) {
-    for (int64_t step = first; step < end; ++step) {
-      // where a panel ends, the one that the next tile has in its place comes next
-      const bool turns = (steps - step) * kStepBytes <= kPanelAhead;
-      const int64_t ahead = kPanelAhead + (turns ? (Panels - 1) * steps * kStepBytes : 0);
+  for (int64_t step = 0; step < steps; ++step) {
+    // where a panel ends, the one that the next tile has in its place comes next
+    const bool turns = (steps - step) * kStepBytes <= kPanelAhead;
+    const int64_t ahead = kPanelAhead + (turns ? (Panels - 1) * steps * kStepBytes : 0);
 #pragma GCC unroll 4
-      for (int p = 0; p < Panels; ++p) {
-        const typename A::Weight* from = panels + (p * steps + step) * A::kWidth;
+    for (int p = 0; p < Panels; ++p) {
+      const typename A::Weight* from = panels + (p * steps + step) * A::kWidth;
 #pragma GCC unroll 4
-        for (int64_t line = 0; line < kStepBytes; line += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead + line);
-        const auto w = A::weights(from);
+      for (int64_t line = 0; line < kStepBytes; line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead + line);
+      const auto w = A::weights(from);
 #pragma GCC unroll 16
-        for (int row = 0; row < Rows; ++row) {
-          const auto value = A::broadcast(x[step * Rows + row]);
-          low[p][row] = A::add(low[p][row], w.low, value);
-          high[p][row] = A::add(high[p][row], w.high, value);
-        }
+      for (int row = 0; row < Rows; ++row) {
+        const auto value = A::broadcast(x[step * Rows + row]);
+        low[p][row] = A::add(low[p][row], w.low, value);
+        high[p][row] = A::add(high[p][row], w.high, value);
       }
     }
-  };
-  if constexpr (kIsGrouped<A>)
-    add_groups<A, Rows, Panels>(steps, out, low, high, add_steps);
-  else
-    add_steps(0, steps);
+  }
 #pragma GCC unroll 4
   for (int p = 0; p < Panels; ++p) {
     const Output<A> to = out.from(0, p * kPanel);
@@ -248,8 +245,12 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
   }
 }
 
-// Few rows have too few sums in flight to hide the arithmetic's latency, so they take several panels at a time.
-constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+// Few rows have too few sums in flight to hide the arithmetic's latency, so they take several panels at a time; where weights
+// have to be unpacked first, that takes as long.
+template <class A>
+constexpr int panels_at_once(int64_t rows) {
+  return kHasRuns<A> ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+}
 
 template <class A, int Rows = A::kTileRows>
 void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, const typename A::Weight* panels, int64_t steps,
@@ -257,20 +258,30 @@ void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, cons
   if constexpr (kHasTiles<A>) {
     return A::multiply(rows, num_panels, x, panels, steps, out);
   } else if (rows == Rows) {
-    if (num_panels == panels_at_once(Rows)) return multiply_tile<A, Rows, panels_at_once(Rows)>(x, panels, steps, out);
-    for (int64_t p = 0; p < num_panels; ++p)
-      multiply_tile<A, Rows, 1>(x, panels + p * steps * A::kWidth, steps, out.from(0, p * kPanel));
+    if constexpr (kHasRuns<A>) {
+      multiply_runs<A, Rows>(x, panels, out);
+    } else {
+      if (num_panels == panels_at_once<A>(Rows)) return multiply_tile<A, Rows, panels_at_once<A>(Rows)>(x, panels, steps, out);
+      for (int64_t p = 0; p < num_panels; ++p)
+        multiply_tile<A, Rows, 1>(x, panels + p * steps * A::kWidth, steps, out.from(0, p * kPanel));
+    }
     return;
   }
   if constexpr (Rows > 1 && !kHasTiles<A>) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out);
 }
 
-// floats of each row beside its inputs
+// What a row's inputs and a panel have, in elements.
+struct Sizes {
+  int64_t inputs, more, panel;  // more: floats beside the inputs
+};
+
 template <class A>
-int64_t num_more(const Output<A>& out) {
-  if constexpr (kIsQuantized<A>) return 1;
-  if constexpr (kIsGrouped<A>) return out.scales.offsets ? out.scales.num : 0;
-  return 0;
+Sizes sizes(int64_t k, const Output<A>& out) {
+  if constexpr (kHasRuns<A>) {
+    const Runs& runs = out.scales.runs;
+    return {A::kPlanes * runs.num_steps(), runs.num * int64_t(sizeof(RunInputs) / sizeof(float)), runs.panel_bytes<A>()};
+  }
+  return {num_steps<A>(k), kIsQuantized<A>, num_steps<A>(k) * A::kWidth};
 }
 
 // rows of x [rows, k] to rows of out, by each thread of a team
@@ -278,14 +289,14 @@ template <class A>
 void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typename A::Weight* packed, int64_t n,
                   Output<A> out, const Team& team, float* memory) {
   static_assert(sizeof(typename A::Input) == sizeof(float));
-  const int64_t steps = num_steps<A>(k), num_sums = num_more(out);
+  const Sizes size = sizes(k, out);
   auto* inputs = reinterpret_cast<typename A::Input*>(memory);
-  [[maybe_unused]] auto* more = reinterpret_cast<float*>(inputs + rows * steps);
+  [[maybe_unused]] auto* more = reinterpret_cast<float*>(inputs + rows * size.inputs);
   if constexpr (kIsQuantized<A>) out.scales.rows = more;
-  if constexpr (kIsGrouped<A>) out.scales.inputs = num_sums ? more : nullptr;
+  if constexpr (kHasRuns<A>) out.scales.inputs = reinterpret_cast<RunInputs*>(more);
   const int64_t num_panels = round_up(n, kPanel) / kPanel, num_tiles = round_up(rows, A::kTileRows) / A::kTileRows;
   const int64_t num_threads = team.size();
-  const int64_t group = num_panels >= 2 * num_threads * panels_at_once(rows) ? panels_at_once(rows) : 1;
+  const int64_t group = num_panels >= 2 * num_threads * panels_at_once<A>(rows) ? panels_at_once<A>(rows) : 1;
   const int64_t num_groups = round_up(num_panels, group) / group;
   // A panel's tiles stay on one thread, and so do panels that follow each other, since each fetches the beginning of the next.
   const int64_t chunk = num_groups >= 4 * num_threads ? num_groups / (4 * num_threads) * num_tiles : 1;
@@ -293,16 +304,16 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
   team.share(num_tiles, [&](int64_t tile) {
     const int64_t row = tile_start(tile), num = tile_start(tile + 1) - row;
     if constexpr (kIsQuantized<A>)
-      pack_rounded<A>(x + row * k, num, k, inputs + row * steps, out.scales.rows + row);
+      pack_rounded<A>(x + row * k, num, k, inputs + row * size.inputs, out.scales.rows + row);
+    else if constexpr (kHasRuns<A>)
+      A::pack(x + row * k, num, out.scales.from(row, 0), inputs + row * size.inputs);
     else
-      pack_rows<A>(x + row * k, k, num, k, inputs + row * steps);
-    if constexpr (kIsGrouped<A>)
-      if (num_sums) sum_groups(x + row * k, num, k, out.scales.steps * A::kDepth, more + row * num_sums);
+      pack_rows<A>(x + row * k, k, num, k, inputs + row * size.inputs);
   });
   team.share_chunks(num_groups * num_tiles, chunk, [&](int64_t i) {
     const int64_t panel = i / num_tiles * group, column = panel * kPanel, row = tile_start(i % num_tiles);
-    multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * steps,
-                packed + panel * steps * A::kWidth, steps, out.from(row, column));
+    multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * size.inputs,
+                packed + panel * size.panel, size.inputs, out.from(row, column));
   });
 }
 
@@ -311,7 +322,8 @@ template <class A>
 Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typename A::Weight* packed, int64_t n,
                  const Output<A>& out) {
   constexpr int64_t kBlockRows = kTilesOfBlock * A::kTileRows;
-  return {std::min(m, kBlockRows) * (num_steps<A>(k) + num_more(out)), [=](const Team& team, float* memory) {
+  const Sizes size = sizes(k, out);
+  return {std::min(m, kBlockRows) * (size.inputs + size.more), [=](const Team& team, float* memory) {
             for (int64_t row = 0; row < m; row += kBlockRows)
               linear_block<A>(x + row * k, std::min(kBlockRows, m - row), k, packed, n, out.from(row, 0), team, memory);
           }};
@@ -327,7 +339,7 @@ bool has_amx() {
 
 bool prefers_dot() { return has_amx() || has_fast_dot(); }
 
-// What multiplies weights of 16 and of 8 bits, for people.
+// What multiplies weights of 16, 8 and 4 bits by inputs of bf16, for people.
 std::string bf16_arithmetic() {
   if (has_amx()) return "AMX";
   if (!has_fast_dot()) return "fp32 FMA";
@@ -349,6 +361,8 @@ std::string int8_arithmetic() {
   return "32-bit products";
 #endif
 }
+
+std::string int4_arithmetic() { return has_byte_dot() ? int8_arithmetic() : "fp32 FMA"; }
 
 // Call f with the arithmetic for tensors of this type.
 template <class F>
@@ -441,56 +455,49 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scal
 // Call f with the arithmetic for 4-bit weights and inputs of this type.
 template <class F>
 void with_int4(at::ScalarType type, F f) {
-#if FLYBALL_DOT
-  if (type == at::kBFloat16) return f(Int4Dot{});
-#endif
-  dispatch(type, "linear_int4", [&]<class T>(T*) { f(Int4<T>{}); });
+  dispatch(type, "linear_int4", [&]<class T>(T*) {
+    if constexpr (has_byte_dot() && std::is_same_v<T, c10::BFloat16>)
+      f(Int4Bytes{});
+    else
+      f(Int4<T>{});
+  });
 }
 
-// values [n, k] of 0 to 15 -> panels for inputs of this type
-Tensor linear_int4_pack(const Tensor& unpacked, at::ScalarType type) {
-  const Tensor values = unpacked.contiguous();
+// values [n, k] of 0 to 15, scales and offsets [n, groups] -> panels for inputs of this type
+Tensor linear_int4_pack(const Tensor& unpacked, const Tensor& scales, const std::optional<Tensor>& offsets, int64_t group_size,
+                        at::ScalarType type) {
+  const Tensor values = unpacked.contiguous(), of_groups = scales.contiguous();
+  const std::optional<Tensor> others = offsets ? std::optional(offsets->contiguous()) : std::nullopt;
   const int64_t n = values.size(0), k = values.size(1);
   Tensor packed;
   with_int4(type, [&]<class A>(A) {
-    packed = at::empty({round_up(n, kPanel) / kPanel, num_steps<A>(k), A::kWidth}, values.options());
+    const Runs runs = Runs::make<A>(k, group_size, offsets.has_value());
+    packed = at::empty({round_up(n, kPanel) / kPanel, runs.panel_bytes<A>()}, values.options());
     prefer_huge_pages(packed.data_ptr(), packed.nbytes());
-    pack_int4<A>(data<const uint8_t>(values), n, k, data<uint8_t>(packed));
+    pack_int4<A>(data<const uint8_t>(values), data<const float>(of_groups), data_or_null<float>(others), n, runs,
+                 data<uint8_t>(packed));
   });
   return packed;
 }
 
-// [n, groups] -> [panels, groups, kPanel], missing columns zero
-Tensor linear_int4_columns(const Tensor& unpadded) {
-  const Tensor given = unpadded.contiguous();
-  const int64_t n = given.size(0), groups = given.size(1), num_panels = round_up(n, kPanel) / kPanel;
-  const Tensor columns = at::empty({num_panels, groups, kPanel}, given.options()).zero_();
-  for (int64_t column = 0; column < n; ++column)
-    for (int64_t group = 0; group < groups; ++group)
-      data<float>(columns)[(column / kPanel * groups + group) * kPanel + column % kPanel] =
-          data<const float>(given)[column * groups + group];
-  return columns;
-}
-
 // A group has an even number of features.
-Work linear_int4_work(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& offsets,
-                      const std::optional<Tensor>& bias, int64_t group_size, const Tensor& out) {
+Work linear_int4_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t group_size,
+                      bool has_zeros, const Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
   Work work;
   with_int4(x.scalar_type(), [&]<class A>(A) {
     using T = typename A::Value;
-    const GroupScales groups{nullptr, data<const float>(scales), data_or_null<float>(offsets), group_size / A::kDepth,
-                             scales.size(1)};
+    const RunScales scales{nullptr, Runs::make<A>(k, group_size, has_zeros)};
     work = linear_work<A>(data<const T>(x), m, k, data<const uint8_t>(packed), n,
-                          {data<T>(out), n, n, data_or_null<T>(bias), groups});
+                          {data<T>(out), n, n, data_or_null<T>(bias), scales});
   });
   return work;
 }
 
-Tensor linear_int4(const Tensor& input, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& offsets,
-                   const std::optional<Tensor>& bias, int64_t n, int64_t group_size) {
+Tensor linear_int4(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t group_size,
+                   bool has_zeros) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_int4_work(x, packed, scales, offsets, bias, group_size, out)});
+  run_in_team({linear_int4_work(x, packed, bias, group_size, has_zeros, out)});
   return out;
 }
 
@@ -498,15 +505,13 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def("linear_prefers_dot() -> bool", &prefers_dot);
   m.def("linear_bf16_arithmetic() -> str", &bf16_arithmetic);
   m.def("linear_int8_arithmetic() -> str", &int8_arithmetic);
+  m.def("linear_int4_arithmetic() -> str", &int4_arithmetic);
   m.def("linear_pack(Tensor weight, bool dot) -> Tensor");
   m.def("linear_int8_round(Tensor weight) -> (Tensor, Tensor)");
   m.def("linear_int8_pack(Tensor values, Tensor scales) -> (Tensor, Tensor, Tensor)");
   m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor sums, Tensor? bias, int out_features) -> Tensor");
-  m.def("linear_int4_pack(Tensor values, ScalarType inputs) -> Tensor");
-  m.def("linear_int4_columns(Tensor of_columns) -> Tensor");
-  m.def(
-      "linear_int4(Tensor x, Tensor packed, Tensor scales, Tensor? offsets, Tensor? bias, int out_features, int group_size) "
-      "-> Tensor");
+  m.def("linear_int4_pack(Tensor values, Tensor scales, Tensor? offsets, int group_size, ScalarType inputs) -> Tensor");
+  m.def("linear_int4(Tensor x, Tensor packed, Tensor? bias, int out_features, int group_size, bool has_zeros) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool dot) -> Tensor");
   m.impl("linear_pack", c10::DispatchKey::CPU, TORCH_FN(linear_pack));
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
@@ -514,7 +519,6 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.impl("linear_int8_pack", c10::DispatchKey::CPU, TORCH_FN(linear_int8_pack));
   m.impl("linear_int8", c10::DispatchKey::CPU, TORCH_FN(linear_int8));
   m.impl("linear_int4_pack", c10::DispatchKey::CPU, TORCH_FN(linear_int4_pack));
-  m.impl("linear_int4_columns", c10::DispatchKey::CPU, TORCH_FN(linear_int4_columns));
   m.impl("linear_int4", c10::DispatchKey::CPU, TORCH_FN(linear_int4));
 }
 
@@ -530,10 +534,10 @@ c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums
       k, n, [=](const Tensor& x, const Tensor& out) { return linear_int8_work(x, packed, scales, sums, bias, out); });
 }
 
-c10::intrusive_ptr<Linear> int4_linear(Tensor packed, Tensor scales, OptionalTensor offsets, OptionalTensor bias, int64_t n,
-                                       int64_t k, int64_t group_size) {
+c10::intrusive_ptr<Linear> int4_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, int64_t group_size,
+                                       bool has_zeros) {
   return c10::make_intrusive<Linear>(k, n, [=](const Tensor& x, const Tensor& out) {
-    return linear_int4_work(x, packed, scales, offsets, bias, group_size, out);
+    return linear_int4_work(x, packed, bias, group_size, has_zeros, out);
   });
 }
 

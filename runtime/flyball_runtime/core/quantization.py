@@ -9,7 +9,7 @@ from flyball_runtime.core.json_fields import JsonFields
 
 Quantization = Literal["none", "int8", "int4"]
 """``int8``: weights of linear layers are 8 bits with a scale for each output feature, their inputs with one for each token.
-``int4``: weights are 4 bits with a scale for each group of input features, and inputs are as they are."""
+``int4``: weights are 4 bits with a scale for each group of input features, and inputs have 16."""
 
 Layout = Literal["compressed-tensors", "gptq", "awq"]
 
