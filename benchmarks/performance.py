@@ -81,8 +81,8 @@ def vllm_table(name: str = "versus_vllm") -> str:
     return markdown(("Load", "Flyball", "vLLM", ""), rows) + f"\n\nvLLM {version}. {where(result)}"
 
 
-def llamacpp_table() -> str:
-    result = read("versus_llamacpp")
+def llamacpp_table(name: str = "versus_llamacpp") -> str:
+    result = read(name)
     if result is None:
         return NOT_MEASURED
     pairs = result["pairs"].items()
@@ -171,6 +171,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-xeon": partial(vllm_table, "versus_vllm_xeon"),
     "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
     "llamacpp": llamacpp_table,
+    "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),
     "linear": linear_table,
     "attention": attention_table,
     "time": time_table,
