@@ -32,9 +32,10 @@ template <size_t V, class Row, class T>
   for (size_t v = 0; v < V; ++v) row[v] = load(from + v * kLanes);
 }
 
-// c[r] += sum over j < k of a[r][j] * b[j], for R rows of V vectors; b(j, rows) loads S rows from the j-th of each S on
+// c[r] += sum over j < k of a[r][j] * b[j], for R rows of V vectors; b(j, rows) loads S rows from the j-th of each S on. Not
+// inlined: GCC 12 would keep some of the sums in memory.
 template <int R, int V, int S, class E, class B>
-inline void multiply_add(const E* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
+[[gnu::noinline]] void multiply_add(const E* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
   Vec acc[R][V];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
@@ -58,19 +59,10 @@ inline void multiply_add(const E* a, int64_t a_stride, int64_t k, B b, float* c,
 
 constexpr int kMaxR = 6, kMaxV = kRegisters / 8;  // what the registers hold: kMaxR * kMaxV sums, kMaxV of b and one of a
 
-// Not inlined: GCC 12 would keep some of the sums in memory.
-template <int R, int V, int S, class B>
-[[gnu::noinline]] void multiply_add_pairs(const Bf16Pair* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
-  multiply_add<R, V, S>(a, a_stride, k, b, c, c_stride);
-}
-
 // The same for up to R rows.
 template <int V, int S, int R = kMaxR, class E, class B>
 inline void multiply_add_strip(int64_t rows, const E* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
-  if (rows == R) {
-    if constexpr (kDepth<E> > 1) return multiply_add_pairs<R, V, S>(a, a_stride, k, b, c, c_stride);
-    else return multiply_add<R, V, S>(a, a_stride, k, b, c, c_stride);
-  }
+  if (rows == R) return multiply_add<R, V, S>(a, a_stride, k, b, c, c_stride);
   if constexpr (R > 1) multiply_add_strip<V, S, R - 1>(rows, a, a_stride, k, b, c, c_stride);
 }
 
