@@ -245,8 +245,8 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
   }
 }
 
-// Few rows have too few sums in flight to hide the arithmetic's latency, so they take several panels at a time; where weights
-// have to be unpacked first, that takes as long.
+// Few rows have too few sums in flight to hide the arithmetic's latency, so they take several panels at a time. Unpacking 4-bit
+// weights takes as long as that latency.
 template <class A>
 constexpr int panels_at_once(int64_t rows) {
   return kHasRuns<A> ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
