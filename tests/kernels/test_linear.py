@@ -233,6 +233,8 @@ def as_16_bits(x, group_size):
 
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_4_bits_have_inputs_of_16(group_size):
+    if not rounds_inputs_of_4_bits():
+        pytest.skip("this CPU multiplies 4-bit weights as fp32, by inputs as they are")
     x = torch.randn(50, 768, dtype=torch.bfloat16) * torch.logspace(-30, 30, 50)[:, None].bfloat16()
     x[3, 7], x[4, 5], x[5] = 1.9921875, 3e38, 1e-40
     rounded = as_16_bits(x, group_size)
@@ -242,8 +244,7 @@ def test_4_bits_have_inputs_of_16(group_size):
     assert kept.float().mean() > 0.9
     torch.testing.assert_close(rounded[kept], x[kept], rtol=0, atol=0)
     linear = Int4Linear(grouped(768, 80, group_size, zeros=True), backend=CPP, dtype=torch.bfloat16)
-    if rounds_inputs_of_4_bits():
-        torch.testing.assert_close(linear(x), linear(rounded), rtol=0, atol=0)
+    torch.testing.assert_close(linear(x), linear(rounded), rtol=0, atol=0)
 
 
 @BACKENDS
