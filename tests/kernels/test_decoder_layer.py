@@ -17,6 +17,7 @@ KINDS: dict[str, Any] = {
     "plain": PackedLinear,
     "int8": Int8Linear,
     "int4": partial(Int4Linear, group_size=32),
+    "w4a8": partial(Int4Linear, group_size=32, input_bits=8),
 }
 BATCHES = {
     "one decode": ([1], [70]),

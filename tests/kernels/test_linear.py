@@ -207,6 +207,9 @@ def test_4_bits_are_those_of_the_reference(num_rows, in_features, out_features, 
     taken = as_16_bits(x, group_size) if dtype == torch.bfloat16 and rounds_inputs_of_4_bits() else x
     expected = Int4Linear(weight, bias, backend=Backend("torch"), dtype=dtype)(taken)
     assert_close(Int4Linear(weight, bias, backend=CPP, dtype=dtype)(x), expected)
+    in_8_bits = {"dtype": dtype, "input_bits": 8}
+    expected = Int4Linear(weight, bias, backend=Backend("torch"), **in_8_bits)(x)
+    assert_close(Int4Linear(weight, bias, backend=CPP, **in_8_bits)(x), expected)
 
 
 def rounds_inputs_of_4_bits():
@@ -248,6 +251,20 @@ def test_4_bits_have_inputs_of_16(group_size):
 
 
 @BACKENDS
+@pytest.mark.parametrize("group_size", [32, 128, 1024])
+def test_inputs_of_8_bits_beside_weights_of_4_are_close_to_themselves(backend, group_size):
+    weight = grouped(1024, 256, group_size, zeros=False)
+    x = torch.randn(50, 1024) * torch.logspace(-20, 20, 50)[:, None]
+    linear = partial(Int4Linear, weight, backend=backend, dtype=torch.float32)
+    exact, rounded = linear()(x), linear(input_bits=8)(x)
+    relative = (rounded - exact).std(dim=1) / exact.std(dim=1)
+    # an input is off by 1 / sqrt(12) units, one of which is 1 / 127 of the largest of 32 or 128 normal values
+    expected = {32: 2.32, 128: 2.84, 1024: 2.84}[group_size] / 127 / 12**0.5
+    assert relative.mean() == pytest.approx(expected, rel=0.1)
+    assert relative.max() < 2 * expected
+
+
+@BACKENDS
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_4_bits_are_close_to_the_layer_itself(backend, group_size):
     weight, _ = layer(1024, 256, torch.float32, bias=False)
@@ -265,13 +282,17 @@ def test_4_bits_hold_whole_numbers_exactly(backend):
     weight = torch.randint(-8, 8, (70, 320)).float()
     weight[:, ::32] = -8  # so that a unit is 1
     x = torch.randint(-127, 128, (30, 320)).float()
-    torch.testing.assert_close(Int4Linear(weight, backend=backend)(x), x @ weight.T, rtol=1e-6, atol=0)
+    x[:, ::32] = -127
+    for input_bits in (16, 8):
+        out = Int4Linear(weight, backend=backend, input_bits=input_bits)(x)
+        torch.testing.assert_close(out, x @ weight.T, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("num_rows", [13, 14, 40, 120])  # one tile, several, and more than a block of them
-def test_4_bits_of_a_row_do_not_depend_on_other_rows(num_rows, zeros, dtype):
-    linear = Int4Linear(grouped(96, 80, 32, zeros), backend=CPP, dtype=dtype)
+@pytest.mark.parametrize("input_bits", [16, 8])
+def test_4_bits_of_a_row_do_not_depend_on_other_rows(num_rows, input_bits, zeros, dtype):
+    linear = Int4Linear(grouped(96, 80, 32, zeros), backend=CPP, dtype=dtype, input_bits=input_bits)
     x = torch.randn(num_rows, 96, dtype=dtype)
     x[7, 5], x[9, 0], x[11] = float("nan"), float("inf"), 0.0
     out = linear(x)
@@ -285,9 +306,10 @@ def test_4_bits_of_a_row_do_not_depend_on_other_rows(num_rows, zeros, dtype):
 def test_4_bits_of_groups_that_are_zero_or_no_number(backend):
     weight, _ = layer(96, 80, torch.float32, bias=False)
     weight[3], weight[4, 1], weight[5], weight[6, 95] = 0.0, float("nan"), 1e-40, float("inf")
-    out = Int4Linear(weight, backend=backend)(torch.randn(5, 96))
-    assert (out[:, [3, 5]].abs() < 1e-30).all()
-    assert out.isnan().all(dim=0).nonzero().flatten().tolist() == [4, 6]
+    for input_bits in (16, 8):
+        out = Int4Linear(weight, backend=backend, input_bits=input_bits)(torch.randn(5, 96))
+        assert (out[:, [3, 5]].abs() < 1e-30).all()
+        assert out.isnan().all(dim=0).nonzero().flatten().tolist() == [4, 6]
 
 
 @BACKENDS

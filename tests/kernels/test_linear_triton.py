@@ -139,6 +139,11 @@ def test_triton_refuses_groups_that_it_cannot_cut() -> None:
         Int4Linear(torch.ones(3, 96, device=DEVICE), backend=TRITON, group_size=24)
 
 
+def test_triton_refuses_inputs_of_8_bits_beside_weights_of_4() -> None:
+    with pytest.raises(ValueError, match="with inputs of 8 are for the cpp and torch backends; this is triton"):
+        Int4Linear(torch.ones(3, 96, device=DEVICE), backend=TRITON, input_bits=8)
+
+
 def test_fp8_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="fp8 linear layers are for the triton and torch backends; this is cpp"):
         Float8Linear(torch.ones(3, 8), backend=Backend("cpp"))

@@ -234,9 +234,10 @@ def test_the_perplexity_with_keys_and_values_in_8_bits_hardly_grows(texts: list[
     assert max(math.exp(one - exact) for one in rounded) < 1.01
 
 
-def test_the_perplexity_in_4_bits_grows_little(texts: list[str]) -> None:
+@pytest.mark.parametrize("quantization", ["int4", "w4a8"])
+def test_the_perplexity_in_4_bits_grows_little(texts: list[str], quantization: str) -> None:
     exact = nats_per_token(texts, dtype="float32")
-    rounded = nats_per_token(texts, dtype="bfloat16", quantization="int4")
+    rounded = nats_per_token(texts, dtype="bfloat16", quantization=quantization)
     print(exact, rounded)
     assert 1.0 < math.exp(rounded - exact) < 1.05
 
@@ -288,6 +289,19 @@ def test_checkpoints_in_4_bits_mean_what_they_say(tmp_path: Path, architecture: 
     assert generate(engine, prompts) == expected
     assert (engine.info.quantization, engine.info.num_parameters) == ("int4", num_parameters)
     assert generate(make_engine(path, kernel_backend="torch"), prompts) == expected
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_inputs_beside_a_checkpoint_in_4_bits_have_8_if_asked(tmp_path: Path, name: str) -> None:
+    path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([40, 3, 70, 1, 25])
+    exact = pack_checkpoint(path, name, lambda *_: None).generate(prompts)
+    engine = make_engine(path, quantization="w4a8")
+    expected = generate(make_engine(path, quantization="w4a8", kernel_backend="torch"), prompts)
+    assert generate(engine, prompts) == expected
+    assert engine.info.quantization == "w4a8"
+    assert [one[0] for one in expected] == [one[0] for one in exact]
+    int8 = quantize(make_checkpoint(tmp_path / "int8", "qwen3"))
+    assert make_engine(int8, quantization="w4a8").info.quantization == "int8"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +356,7 @@ def test_checkpoints_in_4_bits_that_cannot_be_read_say_why(
         make_engine(path)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w4a8"])
 @pytest.mark.parametrize("architecture", one_fast("llama3", "gemma3", "mixtral", "gpt-oss"))
 def test_tokens_do_not_depend_on_other_requests_chunks_or_threads(
     tmp_path: Path, architecture: str, quantization: str
@@ -357,7 +371,7 @@ def test_tokens_do_not_depend_on_other_requests_chunks_or_threads(
     assert whole.info.key.split("/")[1:][-3] == f"float32+{quantization}"
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w4a8"])
 def test_the_reference_says_the_same(tmp_path: Path, quantization: str) -> None:
     path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8])
     expected = generate(make_engine(path, quantization=quantization, kernel_backend="torch"), prompts)
@@ -392,8 +406,10 @@ def test_a_gpu_says_the_same(tmp_path: Path, quantization: str) -> None:
 
 def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "llama3")
-    with pytest.raises(ConfigError, match="--quantization is 'int3'; it must be one of none, int8, int4"):
+    with pytest.raises(ConfigError, match="--quantization is 'int3'; it must be one of none, int8, int4, w4a8"):
         EngineConfig(model=str(path), served_model_name="m", quantization="int3")
+    with pytest.raises(ConfigError, match="--quantization w4a8 has no kernel for GPUs, nor for the triton backend"):
+        make_engine(path, quantization="w4a8", kernel_backend="triton")
     settings = {"dtype": torch.float32, "device": "cpu", "quantization": "int8"}
     with pytest.raises(ConfigError, match="runs in transformers, whose layers are not rounded"):
         load_model(path, probe(path), backend=Backend("torch"), **settings)

@@ -1,6 +1,6 @@
 """A linear layer that holds its weight in the layout that is fastest on its device."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -159,14 +159,18 @@ class Int8Linear:
 
 
 class Int4Linear:
-    """``x @ weight.T + bias`` for inference, with weights of 4 bits and inputs of 16 (W4A16).
+    """``x @ weight.T + bias`` for inference, with weights of 4 bits and inputs of 16 (W4A16) or 8 (W4A8).
 
-    Groups of each row of the weight have a scale of their own. Sums are fp32, and the result is rounded once. Products are
-    exact, but for the C++ kernel with bf16 on a CPU that multiplies bytes (AVX512_VNNI, SDOT): there inputs of less than
-    1/64 of the largest one of their group (or 4,096 features of it) are off by at most 1/32640 of that. A row with a value
-    that is not finite gives NaN or infinity.
+    Groups of each row of the weight have a scale of their own. Sums are fp32, and the result is rounded once. A row with a
+    value that is not finite gives NaN or infinity.
 
-    Weights take little more than a quarter of the memory of bf16, and on a CPU few rows about as much less time.
+    With inputs of 16 bits, products are exact, but for the C++ kernel with bf16 on a CPU that multiplies bytes (AVX512_VNNI,
+    SDOT): there inputs of less than 1/64 of the largest one of their group (or 4,096 features of it) are off by at most 1/32640
+    of that. With inputs of 8 bits, those of a group, or of equal parts of one with at most 128 features, are rounded
+    to multiples of their largest magnitude over 127, as llama.cpp does for Q4_0. That is for the ``cpp`` and ``torch`` backends.
+
+    Weights take little more than a quarter of the memory of bf16, and on a CPU few rows about as much less time. Many rows take
+    less than in bf16 with inputs of 8 bits.
     ``kernel.Packed`` describes the layout of the ``triton`` backend. The ``torch`` backend is a reference.
 
     Args:
@@ -176,8 +180,9 @@ class Int4Linear:
         group_size: an even number, with several groups and the ``triton`` backend a multiple of 16; of a ``Grouped`` weight
             its own.
         dtype: of ``x`` and the result: that of ``weight``, which need not be told.
+        input_bits: 8 or 16.
     Raises:
-        ValueError: the shapes or dtypes do not fit.
+        ValueError: the shapes or dtypes do not fit, or the backend has no kernel for inputs of 8 bits.
     """
 
     def __init__(
@@ -188,8 +193,12 @@ class Int4Linear:
         backend: Backend,
         group_size: int = GROUP_SIZE,
         dtype: torch.dtype | None = None,
+        input_bits: Literal[8, 16] = 16,
     ) -> None:
         self._is_cpp, self._is_triton = backend.name == "cpp", backend.name == "triton"
+        if self._is_triton and input_bits == 8:
+            raise ValueError("weights of 4 bits with inputs of 8 are for the cpp and torch backends; this is triton.")
+        self._input_bits = input_bits
         self._dtype = _dtype_of(weight, dtype)
         if isinstance(weight, Grouped):
             grouped = weight
@@ -220,15 +229,16 @@ class Int4Linear:
         _check_input(x, self.in_features, self._dtype)
         rows = x.reshape(-1, self.in_features)
         if self._is_cpp:
-            out = torch.ops.flyball.linear_int4(
-                rows, self._weight, self._bias, self.out_features, self._group_size, self._has_zeros
-            )
+            settings = (self._group_size, self._has_zeros, self._input_bits)
+            out = torch.ops.flyball.linear_int4(rows, self._weight, self._bias, self.out_features, *settings)
         elif self._is_triton:
             from flyball_kernels.linear import kernel
 
             out = kernel.int4_linear(rows, self._weight, self._bias)
         else:
-            out = reference.linear(rows, self._weight, self._bias)
+            rounds = self._input_bits == 8
+            inputs = reference.round_inputs(rows, self._group_size) if rounds else rows
+            out = reference.linear(inputs, self._weight, self._bias).to(self._dtype)
         return out.view(*x.shape[:-1], self.out_features)
 
     @property
@@ -236,15 +246,15 @@ class Int4Linear:
         """As in ``PackedLinear``; None with the ``torch`` backend."""
         if not self._is_cpp:
             return None
+        settings = (self._group_size, self._has_zeros, self._input_bits)
         return torch.classes.flyball.Linear.int4(
-            self._weight, self._bias, self.out_features, self.in_features, self._group_size, self._has_zeros
+            self._weight, self._bias, self.out_features, self.in_features, *settings
         )
 
     def _packed(self, grouped: Grouped) -> Tensor:
         offsets = grouped.scales * (grouped.zeros.float() - 8.0) if self._has_zeros else None
-        return torch.ops.flyball.linear_int4_pack(
-            grouped.values, grouped.scales, offsets, self._group_size, self._dtype
-        )
+        settings = (self._group_size, self._dtype, self._input_bits)
+        return torch.ops.flyball.linear_int4_pack(grouped.values, grouped.scales, offsets, *settings)
 
 
 class Float8Linear:

@@ -92,18 +92,23 @@ struct Int4 {
   }
 };
 
-// Inputs are bf16, and become whole numbers of 16 bits with a power of two as their unit in each run: those of at least 1/64 of
-// the largest are the same numbers, the others are off by at most 1/32640 of it. Two planes hold their lower and their upper
-// bytes. Sums of a run are whole, thus exact. A step's bytes have four features of a column in each half.
+// Inputs become whole numbers of one byte or two, with a unit for each run. Sums of a run are whole, thus exact. A step's bytes
+// have four features of a column in each half.
+//
+// One plane: from -127 to 127, the largest magnitude over 127 as the unit. Two planes, of bf16: a power of two as the unit, so
+// that inputs of at least 1/64 of the largest are the same numbers; the others are off by at most 1/32640 of it. The planes
+// hold their lower and their upper bytes.
+template <class T, int Planes>
 struct Int4Bytes {
-  using Value = c10::BFloat16;
+  static_assert(Planes == 1 || std::is_same_v<T, c10::BFloat16>);
+  using Value = T;
   using Weight = uint8_t;
   using Input = uint32_t;  // four features
   using Sum = VecI;
   using Scales = RunScales;
-  static constexpr int64_t kDepth = 4, kPlanes = 2, kWidth = kDepth * kLanes;
-  static constexpr int64_t kMaxFeatures = 4096;  // times 15 times 2**15 fit 32 bits
-  static constexpr int64_t kTileRows = kRegisters / 4 - 2;
+  static constexpr int64_t kDepth = 4, kPlanes = Planes, kWidth = kDepth * kLanes;
+  static constexpr int64_t kMaxFeatures = Planes == 1 ? 128 : 4096;  // more lose more; times 15 times 2**15 fit 32 bits
+  static constexpr int64_t kTileRows = Planes == 1 ? kRegisters / 2 - 4 : kRegisters / 4 - 2;
   static constexpr int32_t kInfinity = 0x7f800000, kMantissaBits = 23, kZeroExponent = 127;  // of fp32
   static constexpr int32_t kLeastExponent = 27;  // smaller inputs are 0
 
@@ -112,26 +117,32 @@ struct Int4Bytes {
     return {(VecI)(both & 0x0f0f0f0fu), (VecI)(both >> 4 & 0x0f0f0f0fu)};
   }
   static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
-  static VecI add(VecI sum, VecI w, VecI x) { return add_bytes(sum, x, w); }
+  static VecI add(VecI sum, VecI w, VecI x) {
+    if constexpr (Planes == 1)
+      return add_small_bytes(sum, x, w);
+    else
+      return add_bytes(sum, x, w);
+  }
   static VecI first_sum(const RunInputs& inputs) { return inputs.zero - VecI{}; }
   static Vec value(const VecI (&sums)[kPlanes], const RunInputs& inputs) {
-    return __builtin_convertvector(sums[0] + (sums[1] << 8), Vec) * splat(inputs.unit);
+    const VecI sum = Planes == 1 ? sums[0] : sums[0] + (sums[kPlanes - 1] << 8);
+    return __builtin_convertvector(sum, Vec) * splat(inputs.unit);
   }
 
-  static void pack(const Value* x, int64_t rows, const RunScales& scales, Input* packed) {
-    struct Planes;
+  static void pack(const T* x, int64_t rows, const RunScales& scales, Input* packed) {
+    struct Planar;
     const auto& [inputs, runs] = scales;
     const int64_t steps = kPlanes * runs.num_steps();
-    auto* by_row = reinterpret_cast<Input*>(scratch<Planes>(rows * steps));
+    auto* by_row = reinterpret_cast<Input*>(scratch<Planar>(rows * steps));
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t run = 0; run < runs.num; ++run)
         inputs[row * runs.num + run] =
-            split(x + row * runs.k + runs.first(run), runs.size(run), by_row + row * steps + run * runs.steps * kPlanes, runs);
+            round_run(x + row * runs.k + runs.first(run), runs.size(run), by_row + row * steps + run * runs.steps * kPlanes, runs);
     pack_rows<Rounded>(by_row, steps, rows, steps, packed);
   }
 
   // The values of a run -> for each step its bytes in each plane
-  static RunInputs split(const Value* x, int64_t size, Input* planes, const Runs& runs) {
+  static RunInputs round_run(const T* x, int64_t size, Input* planes, const Runs& runs) {
     VecI largest = {};  // the bits of magnitudes, which are in their order, with what is not finite above all
     for (int64_t j = 0; j < size; j += kLanes) {
       const VecI bits = (VecI)load_up_to(x + j, size - j) & 0x7fffffff;
@@ -139,13 +150,11 @@ struct Int4Bytes {
     }
     const int32_t most = fold(largest, [](auto a, auto b) { return a > b ? a : b; });
     if (most >= kInfinity) return {std::numeric_limits<float>::quiet_NaN(), 0, 0.0f};
-    // the exponent of 255/128 times a power of two is that of the next one: its upper byte would be 128
-    const int32_t exponent = std::max((most + 0x10000) >> kMantissaBits, kLeastExponent) - 14;
-    const float unit = from_exponent(exponent), factor = from_exponent(2 * kZeroExponent - exponent);
+    const auto [unit, factor] = unit_of(most);
     VecI total = {};
     for (int64_t j = 0; j < runs.features; j += kLanes) {
-      const VecI whole = j < size ? rounded(x + j, size - j, factor) : VecI{}, upper = (whole + 128) >> 8;
-      const auto bytes = interleave(whole - (upper << 8), upper);
+      const VecI whole = j < size ? rounded(x + j, size - j, factor) : VecI{};
+      const auto bytes = bytes_of(whole);
       if (runs.features - j >= kLanes)
         std::memcpy(planes + kPlanes * j / kDepth, bytes.data(), sizeof(bytes));
       else
@@ -156,14 +165,32 @@ struct Int4Bytes {
     return {unit, -8 * sum, static_cast<float>(sum) * unit};
   }
 
-  // Four bytes of one, four of the other, and so on.
-  static std::array<Input, kPlanes * kLanes / kDepth> interleave(VecI lower, VecI upper) {
+  // The bits of the largest magnitude -> the unit, and units in a value of 1
+  static std::pair<float, float> unit_of(int32_t most) {
+    if constexpr (Planes == 1) {
+      const float magnitude = std::bit_cast<float>(most);
+      return {magnitude / 127.0f, units(magnitude)};
+    } else {
+      // the exponent of 255/128 times a power of two is that of the next one: its upper byte would be 128
+      const int32_t exponent = std::max((most + 0x10000) >> kMantissaBits, kLeastExponent) - 14;
+      return {from_exponent(exponent), from_exponent(2 * kZeroExponent - exponent)};
+    }
+  }
+
+  // Four bytes of a plane, four of the next, and so on.
+  static std::array<Input, kPlanes * kLanes / kDepth> bytes_of(VecI whole) {
     using Bytes = int8_t __attribute__((vector_size(kLanes)));
-    const Bytes planes[kPlanes] = {__builtin_convertvector(lower, Bytes), __builtin_convertvector(upper, Bytes)};
     std::array<Input, kPlanes * kLanes / kDepth> out;
+    if constexpr (Planes == 1) {
+      const Bytes bytes = __builtin_convertvector(whole, Bytes);
+      std::memcpy(out.data(), &bytes, sizeof(out));
+      return out;
+    }
+    const VecI upper = (whole + 128) >> 8;
+    const Bytes planes[2] = {__builtin_convertvector(whole - (upper << 8), Bytes), __builtin_convertvector(upper, Bytes)};
 #if defined(__AVX512F__)
     const __m128i low = (__m128i)planes[0], high = (__m128i)planes[1];
-    const __m128i both[kPlanes] = {_mm_unpacklo_epi32(low, high), _mm_unpackhi_epi32(low, high)};
+    const __m128i both[2] = {_mm_unpacklo_epi32(low, high), _mm_unpackhi_epi32(low, high)};
     std::memcpy(out.data(), both, sizeof(out));
 #else
     for (int64_t i = 0; i < kLanes; i += kDepth)

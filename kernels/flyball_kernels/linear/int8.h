@@ -52,6 +52,17 @@ inline VecI add_bytes(VecI sum, VecI w, VecI x) {
 #endif
 }
 
+// The same where the unsigned ones, w, are at most 15: two products fit 16 bits.
+inline VecI add_small_bytes(VecI sum, VecI x, VecI w) {
+#if defined(__AVX512VNNI__) || !defined(__AVX2__)
+  return add_bytes(sum, x, w);
+#elif defined(__AVX512BW__)
+  return sum + (VecI)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)w, (__m512i)x), _mm512_set1_epi16(1));
+#else
+  return sum + (VecI)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), _mm256_set1_epi16(1));
+#endif
+}
+
 template <class T>
 struct Int8 {
   using Value = T;

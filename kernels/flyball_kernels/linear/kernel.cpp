@@ -452,12 +452,14 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scal
   return out;
 }
 
-// Call f with the arithmetic for 4-bit weights and inputs of this type.
+// Call f with the arithmetic for 4-bit weights and inputs of this type, which have so many bits.
 template <class F>
-void with_int4(at::ScalarType type, F f) {
+void with_int4(at::ScalarType type, int64_t input_bits, F f) {
+  TORCH_CHECK_VALUE(input_bits == 8 || input_bits == 16, "input_bits is ", input_bits, "; it must be 8 or 16.");
   dispatch(type, "linear_int4", [&]<class T>(T*) {
+    if (input_bits == 8) return f(Int4Bytes<T, 1>{});
     if constexpr (has_byte_dot() && std::is_same_v<T, c10::BFloat16>)
-      f(Int4Bytes{});
+      f(Int4Bytes<T, 2>{});
     else
       f(Int4<T>{});
   });
@@ -465,12 +467,12 @@ void with_int4(at::ScalarType type, F f) {
 
 // values [n, k] of 0 to 15, scales and offsets [n, groups] -> panels for inputs of this type
 Tensor linear_int4_pack(const Tensor& unpacked, const Tensor& scales, const std::optional<Tensor>& offsets, int64_t group_size,
-                        at::ScalarType type) {
+                        at::ScalarType type, int64_t input_bits) {
   const Tensor values = unpacked.contiguous(), of_groups = scales.contiguous();
   const std::optional<Tensor> others = offsets ? std::optional(offsets->contiguous()) : std::nullopt;
   const int64_t n = values.size(0), k = values.size(1);
   Tensor packed;
-  with_int4(type, [&]<class A>(A) {
+  with_int4(type, input_bits, [&]<class A>(A) {
     const Runs runs = Runs::make<A>(k, group_size, offsets.has_value());
     packed = at::empty({round_up(n, kPanel) / kPanel, runs.panel_bytes<A>()}, values.options());
     prefer_huge_pages(packed.data_ptr(), packed.nbytes());
@@ -482,10 +484,10 @@ Tensor linear_int4_pack(const Tensor& unpacked, const Tensor& scales, const std:
 
 // A group has an even number of features.
 Work linear_int4_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t group_size,
-                      bool has_zeros, const Tensor& out) {
+                      bool has_zeros, int64_t input_bits, const Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
   Work work;
-  with_int4(x.scalar_type(), [&]<class A>(A) {
+  with_int4(x.scalar_type(), input_bits, [&]<class A>(A) {
     using T = typename A::Value;
     const RunScales scales{nullptr, Runs::make<A>(k, group_size, has_zeros)};
     work = linear_work<A>(data<const T>(x), m, k, data<const uint8_t>(packed), n,
@@ -495,9 +497,9 @@ Work linear_int4_work(const Tensor& x, const Tensor& packed, const std::optional
 }
 
 Tensor linear_int4(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t group_size,
-                   bool has_zeros) {
+                   bool has_zeros, int64_t input_bits) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_int4_work(x, packed, bias, group_size, has_zeros, out)});
+  run_in_team({linear_int4_work(x, packed, bias, group_size, has_zeros, input_bits, out)});
   return out;
 }
 
@@ -510,8 +512,10 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def("linear_int8_round(Tensor weight) -> (Tensor, Tensor)");
   m.def("linear_int8_pack(Tensor values, Tensor scales) -> (Tensor, Tensor, Tensor)");
   m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor sums, Tensor? bias, int out_features) -> Tensor");
-  m.def("linear_int4_pack(Tensor values, Tensor scales, Tensor? offsets, int group_size, ScalarType inputs) -> Tensor");
-  m.def("linear_int4(Tensor x, Tensor packed, Tensor? bias, int out_features, int group_size, bool has_zeros) -> Tensor");
+  m.def("linear_int4_pack(Tensor values, Tensor scales, Tensor? offsets, int group_size, ScalarType inputs, int input_bits) -> "
+        "Tensor");
+  m.def("linear_int4(Tensor x, Tensor packed, Tensor? bias, int out_features, int group_size, bool has_zeros, int input_bits) "
+        "-> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool dot) -> Tensor");
   m.impl("linear_pack", c10::DispatchKey::CPU, TORCH_FN(linear_pack));
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
@@ -535,9 +539,9 @@ c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums
 }
 
 c10::intrusive_ptr<Linear> int4_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, int64_t group_size,
-                                       bool has_zeros) {
+                                       bool has_zeros, int64_t input_bits) {
   return c10::make_intrusive<Linear>(k, n, [=](const Tensor& x, const Tensor& out) {
-    return linear_int4_work(x, packed, bias, group_size, has_zeros, out);
+    return linear_int4_work(x, packed, bias, group_size, has_zeros, input_bits, out);
   });
 }
 

@@ -69,6 +69,20 @@ def _of_columns(of_groups: Tensor, weight: Grouped) -> Tensor:
     return of_groups.repeat_interleave(weight.group_size, dim=1)[:, : weight.values.shape[1]]
 
 
+MAX_INPUT_GROUP = 128
+"""Features whose inputs have one unit where they are rounded to 8 bits beside weights of 4; with more, more is lost."""
+
+
+def round_inputs(x: Tensor, group_size: int) -> Tensor:
+    """Return inputs ``[rows, features]`` as fp32, rounded to 8 bits in each group, or in equal parts of large ones."""
+    group_size = min(group_size, x.shape[1])
+    num_parts = -(-group_size // MAX_INPUT_GROUP)
+    part_size = -(-group_size // (4 * num_parts)) * 4  # the C++ kernel multiplies four features at a time
+    groups = [part for group in x.split(group_size, dim=1) for part in group.split(part_size, dim=1)]
+    rounded = [round_rows(group) for group in groups]
+    return torch.cat([values.float() * scales[:, None] for values, scales in rounded], dim=1)
+
+
 def int8_linear(x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:
     rounded = round_rows(x)
     sums = rounded.values.double() @ weight.values.double().T  # exact

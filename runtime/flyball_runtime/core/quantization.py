@@ -7,9 +7,10 @@ from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields
 
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "w4a8"]
 """``int8``: weights of linear layers are 8 bits with a scale for each output feature, their inputs with one for each token.
-``int4``: weights are 4 bits with a scale for each group of input features, and inputs have 16."""
+``int4``: weights are 4 bits with a scale for each group of input features, and inputs have 16. ``w4a8``: inputs have 8, with a
+scale for each group."""
 
 Layout = Literal["compressed-tensors", "gptq", "awq"]
 
@@ -54,8 +55,10 @@ _W4A16 = {"num_bits": 4, "type": "int", "dynamic": False}
 
 
 def resolve_quantization(asked: Quantization, stored: Stored) -> Quantization:
-    """Return how layers compute: a checkpoint that is quantized stays as it is."""
-    return asked if stored == UNQUANTIZED else stored.quantization
+    """Return how layers compute: a checkpoint's quantized weights stay as they are, and inputs beside 4 bits may have 8."""
+    if stored == UNQUANTIZED or (stored.quantization, asked) == ("int4", "w4a8"):
+        return asked
+    return stored.quantization
 
 
 def read_quantization(fields: JsonFields) -> Stored:

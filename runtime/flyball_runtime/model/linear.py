@@ -3,19 +3,22 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flyball_kernels.backend import Backend
-from flyball_kernels.linear import Int4Linear, Int8Linear, Linear, PackedLinear, Rounded
+from flyball_kernels.linear import Grouped, Int4Linear, Int8Linear, Linear, PackedLinear, Rounded
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_runtime.core.quantization import UNQUANTIZED, Packing, Quantization, Stored
 from flyball_runtime.model.packed_weights import BESIDE, PER_WORD, WORDS, PackedWeights, joined
 
 Destinations = Iterator[tuple[str, Tensor]]
 """Tensor names of a checkpoint, and where their values go."""
+
+INPUT_BITS: Mapping[Quantization, Literal[8, 16]] = {"int4": 16, "w4a8": 8}
+"""Of what has weights of 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,19 @@ class Place:
         """Return the place for the output layer: quantized checkpoints leave it out, and 4 bits would be too few for it."""
         if self.stored != UNQUANTIZED:
             return self.unrounded()
-        return replace(self, quantization="int8") if self.quantization == "int4" else self
+        return replace(self, quantization="int8") if self.quantization in INPUT_BITS else self
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return a layer of these weights, which it takes over, rounded if that is asked for."""
         if self.quantization == "int8":
             return Int8Linear(weight, bias, backend=self.backend)
-        if self.quantization == "int4":
-            return Int4Linear(weight, bias, backend=self.backend)
+        if self.quantization in INPUT_BITS:
+            return self.linear_of_4_bits(weight, bias)
         return PackedLinear(weight, bias, backend=self.backend)
+
+    def linear_of_4_bits(self, weight: Tensor | Grouped, bias: Tensor | None) -> Linear:
+        bits = INPUT_BITS[self.quantization]
+        return Int4Linear(weight, bias, backend=self.backend, dtype=self.dtype, input_bits=bits)
 
 
 class LowRank(NamedTuple):
@@ -164,7 +171,7 @@ class Int4Weights:
 
     def layer(self, bias: Tensor | None) -> Linear:
         grouped = joined([packed.unpack(name) for name, packed in self._parts.items()])
-        return Int4Linear(grouped, bias, backend=self._place.backend, dtype=self._place.dtype)
+        return self._place.linear_of_4_bits(grouped, bias)
 
 
 def _rows(parts: Parts, kind: str, buffer: Tensor) -> Destinations:

@@ -247,6 +247,10 @@ def load_model(
 
 
 def _check_can_round(config: ServedModel, place: Place) -> None:
+    if place.quantization == "w4a8" and place.backend.name == "triton":
+        raise ConfigError(
+            "--quantization w4a8 has no kernel for GPUs, nor for the triton backend. Use int4, whose inputs have 16 bits."
+        )
     who, way_out = f"--quantization {place.quantization}", "Leave the flag out"
     if place.stored != UNQUANTIZED:
         who, way_out = f"a checkpoint in {place.stored.quantization}", "Use an unquantized one"

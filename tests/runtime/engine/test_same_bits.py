@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "keys and values in int8": ("qwen3", {"head_dim": 64}, INT8_KV),
     "weights in int8": ("qwen3", {}, {"quantization": "int8"}),
     "weights in int4": ("mistral", {"head_dim": 32}, {"quantization": "int4"}),
+    "weights in int4, inputs in int8": ("mistral", {"head_dim": 32}, {"quantization": "w4a8"}),
 }
 
 CUTS: dict[str, dict[str, Any]] = {
