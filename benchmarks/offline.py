@@ -1,9 +1,10 @@
 """Offline throughput: output tokens per second of one engine on N random prompts, all submitted at once.
 
-    python benchmarks/offline.py flyball|transformers|transformers-cb|vllm --load 96x128x64 [--load ...] [--runs 3]
+    python benchmarks/offline.py flyball|transformers|transformers-cb|vllm|openvino --load 96x128x64 [--load ...] [--runs 3]
 
 A load is NUM x INPUT x OUTPUT tokens. With ``--serve`` loads are read from stdin, one a line, and answered by a line of
-JSON each, so that ``versus_vllm.py`` can run two engines in turns. ``vllm`` needs the Python of an environment that has it.
+JSON each, so that ``versus_vllm.py`` and ``versus_openvino.py`` can run two engines in turns. ``vllm`` and ``openvino`` need
+the Python of an environment that has them, and ``openvino`` a model that optimum-cli has exported.
 """
 
 import argparse
@@ -23,7 +24,8 @@ def flyball(path: Path, args: argparse.Namespace) -> Run:
     from flyball_runtime.core.sampling_params import SamplingParams
     from flyball_runtime.llm import LLM
 
-    llm = LLM(path, dtype=args.dtype, max_model_len=args.max_model_len, enable_prefix_caching=False)
+    settings = {"dtype": args.dtype, "quantization": args.quantization, "max_model_len": args.max_model_len}
+    llm = LLM(path, enable_prefix_caching=False, **settings)
 
     def run(prompts: list[list[int]], num_tokens: int) -> int:
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
@@ -85,7 +87,35 @@ def vllm(path: Path, args: argparse.Namespace) -> Run:
     return run
 
 
-ENGINES = {"flyball": flyball, "transformers": transformers, "transformers-cb": transformers_cb, "vllm": vllm}
+def openvino(path: Path, args: argparse.Namespace) -> Run:
+    import numpy as np
+    from openvino import Tensor
+    from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
+
+    scheduler = SchedulerConfig()
+    scheduler.cache_size = 2  # GB
+    scheduler.max_num_seqs, scheduler.max_num_batched_tokens = 256, 2048  # what Flyball has offline
+    scheduler.enable_prefix_caching = False
+    pipeline = ContinuousBatchingPipeline(str(path), scheduler, "CPU", json.loads(args.openvino_properties))
+
+    def run(prompts: list[list[int]], num_tokens: int) -> int:
+        config = GenerationConfig(max_new_tokens=num_tokens, ignore_eos=True, do_sample=False)
+        inputs = [Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        handles = [pipeline.add_request(i, prompt, config) for i, prompt in enumerate(inputs)]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+        return sum(len(output.generated_ids) for handle in handles for output in handle.read_all())
+
+    return run
+
+
+ENGINES = {
+    "flyball": flyball,
+    "transformers": transformers,
+    "transformers-cb": transformers_cb,
+    "vllm": vllm,
+    "openvino": openvino,
+}
 
 
 def measure(run: Run, load: str, seed: int) -> float:
@@ -110,6 +140,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="default: a random one of --shape")
     parser.add_argument("--shape", default="small")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default="none", help="of flyball")
+    parser.add_argument("--openvino-properties", default="{}", metavar="JSON")
     parser.add_argument("--load", action="append", metavar="NxINxOUT")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--serve", action="store_true")

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -49,9 +49,15 @@ class OfflineEngine:
     """`offline.py --serve` in a process; ``script`` is another checkout's."""
 
     def __init__(
-        self, python: str, engine: str, checkpoint: Path, variables: Mapping[str, str], script: Path = OFFLINE
+        self,
+        python: str,
+        engine: str,
+        checkpoint: Path,
+        variables: Mapping[str, str],
+        script: Path = OFFLINE,
+        flags: Sequence[str] = (),
     ) -> None:
-        command = [python, str(script), engine, "--serve"]
+        command = [python, str(script), engine, "--serve", *flags]
         self._process = subprocess.Popen(
             [*command, "--checkpoint", str(checkpoint)],
             env=os.environ | variables,
@@ -96,12 +102,14 @@ def offline(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
     return result
 
 
-def offline_speeds(engines: Mapping[str, OfflineEngine], runs: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
+def offline_speeds(
+    engines: Mapping[str, OfflineEngine], runs: int, loads: Sequence[str] = LOADS
+) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Yield each load with the output tokens a second of each run of each engine, run in turns."""
     for engine in engines.values():  # the first run of a shape is slower
-        for load in LOADS:
+        for load in loads:
             engine.measure(load)
-    for load in LOADS:
+    for load in loads:
         speeds: dict[str, list[float]] = {name: [] for name in engines}
         for name, engine in in_turns(engines, runs):
             speeds[name].append(engine.measure(load))
@@ -174,18 +182,23 @@ def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
     return result
 
 
-def vllm_environment(vllm: Vllm) -> dict[str, Any]:
-    """Return the versions in vLLM's environment, and the variables that configure it."""
+def versions_of(python: str, packages: Sequence[str]) -> dict[str, str]:
+    """Return the versions of these packages in the environment of that Python."""
     script = (
         "import importlib.metadata as m, json, sys\n"
         "found = {d.metadata['Name']: d.version for d in m.distributions()}\n"
         "print(json.dumps({name: found.get(name, 'none') for name in sys.argv[1:]}))"
     )
-    done = subprocess.run([vllm.python, "-c", script, *VLLM_PACKAGES], check=True, capture_output=True, text=True)
+    done = subprocess.run([python, "-c", script, *packages], check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout))
+
+
+def vllm_environment(vllm: Vllm) -> dict[str, Any]:
+    """Return the versions in vLLM's environment, and the variables that configure it."""
     variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")} | vllm.variables
     if "LD_PRELOAD" in variables:  # where the libraries lie says nothing
         variables["LD_PRELOAD"] = ":".join(Path(library).name for library in variables["LD_PRELOAD"].split(":"))
-    return json.loads(done.stdout) | {"variables": variables}
+    return versions_of(vllm.python, VLLM_PACKAGES) | {"variables": variables}
 
 
 def main() -> None:

@@ -166,11 +166,11 @@ class Int4Linear:
 
     With inputs of 16 bits, products are exact, but for the C++ kernel with bf16 on a CPU that multiplies bytes (AVX512_VNNI,
     SDOT): there inputs of less than 1/64 of the largest one of their group (or 4,096 features of it) are off by at most 1/32640
-    of that. With inputs of 8 bits, those of a group, or of equal parts of one with at most 128 features, are rounded
-    to multiples of their largest magnitude over 127, as llama.cpp does for Q4_0. That is for the ``cpp`` and ``torch`` backends.
+    of that. With inputs of 8 bits, those of a group, or of equal parts of one with at most 128 features, are rounded to
+    multiples of their largest magnitude over 127, as llama.cpp does for Q4_0. That is for the ``cpp`` and ``torch`` backends.
 
     Weights take little more than a quarter of the memory of bf16, and on a CPU few rows about as much less time. Many rows take
-    less than in bf16 with inputs of 8 bits.
+    about half the time with inputs of 8 bits.
     ``kernel.Packed`` describes the layout of the ``triton`` backend. The ``torch`` backend is a reference.
 
     Args:
