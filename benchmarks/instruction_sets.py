@@ -47,18 +47,13 @@ def ops() -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield what is measured, with its name."""
     import torch
 
-    from flyball_kernels import Int4Linear, Int8Linear, PackedLinear, choose_backend, paged_attention
+    from flyball_kernels import PackedLinear, choose_backend, paged_attention
     from linear import QUANTIZED, ours, rotating
     from paged_attention import HEAD_DIM, batch
 
     weight = torch.randn(4096, 768, dtype=torch.bfloat16) * 0.02
-    kinds = {
-        "bf16": (PackedLinear, 2.0),
-        "int8": (Int8Linear, QUANTIZED["int8"][1]),
-        "int4": (Int4Linear, QUANTIZED["int4"][1]),
-    }
-    for kind, (layer, bytes_per_weight) in kinds.items():
-        rotated = rotating(ours(layer), weight, bytes_per_weight)
+    for kind, (make, bytes_per_weight) in {"bf16": (ours(PackedLinear), 2.0), **QUANTIZED}.items():
+        rotated = rotating(make, weight, bytes_per_weight)
         for num_rows in (1, 8, 512):
             yield f"linear {kind}, {num_rows} rows", partial(rotated, torch.randn(num_rows, 768, dtype=torch.bfloat16))
     for name, shape in {"decodes, 8 x 2048": (8, 1, 2048), "a prompt of 1024": (1, 1024, 1024)}.items():

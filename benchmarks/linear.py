@@ -3,7 +3,7 @@
 Weights rotate through copies that exceed the caches, as the layers of a model do. Each layer stands beside two bounds that are
 measured just before it: the rate of torch's bf16 matrix product, and the bytes a second that torch copies, read and written.
 
-    python benchmarks/linear.py [--dtype bfloat16] [--quantization int8 | int4]
+    python benchmarks/linear.py [--dtype bfloat16] [--quantization int8 | int4 | w4a8]
 
 A library for fewer instructions than this CPU has is measured by FLYBALL_CPU_LIBRARY. Torch is held to the same
 instructions by, for AVX2, ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2.
@@ -13,6 +13,7 @@ Writes results/linear_DTYPE.json or results/linear_QUANTIZATION.json.
 import argparse
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,12 +41,13 @@ def prepacked(weight: Tensor) -> Layer:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def ours(layer: type[PackedLinear] | type[Int8Linear] | type[Int4Linear]) -> Callable[[Tensor], Layer]:
+def ours(layer: Callable[..., Layer]) -> Callable[[Tensor], Layer]:
     backend = choose_backend("cpu", "cpp")
     return lambda weight: layer(weight, backend=backend)
 
 
-QUANTIZED = {"int8": (ours(Int8Linear), 1.0), "int4": (ours(Int4Linear), 0.625)}
+W4A8 = partial(Int4Linear, input_bits=8)
+QUANTIZED = {"int8": (ours(Int8Linear), 1.0), "int4": (ours(Int4Linear), 0.625), "w4a8": (ours(W4A8), 0.625)}
 """A layer, and the bytes that it has for each weight, scales included."""
 
 

@@ -21,7 +21,7 @@ NOT_MEASURED = "Not measured."
 CLIENTS = ("1", "8", "32")
 FIGURES = {"output_tokens_per_s": "tokens a second", "ttft_p50_ms": "TTFT p50, ms", "itl_p50_ms": "ITL p50, ms"}
 LAYERS = {"out": "768 -> 768", "gate_up": "768 -> 4096", "down": "2048 -> 768", "head": "768 -> 8192"}
-BITS = {"bfloat16": "16 bits", "int8": "8 bits", "int4": "4 bits"}
+BITS = {"bfloat16": "16 bits", "int8": "8 bits", "int4": "4 bits", "w4a8": "4 bits, inputs in 8"}
 LOADS = {"64_decodes": "64 decodes", "prefill_16_x_128": "prompts of 128", "prefill_16_x_1024": "prompts of 1,024"}
 PARTS = {"linear": "linear layers", "paged_attention": "attention", "outside any op": "outside ops", "": "other ops"}
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#999999")  # Okabe and Ito
@@ -89,6 +89,19 @@ def llamacpp_table(name: str = "versus_llamacpp") -> str:
     rows = [row for bits, pair in pairs for row in clients_rows(pair["by_concurrency"], "llamacpp", bits)]
     version = result["llamacpp"].removeprefix("version: ")
     return markdown(("Bits", "Clients", "Flyball", "llama.cpp", ""), rows) + f"\n\nllama.cpp {version}. {where(result)}"
+
+
+def openvino_table() -> str:
+    result = read("versus_openvino")
+    if result is None:
+        return NOT_MEASURED
+    rows = [
+        [bits, load.replace("x", " x "), *beside(figures, "openvino")]
+        for bits, pair in result["pairs"].items()
+        for load, figures in pair["output_tokens_per_s"].items()
+    ]
+    header = ("Bits", "Load", "Flyball", "OpenVINO GenAI", "")
+    return markdown(header, rows) + f"\n\nOpenVINO GenAI {result['openvino']['openvino-genai']}. {where(result)}"
 
 
 def linear_layers(bits: str) -> list[Result]:
@@ -172,6 +185,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
     "llamacpp": llamacpp_table,
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),
+    "openvino": openvino_table,
     "linear": linear_table,
     "attention": attention_table,
     "time": time_table,
@@ -245,6 +259,22 @@ def draw_llamacpp(new_figure: Callable[..., Any]) -> Any:
         draw_clients(row, pair["by_concurrency"], {"flyball": "Flyball", "llamacpp": f"llama.cpp {pair['gguf']}"})
         row[0].set_ylabel(bits)
         row[0].legend()
+    return figure
+
+
+def draw_openvino(new_figure: Callable[..., Any]) -> Any:
+    result = read("versus_openvino")
+    if result is None:
+        return None
+    pairs = result["pairs"]
+    figure = new_figure(figsize=(10, 2.6 * len(pairs)), layout="constrained")
+    for axes, (bits, pair) in zip(figure.subplots(len(pairs), 1), pairs.items(), strict=True):
+        loads = pair["output_tokens_per_s"]
+        names = {"flyball": "Flyball", "openvino": "OpenVINO GenAI"}
+        sides = {name: [in_and_out(load, one[side]) for load, one in loads.items()] for side, name in names.items()}
+        bars(axes, list(loads), sides)
+        axes.set(title=f"{bits}: tokens in and out a second")
+        axes.legend()
     return figure
 
 
@@ -326,6 +356,7 @@ def draw_instruction_sets(new_figure: Callable[..., Any]) -> Any:
 CHARTS: dict[str, Callable[[Callable[..., Any]], Any]] = {
     "vllm": draw_vllm,
     "llamacpp": draw_llamacpp,
+    "openvino": draw_openvino,
     "linear": draw_linear,
     "attention": draw_attention,
     "time": draw_time,
