@@ -8,7 +8,7 @@ the same limits of a step, no prefix cache, and both cores. Each run has a seed 
 that goes first changes from run to run, and the one that is not measured is stopped (SIGSTOP).
 
 OpenVINO keeps what is its default: keys and values in 8 bits, and beside weights of 8 and 4 bits inputs rounded to 8 bits in
-groups. In 16 bits it is measured twice: with its default on a CPU with AVX512_BF16, and with products in fp32, which is faster
+groups. In 16 bits it is measured twice: with its default on a CPU with AVX512_BF16, and with products in fp32, which are faster
 where a core issues one bf16 dot product a cycle. Writes results/versus_openvino.json.
 """
 
