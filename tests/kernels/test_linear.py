@@ -6,7 +6,7 @@ import torch
 import flyball_kernels
 from flyball_kernels import Backend, Int4Linear, Int8Linear
 from flyball_kernels.linear import reference
-from flyball_kernels.linear.reference import Grouped
+from flyball_kernels.linear.reference import Grouped, Rounded
 from kernel_checks import CPP, assert_close
 
 PackedLinear = partial(flyball_kernels.PackedLinear, backend=CPP)
@@ -135,6 +135,28 @@ def test_8_bits_hold_whole_numbers_exactly(backend):
     weight[:, 0] = x[:, 0] = 127  # so that a unit is 1
     exact = (x.double() @ weight.double().T).float()
     torch.testing.assert_close(Int8Linear(weight, backend=backend)(x), exact, rtol=1e-6, atol=0)
+
+
+@BACKENDS
+def test_8_bits_hold_the_largest_products(backend):
+    """A checkpoint may have -128; sums of such products fit 16 bits in pairs, and no more of them."""
+    values = torch.tensor([-128, 127, -1, 0])[:, None].expand(4, 70).to(torch.int8).contiguous()
+    x = torch.tensor([1.0, -1.0])[:, None].repeat(1, 70)
+    out = Int8Linear(Rounded(values, torch.ones(4)), backend=backend, dtype=torch.float32)(x)
+    torch.testing.assert_close(out, x @ values.float().T, rtol=1e-6, atol=0)
+
+
+@BACKENDS
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_4_bits_hold_the_largest_products(backend, group_size):
+    values = torch.tensor([0, 15, 8])[:, None].expand(3, 256).to(torch.uint8).contiguous()
+    groups = torch.ones(3, 256 // group_size)
+    weight = Grouped(values, groups, torch.tensor([0, 0, 15])[:, None].expand_as(groups).to(torch.uint8), group_size)
+    x = torch.tensor([1.0, -1.0])[:, None].repeat(1, 256).bfloat16()
+    expected = x.float() @ torch.tensor([0.0, 15.0, -7.0])[:, None].expand(3, 256).T
+    for input_bits in (16, 8):
+        out = Int4Linear(weight, backend=backend, dtype=torch.bfloat16, input_bits=input_bits)(x)
+        torch.testing.assert_close(out.float(), expected, rtol=1e-6, atol=0)
 
 
 @BACKENDS

@@ -117,12 +117,7 @@ struct Int4Bytes {
     return {(VecI)(both & 0x0f0f0f0fu), (VecI)(both >> 4 & 0x0f0f0f0fu)};
   }
   static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
-  static VecI add(VecI sum, VecI w, VecI x) {
-    if constexpr (Planes == 1)
-      return add_small_bytes(sum, x, w);
-    else
-      return add_bytes(sum, x, w);
-  }
+  static VecI add(VecI sum, VecI w, VecI x) { return add_bytes(sum, w, x); }
   static VecI first_sum(const RunInputs& inputs) { return inputs.zero - VecI{}; }
   static Vec value(const VecI (&sums)[kPlanes], const RunInputs& inputs) {
     const VecI sum = Planes == 1 ? sums[0] : sums[0] + (sums[kPlanes - 1] << 8);

@@ -2,12 +2,10 @@
 // Sums are whole numbers, so they are exact. Included by kernel.cpp, inside its namespace.
 #pragma once
 
-using VecS16 = int16_t __attribute__((vector_size(4 * kLanes)));
-
-#if defined(__ARM_FEATURE_DOTPROD)
-constexpr int32_t kZero = 0;
+#if defined(__AVX512VNNI__)
+constexpr int32_t kZero = 128;  // inputs are stored as unsigned bytes, this much too large: what the instruction takes
 #else
-constexpr int32_t kZero = 128;  // inputs are stored as unsigned bytes, this much too large: what x86's instruction takes
+constexpr int32_t kZero = 0;
 #endif
 
 constexpr bool has_byte_dot() {
@@ -32,34 +30,34 @@ struct ColumnScales {
   }
 };
 
-// Sums of four products each: of inputs' bytes and signed ones.
-inline VecI add_bytes(VecI sum, VecI w, VecI x) {
+// Sums of four products each: of unsigned bytes and signed ones. Arm takes unsigned ones up to 127; where there is no such
+// instruction, two products must fit 16 bits.
+inline VecI add_bytes(VecI sum, VecI u, VecI s) {
 #if defined(__AVX512VNNI__)
-  return (VecI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+  return (VecI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
 #elif defined(__ARM_FEATURE_DOTPROD)
-  return (VecI)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
+  return (VecI)vdotq_s32((int32x4_t)sum, (int8x16_t)u, (int8x16_t)s);
+#elif defined(__AVX512BW__)
+  return sum + (VecI)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)u, (__m512i)s), _mm512_set1_epi16(1));
 #elif defined(__AVX2__)
-  const VecS16 even = (VecS16)w << 8 >> 8, odd = (VecS16)w >> 8;  // products of bytes do not fit 16 bits, so none are made
-  const VecI low = x & 0x00ff00ff, high = (VecI)((VecU)x >> 8) & 0x00ff00ff;
-#if defined(__AVX512BW__)
-  return sum + (VecI)_mm512_madd_epi16((__m512i)even, (__m512i)low) + (VecI)_mm512_madd_epi16((__m512i)odd, (__m512i)high);
+  return sum + (VecI)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)u, (__m256i)s), _mm256_set1_epi16(1));
 #else
-  return sum + (VecI)_mm256_madd_epi16((__m256i)even, (__m256i)low) + (VecI)_mm256_madd_epi16((__m256i)odd, (__m256i)high);
-#endif
-#else
-  for (int byte = 0; byte < 4; ++byte) sum += ((VecI)((VecU)w << (24 - 8 * byte)) >> 24) * ((VecI)((VecU)x >> (8 * byte)) & 255);
+  for (int byte = 24; byte >= 0; byte -= 8) sum += ((VecI)((VecU)u << byte) >> 24) * ((VecI)((VecU)s << byte) >> 24);
   return sum;
 #endif
 }
 
-// The same where the unsigned ones, w, are at most 15: two products fit 16 bits.
-inline VecI add_small_bytes(VecI sum, VecI x, VecI w) {
+// The same of weights and inputs, which are unsigned if kZero says so. Without the instruction the weights' signs move to the
+// inputs: the magnitudes, up to 128 and 127, are small enough.
+inline VecI add_weighted(VecI sum, VecI w, VecI x) {
 #if defined(__AVX512VNNI__) || !defined(__AVX2__)
   return add_bytes(sum, x, w);
 #elif defined(__AVX512BW__)
-  return sum + (VecI)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)w, (__m512i)x), _mm512_set1_epi16(1));
+  const __m512i weights = (__m512i)w, inputs = (__m512i)x;
+  const __m512i moved = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(weights), __m512i{}, inputs);
+  return add_bytes(sum, (VecI)_mm512_abs_epi8(weights), (VecI)moved);
 #else
-  return sum + (VecI)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), _mm256_set1_epi16(1));
+  return add_bytes(sum, (VecI)_mm256_abs_epi8((__m256i)w), (VecI)_mm256_sign_epi8((__m256i)x, (__m256i)w));
 #endif
 }
 
@@ -71,13 +69,13 @@ struct Int8 {
   using Sum = VecI;
   using Scales = ColumnScales;
   static constexpr int64_t kDepth = 4, kWidth = kPanel * kDepth;
-  static constexpr int64_t kTileRows = has_byte_dot() ? flyball::kTileRows : kRegisters / 4 - 1;  // more arithmetic, more registers
+  static constexpr int64_t kTileRows = has_byte_dot() ? flyball::kTileRows : kRegisters / 2 - 4;  // more arithmetic, more registers
 
   static int64_t column(int64_t i) { return i / kDepth; }
   static int64_t feature(int64_t i) { return i % kDepth; }
   static Halves<VecI> weights(const Weight* from) { return {load_raw<VecI>(from), load_raw<VecI>(from + kPanel * kDepth / 2)}; }
   static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
-  static VecI add(VecI sum, VecI w, VecI x) { return add_bytes(sum, w, x); }
+  static VecI add(VecI sum, VecI w, VecI x) { return add_weighted(sum, w, x); }
 };
 
 template <class A>
