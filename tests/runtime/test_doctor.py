@@ -1,11 +1,12 @@
 """What ``flyball doctor`` says of a machine."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flyball_kernels import Backend
+from flyball_kernels import choose_backend
 from flyball_kernels.cpu import library
 from flyball_runtime import cli, doctor
 from flyball_runtime.doctor import Report, Speed, count_parameters, lines, speeds
@@ -41,7 +42,8 @@ def test_without_a_compiler_it_says_why_the_ops_are_slow(
 @pytest.mark.parametrize(("ops", "kinds"), [("cpp", ["bf16", "int8"]), ("torch", ["bf16"])])
 def test_speeds_are_measured(ops: str, kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SECONDS", 0.01)
-    found = list(speeds(Backend(ops, linear=ops), features=64, working_set_bytes=100_000))
+    backend = replace(choose_backend("cpu", ops), linear=ops)
+    found = list(speeds(backend, features=64, working_set_bytes=100_000))
     assert [one.weights for one in found] == kinds
     assert all(one.read_bytes_per_s > 0 and one.operations_per_s > 0 for one in found)
 
@@ -61,7 +63,7 @@ def test_bounds_are_those_of_the_model() -> None:
         instruction_set="x86-64-v3",
         better_instruction_set="x86-64-v4",
         linear="torch",
-        arithmetic={"bf16": "torch", "int8": "16-bit products"},
+        arithmetic={"bf16": "torch", "int8": "bytes in pairs"},
         reasons=["because"],
         speeds=[
             Speed(weights="bf16", read_bytes_per_s=40e9, operations_per_s=400e9),
@@ -71,7 +73,7 @@ def test_bounds_are_those_of_the_model() -> None:
     text = "\n".join(lines(report, "it", 2e9))
     assert "2 cores on 2 NUMA nodes, a limit of 1.5 CPUs, 1 threads for the engine" in text
     assert "compiled for x86-64-v3, and this CPU has x86-64-v4; linear layers: torch\n" in text
-    assert "            bf16 weights by torch, int8 weights by 16-bit products\n            because\n" in text
+    assert "            bf16 weights by torch, int8 weights by bytes in pairs\n            because\n" in text
     assert "bf16: 10 tokens/s for one stream, 100 prompt tokens/s" in text
     assert "int8: 20 tokens/s for one stream, 200 prompt tokens/s" in text
 

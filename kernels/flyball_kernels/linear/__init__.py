@@ -87,8 +87,8 @@ class Int8Linear:
     Each row of the weight is rounded to multiples of its largest magnitude over 127, and so is each row of ``x`` as it
     comes (LLM.int8() without its outliers: Dettmers et al. 2022, section 2). Sums are exact; the result is rounded once.
 
-    Weights take half the memory of bf16, and a CPU with AVX512_VNNI multiplies them twice as fast. Elsewhere the C++
-    kernel is correct, and not faster. With the ``triton`` backend the weight stays ``[out_features, in_features]`` int8, with a
+    Weights take half the memory of bf16, and a CPU with AVX512_VNNI multiplies them twice as fast. Elsewhere
+    the C++ kernel gains less. With the ``triton`` backend the weight stays ``[out_features, in_features]`` int8, with a
     scale for each row. The ``torch`` backend is a reference.
 
     Args:

@@ -356,9 +356,9 @@ std::string int8_arithmetic() {
 #elif defined(__ARM_FEATURE_DOTPROD)
   return "SDOT";
 #elif defined(__AVX2__)
-  return "16-bit products";
+  return "bytes in pairs";
 #else
-  return "32-bit products";
+  return "one byte at a time";
 #endif
 }
 
