@@ -8,11 +8,11 @@
 #include <array>
 #include <bit>
 
+#include "../cpu/amx.h"
 #include "../cpu/dot.h"
 #include "../cpu/rounding.h"
 #include "../cpu/transpose.h"
 #include "../cpu/works.h"
-#include "amx.h"
 #include "linear.h"
 
 namespace flyball {
@@ -107,51 +107,51 @@ void store_panel(T* to, Vec low, Vec high) {
 
 #if defined(__AVX512BF16__)
 // Rounds to nearest, ties to even; denormals become 0.
+inline __m512i round_panel(Vec low, Vec high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+
 inline void store_panel(c10::BFloat16* to, Vec low, Vec high) {
-  const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  const __m512i rounded = round_panel(low, high);
   __builtin_memcpy(to, &rounded, sizeof(rounded));
 }
 #endif
 
+// Past the caches, to where a cache line begins.
+template <class T>
+void stream_panel(T* to, Vec low, Vec high) {
+  store_panel(to, low, high);
+}
+
+#if defined(__AVX512BF16__)
+inline void stream_panel(c10::BFloat16* to, Vec low, Vec high) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), round_panel(low, high));
+}
+#endif
+
 template <class A>
-void write_row(const Output<A>& out, int64_t row, Vec low, Vec high) {
+void write_row(const Output<A>& out, int64_t row, Vec low, Vec high, bool streams = false) {
   const int64_t rest = out.columns - kLanes;
   auto* to = out.data + row * out.stride;
   if (out.bias) low += load_up_to(out.bias, out.columns);
   if (out.bias && rest > 0) high += load_up_to(out.bias + kLanes, rest);
-  if (rest >= kLanes) return store_panel(to, low, high);
+  if (rest >= kLanes) return streams ? stream_panel(to, low, high) : store_panel(to, low, high);
   store_up_to(to, low, out.columns);
   if (rest > 0) store_part(to + kLanes, high, rest);
 }
 
 #if FLYBALL_AMX
-// Weights as Dot has them, in whole steps of the tiles; inputs row by row.
+// Weights as Dot has them, in whole steps of the tiles. Inputs of a tile of rows lie step by step.
 struct Amx : Dot {
-  static constexpr int64_t kTileRows = 2 * kAmxRows, kMultiple = 2 * kAmxStep;
-
-  static void multiply(int64_t rows, int64_t num_panels, const Input* x, const Weight* panels, int64_t steps,
-                       const Output<Amx>& out) {
-    const AmxTiles tiles(rows);
-    _tile_loadconfig(&tiles);
-    for (int64_t p = 0; p < num_panels; ++p)
-      multiply_panel(rows, x, panels + p * steps * kPanel * kDepth, steps, out.from(0, p * kPanel));
-    _tile_release();
-  }
-
-  static void multiply_panel(int64_t rows, const Input* x, const Weight* panel, int64_t steps, const Output<Amx>& out) {
-    alignas(64) float sums[kTileRows * kPanel];
-    (rows > kAmxRows ? amx_panel<true> : amx_panel<false>)(x, reinterpret_cast<const Input*>(panel), steps, sums);
-    for (int64_t row = 0; row < rows; ++row) write_row(out, row, load(sums + row * kPanel), load(sums + row * kPanel + kLanes));
-  }
+  using Products = AmxBf16;
+  static constexpr int64_t kTileRows = 2 * kAmxRows, kTileSteps = kAmxStepBytes / sizeof(Input);
 };
 #endif
 
 template <class A>
-constexpr bool kHasTiles = requires { A::kMultiple; };
+constexpr bool kHasTiles = requires { A::kTileSteps; };
 
 template <class A>
 int64_t num_steps(int64_t k) {
-  if constexpr (kHasTiles<A>) k = round_up(k, A::kMultiple);
+  if constexpr (kHasTiles<A>) k = round_up(k, A::kTileSteps * A::kDepth);
   return round_up(k, A::kDepth) / A::kDepth;
 }
 
@@ -185,14 +185,18 @@ int64_t pack_columns(const typename A::Value* x, int64_t stride, int64_t rows, i
   return step;
 }
 
-// rows of x [rows, k] -> [steps, rows], or [rows, steps] for tiles
+// rows of x [rows, k] -> [steps, rows], or [steps / kTileSteps, rows, kTileSteps]
 template <class A>
 void pack_rows(const typename A::Value* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
   const int64_t steps = num_steps<A>(k);
   if constexpr (kHasTiles<A>) {
+    constexpr int64_t kFeatures = A::kTileSteps * A::kDepth;
     for (int64_t row = 0; row < rows; ++row) {
-      std::memset(packed + row * steps + k / A::kDepth, 0, (steps - k / A::kDepth) * sizeof(*packed));
-      std::memcpy(packed + row * steps, x + row * stride, k * sizeof(*x));
+      for (int64_t j = 0; j < k; j += kFeatures) {
+        auto* to = packed + j / A::kDepth * rows + row * A::kTileSteps;
+        if (k - j < kFeatures) std::memset(to, 0, kFeatures * sizeof(*x));
+        std::memcpy(to, x + row * stride + j, std::min(kFeatures, k - j) * sizeof(*x));
+      }
     }
     return;
   } else {
@@ -206,6 +210,7 @@ void pack_rows(const typename A::Value* x, int64_t stride, int64_t rows, int64_t
 
 #include "int8.h"
 #include "int4.h"
+#include "tiles.h"
 
 // Panels panels times a tile of Rows rows. Every sum runs over the steps in order, whatever Rows and Panels are, so a row's
 // result does not depend on how many rows there are.
@@ -255,9 +260,7 @@ constexpr int panels_at_once(int64_t rows) {
 template <class A, int Rows = A::kTileRows>
 void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, const typename A::Weight* panels, int64_t steps,
               const Output<A>& out) {
-  if constexpr (kHasTiles<A>) {
-    return A::multiply(rows, num_panels, x, panels, steps, out);
-  } else if (rows == Rows) {
+  if (rows == Rows) {
     if constexpr (kHasRuns<A>) {
       multiply_runs<A, Rows>(x, panels, out);
     } else {
@@ -267,7 +270,7 @@ void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, cons
     }
     return;
   }
-  if constexpr (Rows > 1 && !kHasTiles<A>) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out);
+  if constexpr (Rows > 1) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out);
 }
 
 // What a row's inputs and a panel have, in elements.
@@ -284,10 +287,35 @@ Sizes sizes(int64_t k, const Output<A>& out) {
   return {num_steps<A>(k), kIsQuantized<A>, num_steps<A>(k) * A::kWidth};
 }
 
+// How many rows share the copy of their inputs.
+template <class A>
+int64_t rows_of_block([[maybe_unused]] int64_t num_inputs) {
+#if FLYBALL_AMX
+  if constexpr (kHasTiles<A>) {
+    constexpr int64_t kMost = 512;
+    const int64_t rows = kInputBytes / static_cast<int64_t>(sizeof(float)) / num_inputs;
+    return std::clamp(rows / A::kTileRows * A::kTileRows, A::kTileRows, kMost);
+  }
+#endif
+  return kTilesOfBlock * A::kTileRows;
+}
+
+// Whether an output of m rows goes past the caches.
+template <class A>
+bool should_stream([[maybe_unused]] const Output<A>& out, [[maybe_unused]] int64_t m, [[maybe_unused]] const Team& team) {
+#if FLYBALL_AMX
+  constexpr int64_t kLine = 64, size = sizeof(typename A::Value);
+  const bool is_aligned = reinterpret_cast<uintptr_t>(out.data) % kLine == 0 && out.stride * size % kLine == 0;
+  return kHasTiles<A> && is_aligned && m * out.columns * size >= kStreamBytes * team.size();
+#else
+  return false;
+#endif
+}
+
 // rows of x [rows, k] to rows of out, by each thread of a team
 template <class A>
 void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typename A::Weight* packed, int64_t n,
-                  Output<A> out, const Team& team, float* memory) {
+                  Output<A> out, [[maybe_unused]] bool streams, const Team& team, float* memory) {
   static_assert(sizeof(typename A::Input) == sizeof(float));
   const Sizes size = sizes(k, out);
   auto* inputs = reinterpret_cast<typename A::Input*>(memory);
@@ -310,31 +338,28 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
     else
       pack_rows<A>(x + row * k, k, num, k, inputs + row * size.inputs);
   });
-  team.share_chunks(num_groups * num_tiles, chunk, [&](int64_t i) {
-    const int64_t panel = i / num_tiles * group, column = panel * kPanel, row = tile_start(i % num_tiles);
-    multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * size.inputs,
-                packed + panel * size.panel, size.inputs, out.from(row, column));
-  });
+  if constexpr (kHasTiles<A>) {
+    run_tiles<A>({inputs, packed, rows, num_tiles, size.inputs, out, streams}, num_panels, team);
+  } else {
+    team.share_chunks(num_groups * num_tiles, chunk, [&](int64_t i) {
+      const int64_t panel = i / num_tiles * group, column = panel * kPanel, row = tile_start(i % num_tiles);
+      multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * size.inputs,
+                  packed + panel * size.panel, size.inputs, out.from(row, column));
+    });
+  }
 }
 
 // x [m, k] -> out [m, n]
 template <class A>
 Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typename A::Weight* packed, int64_t n,
                  const Output<A>& out) {
-  constexpr int64_t kBlockRows = kTilesOfBlock * A::kTileRows;
   const Sizes size = sizes(k, out);
-  return {std::min(m, kBlockRows) * (size.inputs + size.more), [=](const Team& team, float* memory) {
-            for (int64_t row = 0; row < m; row += kBlockRows)
-              linear_block<A>(x + row * k, std::min(kBlockRows, m - row), k, packed, n, out.from(row, 0), team, memory);
+  const int64_t block_rows = rows_of_block<A>(size.inputs);
+  return {std::min(m, block_rows) * (size.inputs + size.more), [=](const Team& team, float* memory) {
+            const bool streams = should_stream(out, m, team);
+            for (int64_t row = 0; row < m; row += block_rows)
+              linear_block<A>(x + row * k, std::min(block_rows, m - row), k, packed, n, out.from(row, 0), streams, team, memory);
           }};
-}
-
-bool has_amx() {
-#if FLYBALL_AMX
-  return may_use_amx();
-#else
-  return false;
-#endif
 }
 
 bool prefers_dot() { return has_amx() || has_fast_dot(); }
