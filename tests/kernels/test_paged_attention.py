@@ -28,8 +28,9 @@ RAGGED = ([1, 7, 1, 33, 130, 0, 1], [1, 7, 65, 200, 130, 40, 17])
 
 
 def prefers_dot():
-    """Return whether bf16 goes by the bf16 dot product here."""
-    is_fast = platform.machine() != "x86_64" or "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    """Return whether bf16 goes by the bf16 dot product or by matrix units here."""
+    is_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    is_fast = platform.machine() != "x86_64" or is_amd or torch.ops.flyball.linear_bf16_arithmetic() == "AMX"
     return torch.ops.flyball.has_dot() and is_fast
 
 
@@ -319,7 +320,7 @@ def check_chunks(length, dot, sliding_window, **shape):
 
 
 def test_the_dot_product_is_chosen_where_it_is_faster():
-    """On AMD's cores; Intel's issue half as many a cycle."""
+    """On AMD's cores, and with AMX; Intel's issue half as many a cycle."""
     inputs = attention_inputs([90, 1], [300, 300], dtype=torch.bfloat16)
     run = partial(paged_attention, **inputs, scale=0.125, max_query_len=90)
     torch.testing.assert_close(run(), run(dot=prefers_dot()), rtol=0, atol=0)

@@ -144,7 +144,14 @@ inline void store_up_to(T* to, Vec v, int64_t n) {
   n >= kLanes ? store(to, v) : store_part(to, v, n);
 }
 
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+// b if one is not a number.
+inline Vec max(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);  // GCC 12 makes a comparison and a choice of what is below
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // Reductions fold halves onto each other: a fixed order, so a row's result does not depend on how many rows there are.
 template <class V, class F>

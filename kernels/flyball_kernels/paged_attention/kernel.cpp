@@ -4,12 +4,12 @@
 // runs that begin at fixed multiples of kRunKeys, one after the other. A tile of few rows (a decode) is memory-bound: each of
 // its runs is a task of its own, so that a long context occupies several threads, and it takes operands straight from the
 // cache. A tile of many rows packs them once. Operands are fp32, or pairs of bf16 where the CPU's bf16 dot product is the
-// faster way. The same numbers are added in the same order however many rows there are: a token has the same bits in any
+// faster way, or where it has matrix units; those take packed values at any rate. The same numbers are added in the same order however many rows there are: a token has the same bits in any
 // batch and any chunk, and as a decode.
 #include <vector>
 
 #include "../cpu/works.h"
-#include "tile.h"
+#include "amx.h"
 
 namespace flyball {
 namespace {
@@ -231,9 +231,9 @@ struct Attention {
       if (reads_keys<E>()) pack_keys(tile, operands, work.keys);
       else pack_keys_of_odd_size(tile, operands, work.keys);
     }
-    if (packs_values) pack_values(tile, reads_values<E>(), work.dim, work.values);
+    if (packs_values) pack_values(tile, reads_values<E>(), work.dim, work.values, [](int64_t) {});
     const Scales<C> of_tile = scales(t, tile);
-    for_each_strip(rows, [&](int64_t row, int64_t height) {
+    for_each_strip(rows, kMaxR, [&](int64_t row, int64_t height) {
       const int64_t begin = std::max(tile.begin, first_key(t, tile, row) / kLanes * kLanes);
       const int64_t end = std::min(tile.end, last_key(t, tile, row + height - 1));
       if (begin >= end) return;
@@ -261,6 +261,63 @@ struct Attention {
       }
     });
   }
+
+#if FLYBALL_AMX
+  void soften_by_tiles(const Task& t, const KeyTile<C>& tile, const Scales<C>& scales, const Workspace<Bf16Pair>& work,
+                       int64_t row, int64_t height, int64_t begin, int64_t end) const {
+    const float factor = query_scale();
+    const int64_t stop = round_up(end, kTogether);
+    if (!kIsInt8<C> && softcap == 0.0f && factor > 0.0f) {
+      for (int64_t i = 0; i < height; ++i)
+        soften_row_by_tiles(work, factor, row + i, i, first_key(t, tile, row + i), last_key(t, tile, row + i), begin, end);
+      return;
+    }
+    soften(t, tile, scales, work, row, height, begin, end);
+    if (stop - end < kLanes) return;
+    for (int64_t i = 0; i < height; ++i) store_weights(work.weights + i * kTileKeys, stop - kLanes, Vec{});
+  }
+
+  // The same by matrix units, in higher strips. Weights of keys that complete a step are 0.
+  void visit_by_tiles(const Task& t, KeyTile<C>& tile, const KeyTile<C>& coming, const Workspace<Bf16Pair>& work,
+                      AmxTiles& tiles) const {
+    using E = Bf16Pair;
+    const int64_t rows = num_rows(t), operands = num_operands<E>();
+    if (!has_vectors()) copy_out(t, tile, reinterpret_cast<C*>(work.block_keys), reinterpret_cast<C*>(work.block_values));
+    const bool packs_keys = !kIsBf16<C> || head_dim % (2 * kLanes) != 0;
+    if (packs_keys) {
+      if (reads_keys<E>()) pack_keys(tile, operands, work.keys);
+      else pack_keys_of_odd_size(tile, operands, work.keys);
+      pad_keys(operands, work.keys);
+    }
+    const bool fetches = rows <= kFewRows && has_vectors();
+    pack_values(tile, reads_values<E>(), work.dim, work.values, [&](int64_t pair) {
+      if (fetches) fetch_values<E>(coming, pair, 0, head_dim / kLanes);
+    });
+    const int64_t key_rows = head_dim / k_cache.depth(), rows_of_step = 2 * kLanes / k_cache.depth();
+    const auto fetch = [&](int64_t vector, int64_t step) {
+      if (!fetches) return;
+      for (int64_t i = step * rows_of_step, stop = std::min(i + rows_of_step, key_rows); i < stop; ++i) {
+        prefetch_line(coming.keys[vector] + i * coming.key_stride);
+        prefetch_line(coming.keys[vector + 1] + i * coming.key_stride);
+      }
+    };
+    pad_values(tile.begin, tile.end, work.dim, work.values);
+    const Scales<C> of_tile = scales(t, tile);
+    const int64_t key_bytes = packs_keys ? kTileKeys * sizeof(E) : tile.key_stride * sizeof(C);
+    const auto keys = [&](int64_t vector) {
+      return packs_keys ? reinterpret_cast<const char*>(work.keys + vector * kLanes) : reinterpret_cast<const char*>(tile.keys[vector]);
+    };
+    for_each_strip(rows, kStripRows, [&](int64_t row, int64_t height) {
+      const int64_t begin = step_of(std::max(tile.begin, first_key(t, tile, row)));
+      const int64_t end = std::min(tile.end, last_key(t, tile, row + height - 1));
+      if (begin >= end) return;
+      tiles.set_rows(height);
+      score_by_tiles(work, row, height, operands, begin, end, key_bytes, keys, fetch);
+      soften_by_tiles(t, tile, of_tile, work, row, height, begin, end);
+      weigh_by_tiles(work, row, height, begin, end);
+    });
+  }
+#endif
 
   // then: a task that this thread may get next, or null
   void run(const Task& t, const Task* then, float* memory, float* partials) const {
@@ -296,10 +353,20 @@ struct Attention {
     work.run.reset(rows, work.dim);
     const bool is_one_run = t.first_key / kRunKeys == (t.last_key - 1) / kRunKeys;
     if (!is_one_run) work.whole.reset(rows, work.dim);
+#if FLYBALL_AMX
+    AmxTiles tiles;
+#endif
     KeyTile<C> next;
     for (KeyTile<C> tile = first_tile(t); !tile.empty(); tile = next) {
       next = locate(t, tile.start + kTileKeys);
-      visit(t, tile, !next.empty() ? next : then ? first_tile(*then) : tile, work);
+      const KeyTile<C> coming = !next.empty() ? next : then ? first_tile(*then) : tile;
+#if FLYBALL_AMX
+      if constexpr (std::is_same_v<E, Bf16Pair>) {
+        if (has_amx()) visit_by_tiles(t, tile, coming, work, tiles);
+        else visit(t, tile, coming, work);
+      } else
+#endif
+        visit(t, tile, coming, work);
       if (is_one_run || (next.start % kRunKeys != 0 && !next.empty())) continue;
       for (int64_t row = 0; row < rows; ++row) absorb(work.whole.row(row, work.dim), work.run.row(row, work.dim), work.dim);
       work.run.reset(rows, work.dim);
@@ -384,7 +451,7 @@ Work paged_attention_work(const Tensor& query, const Tensor& k_cache, const Tens
         data<const int32_t>(block_tables), data<const int32_t>(cu_query_lens), data<const int32_t>(context_lens),
         context_lens.size(0), block_tables.size(1), block_size, query.size(1), num_kv_heads, head_dim,
         sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale),
-        static_cast<float>(softcap.value_or(0.0)), data_or_null<float>(sinks), dot.value_or(has_fast_dot())};
+        static_cast<float>(softcap.value_or(0.0)), data_or_null<float>(sinks), dot.value_or(query.scalar_type() == at::kBFloat16 && (has_amx() || has_fast_dot()))};
     attention.check(query.size(0), k_cache.size(0));
     work = attention.work();
   };

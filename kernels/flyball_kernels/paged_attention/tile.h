@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "../cpu/amx.h"
 #include "../cpu/dot.h"
 #include "../cpu/kv_cache.h"
 
@@ -58,6 +59,11 @@ template <int R, int V, int S, class E, class B>
 }
 
 constexpr int kMaxR = 6, kMaxV = kRegisters / 8;  // what the registers hold: kMaxR * kMaxV sums, kMaxV of b and one of a
+#if FLYBALL_AMX
+constexpr int64_t kStripRows = 2 * kAmxRows;  // at most
+#else
+constexpr int64_t kStripRows = kMaxR;
+#endif
 
 // The same for up to R rows.
 template <int V, int S, int R = kMaxR, class E, class B>
@@ -66,10 +72,10 @@ inline void multiply_add_strip(int64_t rows, const E* a, int64_t a_stride, int64
   if constexpr (R > 1) multiply_add_strip<V, S, R - 1>(rows, a, a_stride, k, b, c, c_stride);
 }
 
-// Calls f(row, height) for strips of equal height, of at most kMaxR rows.
+// Calls f(row, height) for strips of equal height, of at most so many rows.
 template <class F>
-inline void for_each_strip(int64_t rows, F f) {
-  const int64_t num_strips = (rows + kMaxR - 1) / kMaxR;
+inline void for_each_strip(int64_t rows, int64_t most, F f) {
+  const int64_t num_strips = (rows + most - 1) / most;
   for (int64_t s = 0; s < num_strips; ++s) {
     const int64_t row = s * rows / num_strips;
     f(row, (s + 1) * rows / num_strips - row);
@@ -94,6 +100,8 @@ inline void for_each_vectors(int64_t begin, int64_t end, F f) {
 // rate: a function that only prefetches does nothing in GCC's eyes, so that it removes the call.
 [[gnu::always_inline]] inline void prefetch_line(const void* from) { __builtin_prefetch(from, /*rw=*/0, /*locality=*/2); }
 
+constexpr int64_t kTogether = 2 * kLanes;  // keys of a step of matrix units
+
 // Scales of a tile's keys and values in an int8 cache; other caches have none.
 template <class C>
 struct Scales {};
@@ -107,10 +115,11 @@ struct Scales<int8_t> {
     std::memcpy(keys + i, of_keys, n * sizeof(float));
     std::memcpy(values + i, of_values, n * sizeof(float));
   }
-  // Of keys that are not there, in a vector with others.
+  // Of keys that are not there, beside others.
   void reset(int64_t begin, int64_t end) {
-    std::fill(keys + begin, keys + round_up(end, kLanes), 0.0f);
-    std::fill(values + begin, values + round_up(end, kLanes), 0.0f);
+    begin = begin / kTogether * kTogether;
+    std::fill(keys + begin, keys + round_up(end, kTogether), 0.0f);
+    std::fill(values + begin, values + round_up(end, kTogether), 0.0f);
   }
 };
 
@@ -166,7 +175,7 @@ struct Workspace {
   E *query, *keys, *values, *weights;
   float *block_keys, *block_values;  // of a tile that was copied out of its blocks
 
-  static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (3 * dim + 4) + kMaxR * kTileKeys + 4 * dim * kTileKeys; }
+  static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (3 * dim + 4) + kStripRows * kTileKeys + 4 * dim * kTileKeys; }
 
   Workspace(float* memory, int64_t rows, int64_t dim) : dim(dim) {
     const auto take = [&](int64_t n) { return std::exchange(memory, memory + n); };
@@ -174,7 +183,7 @@ struct Workspace {
     values = reinterpret_cast<E*>(take(dim * kTileKeys));
     block_keys = take(dim * kTileKeys);
     block_values = take(dim * kTileKeys);
-    scores = take(kMaxR * kTileKeys);
+    scores = take(kStripRows * kTileKeys);
     weights = reinterpret_cast<E*>(scores);
     query = reinterpret_cast<E*>(take(rows * dim));
     for (Sums* sums : {&run, &whole}) *sums = {take(rows * dim), take(rows), take(rows)};
@@ -297,11 +306,12 @@ inline void pack_keys_of_odd_size(const KeyTile<C>& tile, int64_t num_operands, 
   }
 }
 
-// values of the tile -> [kTileKeys / depth, dim], in the order of `load_values` if they may be read so
-template <class E, class C>
-inline void pack_values(const KeyTile<C>& tile, bool directly, int64_t dim, E* packed) {
+// values of the tile -> [kTileKeys / depth, dim], in the order of `load_values` if they may be read so; fetch(j) may
+// prefetch
+template <class E, class C, class F>
+inline void pack_values(const KeyTile<C>& tile, bool directly, int64_t dim, E* packed, F fetch) {
   constexpr int V = kInterleaves<E, C> ? 2 : 1;
-  for (int64_t j = tile.begin / kDepth<E>; j * kDepth<E> < tile.end; ++j) {
+  for (int64_t j = tile.begin / kDepth<E>; j * kDepth<E> < tile.end; fetch(j), ++j) {
     E* const to = packed + j * dim;
     for (int64_t d = 0; directly && d < dim; d += V * kLanes) {
       decltype(load(packed)) row[V];
