@@ -4,8 +4,8 @@
 // runs that begin at fixed multiples of kRunKeys, one after the other. A tile of few rows (a decode) is memory-bound: each of
 // its runs is a task of its own, so that a long context occupies several threads, and it takes operands straight from the
 // cache. A tile of many rows packs them once. Operands are fp32, or pairs of bf16 where the CPU's bf16 dot product is the
-// faster way, or where it has matrix units; those take packed values at any rate. The same numbers are added in the same order however many rows there are: a token has the same bits in any
-// batch and any chunk, and as a decode.
+// faster way, or where it has matrix units; those take packed values at any rate. The same numbers are added in the same order
+// however many rows there are: a token has the same bits in any batch and any chunk, and as a decode.
 #include <vector>
 
 #include "../cpu/works.h"
