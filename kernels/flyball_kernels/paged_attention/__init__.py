@@ -46,8 +46,8 @@ def paged_attention(
         sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None sees all.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2); None leaves them as they are.
         sinks: ``[num_q_heads]`` fp32, for each head a score of no key, which takes part in the softmax (gpt-oss), or None.
-        dot: whether queries in bf16 use the CPU's bf16 dot product instruction (AVX512_BF16), which rounds the softmax
-            weights to bf16; None: where that is the faster way.
+        dot: whether queries in bf16 use the CPU's bf16 dot product instructions (AVX512_BF16 or AMX), which round the
+            softmax weights to bf16; None: where that is the faster way.
         out: written in place when given, like ``query`` in shape, dtype and layout.
     Returns:
         ``out``, or a new ``[num_tokens, num_q_heads, head_dim]``.
