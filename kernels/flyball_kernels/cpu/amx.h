@@ -3,7 +3,7 @@
 
 #include "tensors.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define FLYBALL_AMX 1
 
 #include <sys/syscall.h>
@@ -63,7 +63,7 @@ struct AmxOperand {
 };
 
 // sums [rows, 32] of a and b over so many steps; added to what is there, or in its place. Rows of b have two features of each
-// column side by side in bf16, four in 8 bits. The tiles are configured for the rows. fetch(step) may prefetch.
+// column side by side. The tiles are configured for the rows. fetch(step) may prefetch.
 template <class Products, bool SecondRows, bool SecondColumns, class Sum, class F>
 [[gnu::always_inline]] inline void amx_multiply(AmxOperand a, AmxOperand b, int64_t steps, bool adds, Sum* sums, int64_t stride,
                                                 F fetch) {
@@ -119,13 +119,6 @@ struct AmxBf16 {
   template <int Sum, int A, int B>
   [[gnu::always_inline]] static void add() {
     asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(B), "i"(A), "i"(Sum));
-  }
-};
-
-struct AmxUint8ByInt8 {
-  template <int Sum, int A, int B>
-  [[gnu::always_inline]] static void add() {
-    asm volatile("tdpbusd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(B), "i"(A), "i"(Sum));
   }
 };
 #endif
