@@ -192,6 +192,7 @@ def pack_checkpoint(path: Path, name: str, change: Callable[[dict[str, Tensor], 
     """Round the linear layers of a checkpoint to 4 bits; return transformers' model with the rounded weights."""
     reference, (config, pack) = Reference(path), PACKINGS[name]
     modules, tensors = dict(reference._model.named_modules()), {}
+    seeded = torch.Generator().manual_seed(0)
     for key, tensor in load_file(path / "model.safetensors").items():
         if not key.endswith("_proj.weight"):
             tensors[key] = tensor
@@ -200,7 +201,8 @@ def pack_checkpoint(path: Path, name: str, change: Callable[[dict[str, Tensor], 
         grouped = round_groups(tensor, tensor.shape[1] if one_group else GROUP_SIZE)
         grouped = grouped._replace(scales=grouped.scales.half().float())
         if "zeros" in name or "tensors" not in name:
-            grouped = grouped._replace(zeros=torch.randint(6, 11, grouped.scales.shape, dtype=torch.uint8))
+            zeros = torch.randint(6, 11, grouped.scales.shape, generator=seeded, dtype=torch.uint8)
+            grouped = grouped._replace(zeros=zeros)
         prefix = key.removesuffix(".weight")
         tensors |= {f"{prefix}.{part}": one for part, one in pack(grouped).items()}
         modules[prefix].weight = torch.nn.Parameter(unrounded(grouped))
