@@ -2,7 +2,7 @@
 
 from flyball_kernels.backend import Backend, choose_backend
 from flyball_kernels.cache_blocks import CacheBlocks
-from flyball_kernels.decoder_layer import DecoderLayer
+from flyball_kernels.decoder_layer import DecoderLayer, decoder_layers
 from flyball_kernels.linear import Float8Linear, Int4Linear, Int8Linear, PackedLinear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.penalties import penalize
@@ -23,6 +23,7 @@ __all__ = [
     "add_rms_norm",
     "apply_token_bitmask",
     "choose_backend",
+    "decoder_layers",
     "paged_attention",
     "penalize",
     "rms_norm",

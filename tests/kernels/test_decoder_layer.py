@@ -1,4 +1,4 @@
-"""A decoder layer as one op against its parts, one after another."""
+"""Decoder layers as one op against their parts, one after another."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_inputs import attention_inputs, ordered_for
-from flyball_kernels import Backend, DecoderLayer, Int4Linear, Int8Linear, PackedLinear, kv_cache
+from flyball_kernels import Backend, DecoderLayer, Int4Linear, Int8Linear, PackedLinear, decoder_layers, kv_cache
 from flyball_kernels.decoder_layer import reference
 from kernel_checks import CPP
 
@@ -102,11 +102,31 @@ def copied(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
 
 
+def run(
+    layers: list[DecoderLayer],
+    given: dict[str, Any],
+    *others: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Run layers as one op; caches, slots and block tables of those but the first are in ``others``."""
+    each = [given, *others]
+    return decoder_layers(
+        layers,
+        given["x"],
+        given["residual"],
+        given["positions"],
+        [(one["k_cache"], one["v_cache"]) for one in each],
+        [one["slot_mapping"] for one in each],
+        [one["block_tables"] for one in each],
+        given["cu_query_lens"],
+        given["context_lens"],
+    )
+
+
 def assert_same_bits(layer: dict[str, Any], given: dict[str, Any]) -> None:
     """Run the op and its parts, in this order; outputs and caches must be equal, unused slots (NaN) included."""
     parts, op = copied(given), copied(given)
     expected = reference.decoder_layer(**parts, **layer, backend=CPP)
-    actual = DecoderLayer(**layer)(**op)
+    actual = run([DecoderLayer(**layer)], op)
     for name, one, other in (
         ("out", actual[0], expected[0]),
         ("residual", actual[1], expected[1]),
@@ -151,8 +171,8 @@ def test_settings_reach_its_parts(settings):
     plain: dict[str, Any] = {**layer, "cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.3}
     given = step("a prompt among decodes", torch.bfloat16)
     assert_same_bits(plain | settings, given)
-    out, _ = DecoderLayer(**plain)(**copied(given))
-    changed, _ = DecoderLayer(**plain | settings)(**copied(given))
+    out, _ = run([DecoderLayer(**plain)], copied(given))
+    changed, _ = run([DecoderLayer(**plain | settings)], copied(given))
     assert not torch.equal(out, changed)
 
 
@@ -160,6 +180,43 @@ def test_the_first_layer_has_no_residual(dtype):
     layer = with_linears(layer_weights(dtype), "plain", CPP)
     given = step("decodes", dtype) | {"residual": None}
     assert_same_bits({**layer, "cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}, given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_several_layers_give_the_bits_of_one_after_another(batch, kind):
+    settings: dict[str, Any] = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+    layers = [
+        DecoderLayer(**with_linears(layer_weights(torch.bfloat16), kind, CPP), **settings, sliding_window=window)
+        for window in (None, 20, None)
+    ]
+    given = [step(batch, torch.bfloat16) | {"residual": None} for _ in layers]  # each its own cache, slots and tables
+    at_once = [copied(one) for one in given]
+    actual = run(layers, *at_once)
+    x, residual = given[0]["x"], None
+    for layer, one in zip(layers, given, strict=True):
+        x, residual = run([layer], one | {"x": x, "residual": residual})
+    assert torch.equal(actual[0], x) and torch.equal(actual[1], residual)
+    for name in ("k_cache", "v_cache"):
+        for one, other in zip(at_once, given, strict=True):
+            torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_layers_that_cannot_run_as_one_are_refused():
+    settings: dict[str, Any] = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+    layer, narrow, single = (
+        DecoderLayer(**with_linears(layer_weights(dtype, inner=inner), "plain", CPP), **settings)
+        for dtype, inner in ((torch.bfloat16, 144), (torch.bfloat16, 128), (torch.float32, 144))
+    )
+    given = step("decodes", torch.bfloat16)
+    with pytest.raises(ValueError, match="there are no layers to run"):
+        run([], given)
+    with pytest.raises(ValueError, match=r"k_caches has 1 tensors; there are 2 layers"):
+        run([layer, layer], given)
+    with pytest.raises(ValueError, match="layers that run as one op must have the same sizes"):
+        run([layer, narrow], given, given)
+    with pytest.raises(ValueError, match=r"x is BFloat16 of shape \[9, 96\].*must be Float"):
+        run([layer, single], given, given)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -170,7 +227,7 @@ def test_equals_torch(batch):
     expected = reference.decoder_layer(
         **ordered_for(TORCH, given, before=CPP), **with_linears(weights, "plain", TORCH), **settings, backend=TORCH
     )
-    actual = DecoderLayer(**with_linears(weights, "plain", CPP), **settings)(**copied(given))
+    actual = run([DecoderLayer(**with_linears(weights, "plain", CPP), **settings)], copied(given))
     for one, other in zip(actual, expected, strict=True):
         # five sums follow one another, each of up to 192 products: more than the tolerance of one op
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -181,13 +238,13 @@ def test_a_row_does_not_depend_on_its_neighbours(kind):
     layer = with_linears(layer_weights(torch.bfloat16), kind, CPP)
     op = DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)
     given = step("decodes", torch.bfloat16)
-    together, _ = op(**copied(given))
+    together, _ = run([op], copied(given))
     for row in range(9):
         one = copied(given)
         for name in ("x", "residual", "positions", "slot_mapping", "block_tables", "context_lens"):
             one[name] = one[name][row : row + 1].contiguous()
         one["cu_query_lens"] = torch.tensor([0, 1], dtype=torch.int32)
-        alone, _ = op(**one)
+        alone, _ = run([op], one)
         assert torch.equal(alone[0], together[row])
 
 
@@ -197,7 +254,7 @@ def test_no_tokens():
     for name in ("x", "residual", "positions", "slot_mapping", "block_tables", "context_lens"):
         given[name] = given[name][:0]
     given["cu_query_lens"] = torch.tensor([0], dtype=torch.int32)
-    out, total = DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)(**given)
+    out, total = run([DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)], given)
     assert out.shape == total.shape == (0, 96)
 
 
@@ -225,14 +282,14 @@ def test_inputs_are_checked(name, change, error, message):
     given = step("decodes", torch.bfloat16)
     given[name] = change(given[name])
     with pytest.raises(error, match=message):
-        op(**given)
+        run([op], given)
 
 
 def test_the_cache_must_fit():
     layer = with_linears(layer_weights(torch.bfloat16), "plain", CPP)
     op = DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)
     with pytest.raises(ValueError, match=r"k_cache has 4 heads of 32; they do not fit a layer with 320 outputs of qkv"):
-        op(**step("decodes", torch.bfloat16, num_kv_heads=4))
+        run([op], step("decodes", torch.bfloat16, num_kv_heads=4))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +318,7 @@ def test_equals_torch_in_bf16():
     weights = layer_weights(torch.bfloat16)
     given = step("decodes", torch.bfloat16)
     settings = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
-    out, _ = DecoderLayer(**with_linears(weights, "plain", CPP), **settings)(**copied(given))
+    out, _ = run([DecoderLayer(**with_linears(weights, "plain", CPP), **settings)], copied(given))
     expected, _ = reference.decoder_layer(
         **ordered_for(TORCH, given, before=CPP), **with_linears(weights, "plain", TORCH), **settings, backend=TORCH
     )

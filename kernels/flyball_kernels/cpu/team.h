@@ -39,6 +39,19 @@ class Team {
     barrier();
   }
 
+  // Calls f(begin, end) for runs of numbers below n, which go to whichever thread is free. They begin at multiples of unit, and
+  // are ever shorter, so that threads end together.
+  template <class F>
+  void share_runs(int64_t n, int64_t unit, F f) const {
+    for (int64_t begin = shared_.next.load(std::memory_order_relaxed); begin < n;) {
+      const int64_t end = std::min(n, begin + std::max<int64_t>(1, (n - begin) / (2 * size_ * unit)) * unit);
+      if (!shared_.next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+      f(begin, end);
+      begin = shared_.next.load(std::memory_order_relaxed);
+    }
+    barrier();
+  }
+
   // Calls f on one thread.
   template <class F>
   void run_once(F f) const {
@@ -89,7 +102,8 @@ struct Work {
 };
 
 // Runs works one after another, in one parallel region if that is worth it.
-inline void run_in_team(std::initializer_list<Work> works, bool is_parallel = true) {
+template <class Works = std::initializer_list<Work>>
+void run_in_team(const Works& works, bool is_parallel = true) {
   struct Memory;
   int64_t num_floats = 0;
   for (const Work& work : works) num_floats = std::max(num_floats, work.num_floats);

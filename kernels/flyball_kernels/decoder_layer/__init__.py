@@ -1,5 +1,6 @@
-"""A dense decoder layer as one op. With few tokens, a CPU spends more time between small ops than in them."""
+"""Dense decoder layers as one op. With few tokens, a CPU spends more time between small ops than in them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,7 @@ from flyball_kernels.swiglu import Activation
 
 
 class DecoderLayer:
-    """Attention and a gated MLP, a norm before each, and the residual additions: ``reference.decoder_layer`` in one op.
-
-    It runs the C++ kernels of the ops that it contains, so it gives their bits. Its threads are started once.
+    """Attention and a gated MLP, a norm before each, and the residual additions; see ``decoder_layers``.
 
     Args:
         qkv, output, gate_up, down: linear layers with C++ weights, see ``Linear.kernel``.
@@ -60,7 +59,7 @@ class DecoderLayer:
             if tensor is not None:
                 check_contiguous(name, tensor)
                 check_dtype(name, tensor, tensor.dtype if name == "cos_sin_cache" else attention_norm.dtype)
-        layer = torch.classes.flyball.DecoderLayer(
+        self.kernel: Any = torch.classes.flyball.DecoderLayer(
             *(linear.kernel for linear in (qkv, output, gate_up, down)),
             attention_norm,
             mlp_norm,
@@ -74,43 +73,50 @@ class DecoderLayer:
             softcap,
             activation == "gelu_tanh",
         )
-        self._run: Any = layer.run
 
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        block_tables: Tensor,
-        cu_query_lens: Tensor,
-        context_lens: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the layer's output, which is still to be added, and the running sum of the residual: both new tensors.
 
-        Args:
-            x: ``[num_tokens, hidden]``, contiguous.
-            residual: like ``x``, added to it first; None in the first layer.
-            positions, k_cache, v_cache, slot_mapping: see ``rope_kv_write``; contiguous.
-            block_tables, cu_query_lens, context_lens: see ``paged_attention``.
-        Raises:
-            ValueError: a shape, dtype or layout is not as above.
-            IndexError: a position, slot, length or block id is out of range.
-        """
-        out: tuple[Tensor, Tensor] = self._run(
-            x,
-            residual,
-            positions,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            block_tables,
-            cu_query_lens,
-            context_lens,
-        )
-        return out
+def decoder_layers(
+    layers: Sequence[DecoderLayer],
+    x: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+    caches: Sequence[tuple[Tensor, Tensor]],
+    slot_mappings: Sequence[Tensor],
+    block_tables: Sequence[Tensor],
+    cu_query_lens: Tensor,
+    context_lens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Run layers that follow each other: ``reference.decoder_layer`` of each.
+
+    They run the C++ kernels of the ops that they contain, so they give their bits. Threads are started once for all.
+
+    Args:
+        layers: of equal sizes and dtype.
+        x: ``[num_tokens, hidden]``, contiguous.
+        residual: like ``x``, added to it first; None in a model's first layer.
+        positions: see ``rope_kv_write``.
+        caches, slot_mappings: K and V cache and slots of each layer, see ``rope_kv_write``; contiguous.
+        block_tables: of each layer, see ``paged_attention``.
+        cu_query_lens, context_lens: see ``paged_attention``.
+    Returns:
+        The last layer's output, which is still to be added, and the running sum of the residual: both new tensors.
+    Raises:
+        ValueError: a shape, dtype or layout is not as above.
+        IndexError: a position, slot, length or block id is out of range.
+    """
+    out: tuple[Tensor, Tensor] = torch.classes.flyball.DecoderLayer.run(
+        [layer.kernel for layer in layers],
+        x,
+        residual,
+        positions,
+        [k_cache for k_cache, _ in caches],
+        [v_cache for _, v_cache in caches],
+        list(slot_mappings),
+        list(block_tables),
+        cu_query_lens,
+        context_lens,
+    )
+    return out
 
 
 def _check_sizes(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> None:

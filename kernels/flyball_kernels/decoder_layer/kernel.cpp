@@ -1,4 +1,4 @@
-// A dense decoder layer in one parallel region: the other ops' work, one after another.
+// Dense decoder layers in one parallel region: the other ops' work, one after another.
 #include "../cpu/kv_cache.h"
 #include "../cpu/works.h"
 #include "../linear/linear.h"
@@ -15,6 +15,11 @@ void check_tensor(const char* name, const Tensor& tensor, at::ScalarType type, a
 }
 
 using Part = c10::intrusive_ptr<Linear>;
+
+// Of a step, for one layer.
+struct Inputs {
+  const Tensor &positions, &k_cache, &v_cache, &slot_mapping, &block_tables, &cu_query_lens, &context_lens;
+};
 
 struct DecoderLayer : torch::CustomClassHolder {
   Part qkv, output, gate_up, down;
@@ -35,36 +40,8 @@ struct DecoderLayer : torch::CustomClassHolder {
         k_norm(std::move(k_norm)), eps(eps), norm_offset(norm_offset), cos_sin_cache(std::move(cos_sin_cache)), scale(scale),
         sliding_window(sliding_window), softcap(softcap), is_gelu(is_gelu) {}
 
-  std::tuple<Tensor, Tensor> run(const Tensor& x, const OptionalTensor& residual, const Tensor& positions,
-                                 const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping,
-                                 const Tensor& block_tables, const Tensor& cu_query_lens, const Tensor& context_lens) const {
-    check(x, residual, positions, k_cache, v_cache, slot_mapping, block_tables, cu_query_lens, context_lens);
-    const int64_t rows = x.size(0), head_dim = head_dim_of(k_cache), num_q_heads = output->in_features / head_dim;
-    const auto empty = [&](int64_t columns) { return at::empty({rows, columns}, x.options()); };
-    const Tensor normed = empty(x.size(1)), projected = empty(qkv->out_features), added = empty(x.size(1));
-    const Tensor query = empty(output->in_features).view({rows, num_q_heads, head_dim}), attended = at::empty_like(query);
-    const Tensor inner = empty(gate_up->out_features), gated = empty(down->in_features);
-    const Tensor out = empty(x.size(1)), total = empty(x.size(1));
-    const Tensor entered = residual ? empty(x.size(1)) : x;
-    run_in_team({
-        rms_norm_work(x, residual, attention_norm, eps, norm_offset, normed, residual ? OptionalTensor(entered) : OptionalTensor()),
-        qkv->work(normed, projected),
-        rope_kv_write_work(projected, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, q_norm, k_norm, eps, norm_offset,
-                           query),
-        paged_attention_work(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, scale, sliding_window, softcap,
-                             {}, {}, attended),
-        output->work(attended.view({rows, output->in_features}), added),
-        rms_norm_work(added, entered, mlp_norm, eps, norm_offset, normed, total),
-        gate_up->work(normed, inner),
-        swiglu_work(inner, is_gelu, gated),
-        down->work(gated, out),
-    });
-    return {out, total};
-  }
-
-  void check(const Tensor& x, const OptionalTensor& residual, const Tensor& positions, const Tensor& k_cache,
-             const Tensor& v_cache, const Tensor& slot_mapping, const Tensor& block_tables, const Tensor& cu_query_lens,
-             const Tensor& context_lens) const {
+  void check(const Tensor& x, const OptionalTensor& residual, const Inputs& inputs) const {
+    const auto& [positions, k_cache, v_cache, slot_mapping, block_tables, cu_query_lens, context_lens] = inputs;
     const auto type = attention_norm.scalar_type();
     const int64_t rows = positions.numel(), num_seqs = context_lens.numel();
     check_tensor("x", x, type, {rows, qkv->in_features});
@@ -87,6 +64,84 @@ struct DecoderLayer : torch::CustomClassHolder {
   }
 };
 
+using Layer = c10::intrusive_ptr<DecoderLayer>;
+
+// Layers of one size, one after another. Those but the first begin with what the one before them left.
+class Stretch {
+ public:
+  Stretch(const DecoderLayer& first, const Tensor& x, const Tensor& k_cache)
+      : first_(first), rows_(x.size(0)), head_dim_(head_dim_of(k_cache)), options_(x.options()), normed_(empty(x.size(1))),
+        projected_(empty(first.qkv->out_features)), added_(empty(x.size(1))), entered_(empty(x.size(1))),
+        query_(empty(first.output->in_features).view({rows_, first.output->in_features / head_dim_, head_dim_})),
+        attended_(at::empty_like(query_)), inner_(empty(first.gate_up->out_features)), gated_(empty(first.down->in_features)),
+        out_(empty(x.size(1))), total_(empty(x.size(1))) {}
+
+  void add(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs) {
+    const auto& [positions, k_cache, v_cache, slot_mapping, block_tables, cu_query_lens, context_lens] = inputs;
+    check_size(layer, k_cache);
+    const Tensor& entered = residual ? entered_ : x;
+    const auto work = [&](Work one) { works_.push_back(std::move(one)); };
+    work(rms_norm_work(x, residual, layer.attention_norm, layer.eps, layer.norm_offset, normed_,
+                       residual ? OptionalTensor(entered) : OptionalTensor()));
+    work(layer.qkv->work(normed_, projected_));
+    work(rope_kv_write_work(projected_, positions, layer.cos_sin_cache, k_cache, v_cache, slot_mapping, layer.q_norm,
+                            layer.k_norm, layer.eps, layer.norm_offset, query_));
+    work(paged_attention_work(query_, k_cache, v_cache, block_tables, cu_query_lens, context_lens, layer.scale,
+                              layer.sliding_window, layer.softcap, {}, {}, attended_));
+    work(layer.output->work(attended_.view({rows_, layer.output->in_features}), added_));
+    work(rms_norm_work(added_, entered, layer.mlp_norm, layer.eps, layer.norm_offset, normed_, total_));
+    work(layer.gate_up->work(normed_, inner_));
+    work(swiglu_work(inner_, layer.is_gelu, gated_));
+    work(layer.down->work(gated_, out_));
+  }
+
+  const Tensor& out() const { return out_; }
+  const Tensor& total() const { return total_; }
+  void run() const { run_in_team(works_); }
+
+ private:
+  Tensor empty(int64_t columns) const { return at::empty({rows_, columns}, options_); }
+
+  void check_size(const DecoderLayer& layer, const Tensor& k_cache) const {
+    const auto sizes = [](const DecoderLayer& one) {
+      return std::array{one.qkv->in_features, one.qkv->out_features, one.output->in_features, one.down->in_features};
+    };
+    TORCH_CHECK_VALUE(sizes(layer) == sizes(first_) && head_dim_of(k_cache) == head_dim_,
+                      "layers that run as one op must have the same sizes; run the others by themselves");
+  }
+
+  const DecoderLayer& first_;
+  const int64_t rows_, head_dim_;
+  const at::TensorOptions options_;
+  const Tensor normed_, projected_, added_, entered_, query_, attended_, inner_, gated_, out_, total_;
+  std::vector<Work> works_;
+};
+
+// Caches, slots and block tables are those of each layer.
+std::tuple<Tensor, Tensor> run_layers(const c10::List<Layer>& layers, const Tensor& x, const OptionalTensor& residual,
+                                      const Tensor& positions, const std::vector<Tensor>& k_caches,
+                                      const std::vector<Tensor>& v_caches, const std::vector<Tensor>& slot_mappings,
+                                      const std::vector<Tensor>& block_tables, const Tensor& cu_query_lens,
+                                      const Tensor& context_lens) {
+  const size_t num = layers.size();
+  TORCH_CHECK_VALUE(num > 0, "there are no layers to run");
+  for (const auto& [name, tensors] : {std::pair("k_caches", &k_caches), std::pair("v_caches", &v_caches),
+                                      std::pair("slot_mappings", &slot_mappings), std::pair("block_tables", &block_tables)})
+    TORCH_CHECK_VALUE(tensors->size() == num, name, " has ", tensors->size(), " tensors; there are ", num, " layers.");
+  std::optional<Stretch> stretch;
+  for (size_t i = 0; i < num; ++i) {
+    const DecoderLayer& layer = *layers.get(i);
+    const Tensor& from = i == 0 ? x : stretch->out();
+    const OptionalTensor before = i == 0 ? residual : OptionalTensor(stretch->total());
+    const Inputs inputs{positions, k_caches[i], v_caches[i], slot_mappings[i], block_tables[i], cu_query_lens, context_lens};
+    layer.check(from, before, inputs);
+    if (i == 0) stretch.emplace(layer, x, k_caches[0]);
+    stretch->add(layer, from, before, inputs);
+  }
+  stretch->run();
+  return {stretch->out(), stretch->total()};
+}
+
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.class_<Linear>("Linear")  // before the class that takes it
       .def_static("packed", &packed_linear)
@@ -95,7 +150,7 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.class_<DecoderLayer>("DecoderLayer")
       .def(torch::init<Part, Part, Part, Part, Tensor, Tensor, OptionalTensor, OptionalTensor, double, double, Tensor, double,
                        std::optional<int64_t>, std::optional<double>, bool>())
-      .def("run", &DecoderLayer::run);
+      .def_static("run", &run_layers);
 }
 
 }  // namespace

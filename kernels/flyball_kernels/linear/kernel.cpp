@@ -21,6 +21,7 @@ namespace {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kTileRows = kRegisters / 2 - 2;  // 2 sums for each row, 2 weights and a broadcast fill the registers
 constexpr int64_t kAheadBytes = 8192;  // of weights, to prefetch: what memory delivers while it fetches the first of them
+constexpr int64_t kRunBytes = 4 * kAheadBytes;  // of weights that a thread takes at least: most of them are fetched ahead
 constexpr int64_t kTilesOfBlock = 8;  // the copy of their rows stays in the second-level cache
 
 template <class V>
@@ -326,8 +327,6 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
   const int64_t num_threads = team.size();
   const int64_t group = num_panels >= 2 * num_threads * panels_at_once<A>(rows) ? panels_at_once<A>(rows) : 1;
   const int64_t num_groups = round_up(num_panels, group) / group;
-  // A panel's tiles stay on one thread, and so do panels that follow each other, since each fetches the beginning of the next.
-  const int64_t chunk = num_groups >= 4 * num_threads ? num_groups / (4 * num_threads) * num_tiles : 1;
   const auto tile_start = [=](int64_t tile) { return tile * rows / num_tiles; };  // tiles of equal height, give or take 1
   team.share(num_tiles, [&](int64_t tile) {
     const int64_t row = tile_start(tile), num = tile_start(tile + 1) - row;
@@ -341,10 +340,16 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
   if constexpr (kHasTiles<A>) {
     run_tiles<A>({inputs, packed, rows, num_tiles, size.inputs, out, streams}, num_panels, team);
   } else {
-    team.share_chunks(num_groups * num_tiles, chunk, [&](int64_t i) {
-      const int64_t panel = i / num_tiles * group, column = panel * kPanel, row = tile_start(i % num_tiles);
-      multiply<A>(tile_start(i % num_tiles + 1) - row, std::min(group, num_panels - panel), inputs + row * size.inputs,
-                  packed + panel * size.panel, size.inputs, out.from(row, column));
+    // A panel's tiles stay on one thread, and so do panels that follow each other, since each fetches the beginning of the next.
+    const int64_t bytes = group * size.panel * sizeof(typename A::Weight), least = round_up(kRunBytes, bytes) / bytes;
+    team.share_runs(num_groups * num_tiles, num_groups >= 4 * num_threads ? least * num_tiles : 1, [&](int64_t begin, int64_t end) {
+      int64_t panel = begin / num_tiles * group, tile = begin % num_tiles;
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = tile_start(tile), num_rows = tile_start(tile + 1) - row;
+        multiply<A>(num_rows, std::min(group, num_panels - panel), inputs + row * size.inputs, packed + panel * size.panel,
+                    size.inputs, out.from(row, panel * kPanel));
+        if (++tile == num_tiles) panel += group, tile = 0;
+      }
     });
   }
 }

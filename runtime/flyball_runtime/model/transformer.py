@@ -3,7 +3,7 @@
 Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and a call costs no more than a call.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flyball_kernels import DecoderLayer as DecoderLayerOp
+from flyball_kernels import decoder_layers
 from flyball_kernels.backend import Backend
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rope_kv_write import rope_kv_write
@@ -52,6 +53,10 @@ class StepInputs:
     adapted: AdaptedStep = ()
 
 
+LAYERS_AT_ONCE, TOKENS_AT_ONCE = 16, 256
+"""Most layers of one op, and most of their number times the step's tokens: with few tokens, to call a layer takes a good part
+of its time. No op takes much longer than a layer of a large step, since a step shows progress only between ops."""
+
 KVTensors = list[tuple[Tensor, Tensor]]
 """Pairs of K and V cache, each ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous. ``KVLayout`` says whose.
 
@@ -64,12 +69,16 @@ class LanguageModel(Protocol):
 
     Attributes:
         num_parameters: weights and biases; tied embeddings count once.
+        layers_at_once: the most layers that run between two calls of ``after_layer``.
     """
 
     config: ServedModel
     backend: Backend
     layout: KVLayout
     num_parameters: int
+
+    @property
+    def layers_at_once(self) -> int: ...
 
     def forward(
         self,
@@ -225,8 +234,8 @@ class Sublayer:
 class DecoderLayer:
     """Attention and MLP, each within its norms. ``residual`` is the running sum; ``x`` is what is still to be added.
 
-    On a CPU most layers run as one op (``op``). The others, and steps with LoRA adapters, run one op after another; the
-    results are the same to the last bit.
+    On a CPU most layers are an op (``op``), and several run as one. The others, and steps with LoRA adapters, run one op after
+    another; the results are the same to the last bit.
     """
 
     def __init__(self, config: ModelConfig, layout: KVLayout, layer: int, cos_sin: Tensor, place: Place) -> None:
@@ -289,21 +298,33 @@ class DecoderLayer:
         self, x: Tensor, residual: Tensor | None, inputs: StepInputs, kv: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         if self.op is not None and not inputs.adapted:
-            group = self.attention.group
-            return self.op(
-                x,
-                residual,
-                inputs.positions,
-                *kv,
-                inputs.slot_mappings[group],
-                inputs.block_tables[group],
-                inputs.cu_query_lens,
-                inputs.context_lens,
-            )
+            return _run_as_one([self.op], [self.attention.group], x, residual, inputs, [kv])
         x, residual = self.around_attention.enter(x, residual)
         x = self.around_attention.leave(self.attention(x, inputs, *kv))
         x, residual = self.around_mlp.enter(x, residual)
         return self.around_mlp.leave(self.mlp(x, inputs.adapted)), residual
+
+
+def _run_as_one(
+    ops: Sequence[DecoderLayerOp],
+    groups: Sequence[int],
+    x: Tensor,
+    residual: Tensor | None,
+    inputs: StepInputs,
+    caches: Sequence[tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    slots, tables = inputs.slot_mappings, inputs.block_tables
+    return decoder_layers(
+        ops,
+        x,
+        residual,
+        inputs.positions,
+        caches,
+        [slots[group] for group in groups],
+        [tables[group] for group in groups],
+        inputs.cu_query_lens,
+        inputs.context_lens,
+    )
 
 
 class CausalLM:
@@ -339,6 +360,10 @@ class CausalLM:
         if not self.config.tie_word_embeddings:
             yield "lm_head.weight", self.head_weight
 
+    @property
+    def layers_at_once(self) -> int:
+        return min(LAYERS_AT_ONCE, max(1, sum(layer.op is not None for layer in self.layers)))
+
     def projections(self) -> dict[str, Projection]:
         """Return what adapters may change, by name in the checkpoint."""
         layers = (layer.projections(f"model.layers.{index}.") for index, layer in enumerate(self.layers))
@@ -367,15 +392,15 @@ class CausalLM:
         """Run one step, writing K and V of its tokens into ``kv``.
 
         Args:
-            after_layer: called after each layer: computed on a CPU, launched on a GPU.
+            after_layer: called after each layer, or after those that ran as one: computed on a CPU, launched on a GPU.
             score: called with a function that returns the logits of any of the step's tokens, by their indices.
             pool: likewise, of their hidden states after the last norm.
         Returns:
             Logits ``[num_sampled, vocab_size]`` fp32 of the tokens at ``inputs.logits_indices``.
         """
         x, residual = self._embed(inputs.token_ids), None
-        for layer, (_, tensor) in zip(self.layers, self.layout.places, strict=True):
-            x, residual = layer(x, residual, inputs, kv[tensor])
+        for start, end in self._stretches(inputs):
+            x, residual = self._run(start, end, x, residual, inputs, kv)
             after_layer()
         if score is not None:
             score(lambda wanted: self._logits(x[wanted], residual[wanted]))
@@ -395,6 +420,29 @@ class CausalLM:
         index = longest_reach(self.config.sliding_windows)
         layer, caches = self.layers[index], kv[self.layout.places[index][1]]
         return lambda: layer(x, None, inputs, caches), lambda: self.lm_head(x[:num_rows]).float()
+
+    def _stretches(self, inputs: StepInputs) -> Iterator[tuple[int, int]]:
+        """Cut the layers into those that run as one; each stretch ends before its second number."""
+        at_once = max(1, min(LAYERS_AT_ONCE, TOKENS_AT_ONCE // max(1, inputs.token_ids.shape[0])))
+        start, num_layers = 0, len(self.layers)
+        while start < num_layers:
+            end = start + 1
+            if self.layers[start].op is not None and not inputs.adapted:
+                while end < min(start + at_once, num_layers) and self.layers[end].op is not None:
+                    end += 1
+            yield start, end
+            start = end
+
+    def _run(
+        self, start: int, end: int, x: Tensor, residual: Tensor | None, inputs: StepInputs, kv: KVTensors
+    ) -> tuple[Tensor, Tensor]:
+        places = self.layout.places[start:end]
+        if end - start == 1:
+            return self.layers[start](x, residual, inputs, kv[places[0][1]])
+        ops = [layer.op for layer in self.layers[start:end] if layer.op is not None]
+        return _run_as_one(
+            ops, [group for group, _ in places], x, residual, inputs, [kv[tensor] for _, tensor in places]
+        )
 
     def _logits(self, x: Tensor, residual: Tensor) -> Tensor:
         hidden, _ = self.norm.add(x, residual)

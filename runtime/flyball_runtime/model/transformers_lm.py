@@ -99,6 +99,7 @@ class TransformersLM:
         max_len: longest sequence that will be served.
     """
 
+    layers_at_once = 1
     step: _Step
 
     def __init__(self, model: PreTrainedModel, config: TransformersModel, backend: Backend, max_len: int) -> None:

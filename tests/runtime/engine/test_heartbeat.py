@@ -41,6 +41,22 @@ def test_a_step_is_alive_as_long_as_its_layers_end(tmp_path: Path) -> None:
     assert clock.now() == 160
 
 
+def test_layers_of_few_tokens_run_as_one(tmp_path: Path) -> None:
+    ends: list[int] = []
+    path = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=20)
+    engine = make_engine(path, on_progress=lambda: ends.append(1))
+    (prompt,) = random_prompts([100])
+    engine.submit(
+        Request(request_id="a", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=2, ignore_eos=True))
+    )
+    numbers = []
+    while engine.has_work():
+        engine.step()
+        numbers.append(len(ends))
+        ends.clear()
+    assert numbers == [10, 2], "two at once with 100 tokens, and 16 with one"
+
+
 def test_a_slow_machine_gets_the_time_that_its_largest_step_needs() -> None:
     assert pause_limit(30.0, 0.5) == PauseLimit(30.0, "--max-heartbeat-age")
     assert pause_limit(30.0, 10.0) == PauseLimit(30.0, "--max-heartbeat-age")

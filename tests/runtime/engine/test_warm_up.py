@@ -95,12 +95,13 @@ def test_no_room_for_the_largest_step(model: CausalLM, monkeypatch: pytest.Monke
 class SlowModel:
     """A model whose layers and head take the given seconds of a fake clock, and longer when they run first."""
 
-    def __init__(self, model: CausalLM, layer_s: float, head_s: float, **config: Any) -> None:
+    def __init__(self, model: CausalLM, layer_s: float, head_s: float, layers_at_once: int = 1, **config: Any) -> None:
         self.clock = FakeClock()
         self.steps: list[tuple[int, StepInputs]] = []
         self.parts = SimpleNamespace(
             timed_parts=lambda *args: CausalLM.timed_parts(self.parts, *args),  # type: ignore[arg-type]
             backend=choose_backend("cpu"),
+            layers_at_once=layers_at_once,
             layout=model.layout,
             config=replace(model.config, **config),
             embedding=model.embedding,
@@ -146,6 +147,12 @@ def test_a_pause_of_a_step_with_few_tokens_is_not_scaled(model: CausalLM) -> Non
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 20}
     assert SlowModel(model, 0.5, 0.1).longest_pause_s(**settings) == pytest.approx(0.5)
     assert SlowModel(model, 0.5, 0.1).longest_pause_s(**settings, max_model_len=5) == pytest.approx(2.0)  # 4 times 5
+
+
+def test_few_tokens_that_run_through_several_layers_at_once_may_take_longest(model: CausalLM) -> None:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 128}  # 4 times those that are timed
+    assert SlowModel(model, 0.5, 0.1, layers_at_once=3).longest_pause_s(**settings) == pytest.approx(2.0)
+    assert SlowModel(model, 0.5, 0.1, layers_at_once=16).longest_pause_s(**settings) == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize(("windows", "layer"), [((None, None), 0), ((16, None), 1), ((16, 24), 1), ((24, 16), 0)])
