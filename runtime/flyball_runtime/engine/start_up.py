@@ -215,7 +215,8 @@ class WarmUp:
 
         It times one layer for a few tokens at the end of the longest context, and the head with the sampler for a few
         rows, and scales both to the largest step, or to the most layers that few tokens run through at once. Many tokens
-        take less time each than a few do, so the result is rather too long. A GPU's host runs ahead of it and then waits, so there the whole step is one pause.
+        take less time each than a few do, so the result is rather too long. A GPU's host runs ahead of it and then waits,
+        so there the whole step is one pause.
         """
         model, clock = self._model, clock or MonotonicClock()
         num_tokens = min(TIMED_TOKENS, self._max_tokens, self._max_model_len)
