@@ -9,6 +9,7 @@ from flyball_kernels.penalties import penalize
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_kernels.sampling import sample
+from flyball_kernels.step_layout import step_layout
 from flyball_kernels.swiglu import swiglu
 from flyball_kernels.token_bitmask import apply_token_bitmask
 
@@ -29,5 +30,6 @@ __all__ = [
     "rms_norm",
     "rope_kv_write",
     "sample",
+    "step_layout",
     "swiglu",
 ]

@@ -223,6 +223,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             block_size=config.block_size,
             device=self._device,
+            backend=self._backend,
             num_groups=len(layout.groups),
         )
         self._sampling = SamplingTensors(config.max_num_seqs, self._device, self._backend, self._grammars)

@@ -37,14 +37,14 @@ class StepInputs:
         cu_query_lens: ``[num_seqs + 1]`` int32, cumulative numbers of this step's tokens, from 0.
         context_lens: ``[num_seqs]`` int32, tokens in the cache once this step's are written.
         max_query_len, max_context_len: the largest of each.
-        logits_indices: ``[num_sampled]`` int64, tokens whose logits are wanted.
+        logits_indices: ``[num_sampled]`` int64, increasing, tokens whose logits are wanted.
         adapted: what LoRA adapters change for some of the tokens.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slot_mappings: tuple[Tensor, ...]
-    block_tables: tuple[Tensor, ...]
+    slot_mappings: Sequence[Tensor]
+    block_tables: Sequence[Tensor]
     cu_query_lens: Tensor
     context_lens: Tensor
     max_query_len: int
@@ -410,6 +410,8 @@ class CausalLM:
         wanted = inputs.logits_indices
         if not wanted.shape[0]:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        if wanted.shape[0] == x.shape[0]:  # all, in their order
+            return self._logits(x, residual)
         return self._logits(x[wanted], residual[wanted])
 
     def timed_parts(

@@ -3,10 +3,12 @@
 import random
 from array import array
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flyball_kernels import choose_backend
 from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.engine.rows import Rows
 from flyball_runtime.kv_cache import KVCache
@@ -48,16 +50,27 @@ def check(inputs: StepInputs, step: Step) -> None:
     assert inputs.block_tables[0].is_contiguous()
 
 
+def make_rows(backend: str, max_num_seqs: int) -> Rows:
+    return Rows(
+        max_num_seqs=max_num_seqs,
+        max_model_len=MAX_LEN,
+        block_size=BLOCK_SIZE,
+        device=torch.device("cpu"),
+        backend=choose_backend("cpu", backend),
+    )
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32))
-def test_inputs_match_a_naive_layout_over_many_steps(seed: int) -> None:
+@given(seed=st.integers(0, 2**32))
+def test_inputs_match_a_naive_layout_over_many_steps(backend: str, seed: int) -> None:
     """Sequences start, chunk, decode, get preempted and leave, so that rows change owners."""
     rng = random.Random(seed)
     config = SchedulerConfig(max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, max_num_batched_tokens=rng.randint(5, 30))
     kv_cache = KVCache(rng.randint(16, 30), BLOCK_SIZE, enable_prefix_caching=rng.random() < 0.5)
     drafting = SpeculativeConfig(num_speculative_tokens=rng.randint(1, 6), prompt_lookup_min=1)
     scheduler = Scheduler(config, kv_cache, drafter=Drafter(drafting) if rng.random() < 0.5 else None)
-    rows = Rows(max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    rows = make_rows(backend, MAX_SEQS)
     names = []
     for _ in range(60):
         if rng.random() < 0.3:
@@ -79,6 +92,6 @@ def test_inputs_match_a_naive_layout_over_many_steps(seed: int) -> None:
 
 
 def test_a_row_without_a_token_goes_on_with_one_that_a_model_can_take() -> None:
-    rows = Rows(max_num_seqs=2, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    rows = make_rows("torch", 2)
     rows.remember(torch.tensor([1, 0]), torch.tensor([-1, 7]))
     assert rows.last_token_ids.tolist() == [7, 0]
