@@ -14,6 +14,9 @@ from flyball_runtime.model.logprobs import RawLogprobs
 
 __all__ = ["NO_TOKEN", "SamplingTensors"]
 
+LOGPROBS, CHANGES, TEMPERATURE, TOP_K, TOP_P, MIN_P = (1 << bit for bit in range(6))
+"""What a row asks for. A step looks at these first: most rows ask for nothing but a token."""
+
 
 class SamplingTensors:
     """One row of settings per running sequence, written when a sequence takes the row and only read after that.
@@ -37,6 +40,7 @@ class SamplingTensors:
         self._min_p = np.zeros(num_rows, np.float32)
         self._seeds = np.zeros(num_rows, np.int64)
         self._num_logprobs = np.full(num_rows, -1)
+        self._asks = np.zeros(num_rows, np.uint8)
         self._processor = LogitsProcessor(num_rows, self._device, backend, grammars or GrammarCache(None))
         self.stuck: dict[int, str] = {}
 
@@ -50,11 +54,20 @@ class SamplingTensors:
         self._seeds[row] = sampling.seed
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._processor.set_row(row, sampling, past)
+        self._asks[row] = (
+            LOGPROBS * (sampling.logprobs is not None)
+            | CHANGES * sampling.changes_logits
+            | TEMPERATURE * (sampling.temperature != 0.0)
+            | TOP_K * (sampling.top_k != 0)
+            | TOP_P * (sampling.top_p != 1.0)
+            | MIN_P * (sampling.min_p != 0.0)
+        )
 
     def raw_logprobs(self, logits: Tensor, rows: np.ndarray) -> RawLogprobs | None:
         """Return what ``sample``, which changes the logits, would lose; None when no row asks for it."""
-        counts = self._num_logprobs[rows]
-        return RawLogprobs.of(logits, counts) if (counts >= 0).any() else None
+        if not self._ask(rows) & LOGPROBS:
+            return None
+        return RawLogprobs.of(logits, self._num_logprobs[rows])
 
     def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Choose one token per row; what a row gets depends on its own logits, settings and position alone.
@@ -66,24 +79,26 @@ class SamplingTensors:
         Returns:
             ``[n]`` int64 token ids on the device of ``logits``; NO_TOKEN where a row's logits give no distribution.
         """
-        self.stuck = self._processor.apply(logits, rows, positions)
-        temperature = self._gather(self._temperature, rows, off=0.0)
-        if temperature is None:
-            top_k = top_p = min_p = None
-        else:
-            top_k = self._gather(self._top_k, rows, off=0)
-            top_p = self._gather(self._top_p, rows, off=1.0)
-            min_p = self._gather(self._min_p, rows, off=0.0)
-        seeds = self._tensor(self._seeds[rows])
-        where = self._tensor(positions)
-        token_ids = sample(logits, temperature, top_k, top_p, min_p, seeds, where, backend=self._backend)
-        self._processor.remember(rows, positions, token_ids)
+        asked = self._ask(rows)
+        self.stuck = self._processor.apply(logits, rows, positions) if asked & CHANGES else {}
+        drawing = bool(asked & TEMPERATURE)
+        token_ids = sample(
+            logits,
+            self._tensor(self._temperature[rows]) if drawing else None,
+            self._tensor(self._top_k[rows]) if drawing and asked & TOP_K else None,
+            self._tensor(self._top_p[rows]) if drawing and asked & TOP_P else None,
+            self._tensor(self._min_p[rows]) if drawing and asked & MIN_P else None,
+            self._tensor(self._seeds[rows]),
+            self._tensor(positions),
+            backend=self._backend,
+        )
+        if asked & CHANGES:
+            self._processor.remember(rows, positions, token_ids)
         return token_ids
 
-    def _gather(self, values: np.ndarray, rows: np.ndarray, *, off: float) -> Tensor | None:
-        """The rows' values on the device; None when every one of them is off."""
-        chosen = values[rows]
-        return None if (chosen == off).all() else self._tensor(chosen)
+    def _ask(self, rows: np.ndarray) -> int:
+        """Return what any of the rows asks for."""
+        return int(np.bitwise_or.reduce(self._asks[rows]))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         # a blocking copy would wait for the whole forward pass before the first kernel of sampling is launched
