@@ -1,6 +1,7 @@
 """Dense decoder layers as one op. With few tokens, a CPU spends more time between small ops than in them."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def decoder_layers(
         ValueError: a shape, dtype or layout is not as above.
         IndexError: a position, slot, length or block id is out of range.
     """
-    out: tuple[Tensor, Tensor] = torch.classes.flyball.DecoderLayer.run(
+    out: tuple[Tensor, Tensor] = _run()(
         [layer.kernel for layer in layers],
         x,
         residual,
@@ -117,6 +118,11 @@ def decoder_layers(
         context_lens,
     )
     return out
+
+
+@cache
+def _run() -> Any:
+    return torch.classes.flyball.DecoderLayer.run  # to find it takes longer than some ops
 
 
 def _check_sizes(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> None:
