@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from checkpoints import ARCHITECTURES, MORE_ARCHITECTURES, VOCAB_SIZE
 from flyball_kernels import Backend, choose_backend, kv_cache
 from flyball_runtime.core.model_config import ModelConfig
+from flyball_runtime.model import transformer
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.mlp import MLP
 from flyball_runtime.model.transformer import CausalLM, DecoderLayer, StepInputs
@@ -233,7 +234,6 @@ def test_a_step_that_samples_nothing_still_fills_the_cache(models) -> None:
 def test_progress_is_told_after_each_layer(models, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = models
     events: list[str] = []
-
     compute = DecoderLayer.__call__
 
     def recorded(*args: Any) -> Any:
@@ -241,6 +241,7 @@ def test_progress_is_told_after_each_layer(models, monkeypatch: pytest.MonkeyPat
         return compute(*args)
 
     monkeypatch.setattr(DecoderLayer, "__call__", recorded)
+    monkeypatch.setattr(transformer, "LAYERS_AT_ONCE", 1)  # see test_heartbeat.py for several
     driver, sequence = PagedDriver(model), Sequence(_tokens(20, seed=5))
     driver._allocate(sequence, 20)
     model.forward(_inputs([(sequence, 20)], all_logits=False), driver.kv, lambda: events.append("progress"))
