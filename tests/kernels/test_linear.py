@@ -85,6 +85,16 @@ def test_a_row_alone_gives_the_same_bits(num_rows, dtype):
     torch.testing.assert_close(linear(x), alone, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", [PackedLinear, partial(Int8Linear, backend=CPP)], ids=["bf16", "int8"])
+def test_an_output_that_exceeds_the_caches_has_the_same_bits(kind):
+    """With AMX it goes past them, from 2 MiB for each thread on."""
+    weight, bias = layer(32, 4096, torch.bfloat16, bias=True)
+    linear, x = kind(weight, bias), torch.randn(280 * torch.get_num_threads(), 32).bfloat16()
+    out = linear(x)
+    assert out.nbytes > torch.get_num_threads() * 2 * 2**20
+    torch.testing.assert_close(out, torch.cat([linear(rows) for rows in x.split(40)]), rtol=0, atol=0)
+
+
 def test_weight_is_held_once():
     weight = torch.randn(640, 768)
     held = [value for value in vars(PackedLinear(weight)).values() if isinstance(value, torch.Tensor)]
@@ -141,7 +151,7 @@ def test_8_bits_hold_whole_numbers_exactly(backend):
 def test_8_bits_hold_the_largest_products(backend):
     """A checkpoint may have -128; sums of such products fit 16 bits in pairs, and no more of them."""
     values = torch.tensor([-128, 127, -1, 0])[:, None].expand(4, 70).to(torch.int8).contiguous()
-    x = torch.tensor([1.0, -1.0])[:, None].repeat(1, 70)
+    x = torch.tensor([1.0, -1.0])[:, None].repeat(10, 70)
     out = Int8Linear(Rounded(values, torch.ones(4)), backend=backend, dtype=torch.float32)(x)
     torch.testing.assert_close(out, x @ values.float().T, rtol=1e-6, atol=0)
 

@@ -36,7 +36,10 @@ MACROS = {  # of gcc, and the flag of /proc/cpuinfo
     "AVX512VNNI": "avx512_vnni",
     "LAHF_SAHF": "lahf_lm",
     "GCC_HAVE_SYNC_COMPARE_AND_SWAP_16": "cx16",
-    **{name.upper(): name for name in {*X86_64_V4, "amx_tile", "amx_bf16"} - {"abm", "bmi1", "lahf_lm", "cx16"}},
+    **{
+        name.upper(): name
+        for name in {*X86_64_V4, "amx_tile", "amx_bf16", "amx_int8"} - {"abm", "bmi1", "lahf_lm", "cx16"}
+    },
 }
 IN_EVERY_X86_64 = {"SSE3", "CRC32"}  # sse3 came before ssse3, crc32 is part of sse4_2
 

@@ -3,25 +3,31 @@
 
 #include "tensors.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#define FLYBALL_AMX 1
+namespace flyball {
 
-#include <sys/syscall.h>
-#include <unistd.h>
+// What a tile is configured with, as the instruction has it.
+struct alignas(64) AmxLayout {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {};
+};
+
+}  // namespace flyball
+
+// has_amx(), and in namespace flyball::tile the instructions by number of tile.
+#if defined(FLYBALL_AMX_EMULATOR)
+#define FLYBALL_AMX 1
+#include FLYBALL_AMX_EMULATOR
+#elif defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+#define FLYBALL_AMX 1
+#include "amx_tiles.h"
+#else
+namespace flyball {
+inline bool has_amx() { return false; }
+}  // namespace flyball
 #endif
 
 namespace flyball {
-
-// Linux gives a process the tiles' state only if it asks.
-inline bool has_amx() {
-#if FLYBALL_AMX
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return granted;
-#else
-  return false;
-#endif
-}
 
 #if FLYBALL_AMX
 // Of a tile; columns are those of sums, and a step has so many bytes of each row.
@@ -33,7 +39,7 @@ class AmxTiles {
   AmxTiles() = default;
   AmxTiles(const AmxTiles&) = delete;
   ~AmxTiles() {
-    if (num_rows_ != 0) _tile_release();
+    if (num_rows_ != 0) tile::release();
   }
 
   // Leaves tiles undefined if the number changes.
@@ -43,16 +49,11 @@ class AmxTiles {
     const uint8_t first = std::min(num_rows, kAmxRows), second = num_rows > kAmxRows ? num_rows - kAmxRows : 1;
     const uint8_t heights[8] = {first, first, second, second, first, second, kAmxRows, kAmxRows};
     std::copy(heights, heights + 8, layout_.rows);
-    asm volatile("ldtilecfg %0" ::"m"(layout_));
+    tile::configure(layout_);
   }
 
  private:
-  struct alignas(64) Layout {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
-  };
-  Layout layout_;
+  AmxLayout layout_;
   int64_t num_rows_ = 0;
 };
 
@@ -63,7 +64,7 @@ struct AmxOperand {
 };
 
 // sums [rows, 32] of a and b over so many steps; added to what is there, or in its place. Rows of b have two features of each
-// column side by side. The tiles are configured for the rows. fetch(step) may prefetch.
+// column side by side in bf16, four in 8 bits. The tiles are configured for the rows. fetch(step) may prefetch.
 template <class Products, bool SecondRows, bool SecondColumns, class Sum, class F>
 [[gnu::always_inline]] inline void amx_multiply(AmxOperand a, AmxOperand b, int64_t steps, bool adds, Sum* sums, int64_t stride,
                                                 F fetch) {
@@ -71,37 +72,37 @@ template <class Products, bool SecondRows, bool SecondColumns, class Sum, class 
   stride *= sizeof(Sum);
   char *first = reinterpret_cast<char*>(sums), *second = first + kAmxRows * stride;
   constexpr int64_t kRight = kAmxColumns * sizeof(Sum);
-  asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
+  tile::settle_memory();
   if (adds) {
-    _tile_loadd(0, first, stride);
-    if constexpr (SecondColumns) _tile_loadd(1, first + kRight, stride);
-    if constexpr (SecondRows) _tile_loadd(2, second, stride);
-    if constexpr (SecondRows && SecondColumns) _tile_loadd(3, second + kRight, stride);
+    tile::load<0>(first, stride);
+    if constexpr (SecondColumns) tile::load<1>(first + kRight, stride);
+    if constexpr (SecondRows) tile::load<2>(second, stride);
+    if constexpr (SecondRows && SecondColumns) tile::load<3>(second + kRight, stride);
   } else {
-    _tile_zero(0);
-    if constexpr (SecondColumns) _tile_zero(1);
-    if constexpr (SecondRows) _tile_zero(2);
-    if constexpr (SecondRows && SecondColumns) _tile_zero(3);
+    tile::zero<0>();
+    if constexpr (SecondColumns) tile::zero<1>();
+    if constexpr (SecondRows) tile::zero<2>();
+    if constexpr (SecondRows && SecondColumns) tile::zero<3>();
   }
   for (int64_t step = 0; step < steps; ++step, from_a += a.step, from_b += b.step) {
     fetch(step);
-    _tile_loadd(6, from_b, b.stride);
-    _tile_loadd(4, from_a, a.stride);
+    tile::load<6>(from_b, b.stride);
+    tile::load<4>(from_a, a.stride);
     Products::template add<0, 4, 6>();
     if constexpr (SecondColumns) {
-      _tile_loadd(7, from_b + b.second, b.stride);
+      tile::load<7>(from_b + b.second, b.stride);
       Products::template add<1, 4, 7>();
     }
     if constexpr (SecondRows) {
-      _tile_loadd(5, from_a + a.second, a.stride);
+      tile::load<5>(from_a + a.second, a.stride);
       Products::template add<2, 5, 6>();
       if constexpr (SecondColumns) Products::template add<3, 5, 7>();
     }
   }
-  _tile_stored(0, first, stride);
-  if constexpr (SecondColumns) _tile_stored(1, first + kRight, stride);
-  if constexpr (SecondRows) _tile_stored(2, second, stride);
-  if constexpr (SecondRows && SecondColumns) _tile_stored(3, second + kRight, stride);
+  tile::store<0>(first, stride);
+  if constexpr (SecondColumns) tile::store<1>(first + kRight, stride);
+  if constexpr (SecondRows) tile::store<2>(second, stride);
+  if constexpr (SecondRows && SecondColumns) tile::store<3>(second + kRight, stride);
 }
 
 // The same for numbers of rows and columns that are known when it runs.
@@ -114,12 +115,15 @@ inline void amx_multiply(bool second_rows, bool second_columns, AmxOperand a, Am
   amx_multiply<Products, false, false>(a, b, steps, adds, sums, stride, fetch);
 }
 
-// What the instructions multiply. The intrinsics are macros that take numbers of tiles as they are written.
+// What is multiplied.
 struct AmxBf16 {
   template <int Sum, int A, int B>
-  [[gnu::always_inline]] static void add() {
-    asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(B), "i"(A), "i"(Sum));
-  }
+  [[gnu::always_inline]] static void add() { tile::add_bf16<Sum, A, B>(); }
+};
+
+struct AmxBytes {
+  template <int Sum, int A, int B>
+  [[gnu::always_inline]] static void add() { tile::add_bytes<Sum, A, B>(); }
 };
 #endif
 

@@ -6,7 +6,7 @@ namespace flyball {
 namespace {
 
 std::string instruction_set() {
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
   return "x86-64-v4-amx";
 #elif defined(__AVX512BF16__)
   return "x86-64-v4-bf16";

@@ -35,14 +35,14 @@ class Variant:
 
 _VNNI = X86_64_V4 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}  # no CPU has the second without the first
-_AMX = _BF16 | {"amx_tile", "amx_bf16"}
+_AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 _VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
 _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 # Armv8.2-A with what it makes mandatory that a compiler may use: large system extensions, rounding doubling, CRC
 _ARMV8_2 = frozenset({"asimd", "atomics", "asimdrdm", "crc32", "asimddp"})
 
 VARIANTS = (
-    Variant("x86-64-v4-amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")),
+    Variant("x86-64-v4-amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
     Variant("x86-64-v4-bf16", "x86_64", _BF16, _BF16_FLAGS),
     Variant("x86-64-v4-vnni", "x86_64", _VNNI, _VNNI_FLAGS),
     Variant("x86-64-v4", "x86_64", X86_64_V4, ("-march=x86-64-v4",)),

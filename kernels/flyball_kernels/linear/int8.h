@@ -69,6 +69,9 @@ struct Int8 {
   using Sum = VecI;
   using Scales = ColumnScales;
   static constexpr int64_t kDepth = 4, kWidth = kPanel * kDepth;
+#if FLYBALL_AMX
+  static constexpr int64_t kStepMultiple = kAmxStepBytes / sizeof(Input);  // AmxInt8 multiplies the same weights
+#endif
   static constexpr int64_t kTileRows = has_byte_dot() ? flyball::kTileRows : kRegisters / 2 - 4;  // more arithmetic, more registers
 
   static int64_t column(int64_t i) { return i / kDepth; }
@@ -77,6 +80,16 @@ struct Int8 {
   static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
   static VecI add(VecI sum, VecI w, VecI x) { return add_weighted(sum, w, x); }
 };
+
+#if FLYBALL_AMX
+// The same for more rows than a tile has registers for. Sums are whole numbers, so results are the same to the last bit.
+template <class T>
+struct AmxInt8 : Int8<T> {
+  static_assert(kZero == 128);  // inputs are unsigned
+  using Products = AmxBytes;
+  static constexpr int64_t kTileRows = 2 * kAmxRows, kTileSteps = Int8<T>::kStepMultiple;
+};
+#endif
 
 template <class A>
 constexpr bool kIsQuantized = std::is_same_v<typename A::Scales, ColumnScales>;
@@ -108,6 +121,12 @@ struct Rounded {
   static Vec inputs(const Value* x) { return load_raw<Vec>(x); }
 };
 
+// The same in whole steps of tiles.
+template <int64_t Steps>
+struct RoundedTiles : Rounded {
+  static constexpr int64_t kTileSteps = Steps;
+};
+
 // k values -> ceil(k / 4) times four bytes, and their scale
 template <class T>
 float round_row(const T* x, int64_t k, uint32_t* steps) {
@@ -120,12 +139,15 @@ float round_row(const T* x, int64_t k, uint32_t* steps) {
   return most / 127.0f;
 }
 
-// rows of x [rows, k] -> [steps, rows], and a scale for each
+// rows of x [rows, k] as in pack_rows, and a scale for each
 template <class A>
 void pack_rounded(const typename A::Value* x, int64_t rows, int64_t k, typename A::Input* packed, float* scales) {
   struct Rows;
   const int64_t steps = num_steps<A>(k);
   auto* by_row = reinterpret_cast<uint32_t*>(scratch<Rows>(rows * steps));
   for (int64_t row = 0; row < rows; ++row) scales[row] = round_row(x + row * k, k, by_row + row * steps);
-  pack_rows<Rounded>(by_row, steps, rows, steps, packed);
+  if constexpr (kHasTiles<A>)
+    pack_rows<RoundedTiles<A::kTileSteps>>(by_row, steps, rows, steps, packed);
+  else
+    pack_rows<Rounded>(by_row, steps, rows, steps, packed);
 }

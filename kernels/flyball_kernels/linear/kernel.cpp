@@ -139,11 +139,20 @@ void write_row(const Output<A>& out, int64_t row, Vec low, Vec high, bool stream
   if (rest > 0) store_part(to + kLanes, high, rest);
 }
 
+// The same of sums.
+template <class A>
+void write_sums(const Output<A>& out, int64_t row, typename A::Sum low, typename A::Sum high, bool streams = false) {
+  if constexpr (std::is_same_v<typename A::Sum, Vec>)
+    write_row(out, row, low, high, streams);
+  else
+    write_row(out, row, out.scales.result(row, 0, low), out.scales.result(row, kLanes, high), streams);
+}
+
 #if FLYBALL_AMX
 // Weights as Dot has them, in whole steps of the tiles. Inputs of a tile of rows lie step by step.
 struct Amx : Dot {
   using Products = AmxBf16;
-  static constexpr int64_t kTileRows = 2 * kAmxRows, kTileSteps = kAmxStepBytes / sizeof(Input);
+  static constexpr int64_t kTileRows = 2 * kAmxRows, kTileSteps = kAmxStepBytes / sizeof(Input), kStepMultiple = kTileSteps;
 };
 #endif
 
@@ -152,7 +161,7 @@ constexpr bool kHasTiles = requires { A::kTileSteps; };
 
 template <class A>
 int64_t num_steps(int64_t k) {
-  if constexpr (kHasTiles<A>) k = round_up(k, A::kTileSteps * A::kDepth);
+  if constexpr (requires { A::kStepMultiple; }) k = round_up(k, A::kStepMultiple * A::kDepth);
   return round_up(k, A::kDepth) / A::kDepth;
 }
 
@@ -242,12 +251,7 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
   for (int p = 0; p < Panels; ++p) {
     const Output<A> to = out.from(0, p * kPanel);
 #pragma GCC unroll 16
-    for (int row = 0; row < Rows; ++row) {
-      if constexpr (std::is_same_v<typename A::Sum, Vec>)
-        write_row(to, row, low[p][row], high[p][row]);
-      else
-        write_row(to, row, to.scales.result(row, 0, low[p][row]), to.scales.result(row, kLanes, high[p][row]));
-    }
+    for (int row = 0; row < Rows; ++row) write_sums(to, row, low[p][row], high[p][row]);
   }
 }
 
@@ -380,7 +384,7 @@ std::string bf16_arithmetic() {
 #endif
 }
 
-std::string int8_arithmetic() {
+std::string byte_arithmetic() {
 #if defined(__AVX512VNNI__)
   return "AVX512_VNNI";
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -392,7 +396,9 @@ std::string int8_arithmetic() {
 #endif
 }
 
-std::string int4_arithmetic() { return has_byte_dot() ? int8_arithmetic() : "fp32 FMA"; }
+std::string int8_arithmetic() { return has_amx() ? byte_arithmetic() + ", AMX for many rows" : byte_arithmetic(); }
+
+std::string int4_arithmetic() { return has_byte_dot() ? byte_arithmetic() : "fp32 FMA"; }
 
 // Call f with the arithmetic for tensors of this type.
 template <class F>
@@ -469,8 +475,14 @@ Work linear_int8_work(const Tensor& x, const Tensor& packed, const Tensor& scale
   Work work;
   dispatch(x, "linear_int8", [&]<class T>(T*) {
     const ColumnScales of_columns{nullptr, data<const float>(scales), data<const int32_t>(sums)};
-    work = linear_work<Int8<T>>(data<const T>(x), m, k, data<const int8_t>(packed), n,
-                                {data<T>(out), n, n, data_or_null<T>(bias), of_columns});
+    const auto with = [&]<class A>(A) {
+      work = linear_work<A>(data<const T>(x), m, k, data<const int8_t>(packed), n,
+                            {data<T>(out), n, n, data_or_null<T>(bias), of_columns});
+    };
+#if FLYBALL_AMX
+    if (has_amx() && m > Int8<T>::kTileRows) return with(AmxInt8<T>{});
+#endif
+    with(Int8<T>{});
   });
   return work;
 }

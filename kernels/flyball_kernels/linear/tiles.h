@@ -10,6 +10,9 @@ constexpr int64_t kPanelsAtOnce = 2;          // neighbours in a row of the outp
 // What tiles of rows [first, last) and panels [begin, end) are and where they go.
 template <class A>
 struct TileBlock {
+  using Total = std::conditional_t<std::is_same_v<typename A::Sum, Vec>, float, int32_t>;
+  static_assert(sizeof(Total) == sizeof(float));
+
   const typename A::Input* inputs;  // of all rows
   const typename A::Weight* weights;
   int64_t num_rows, num_tiles, steps;  // steps: of the arithmetic
@@ -20,7 +23,7 @@ struct TileBlock {
   int64_t tile_steps() const { return steps / A::kTileSteps; }
 
   // Sums of a panel [tiles, rows, columns].
-  void sum_panel(AmxTiles& tiles, int64_t panel, int64_t first, int64_t last, float* sums) const {
+  void sum_panel(AmxTiles& tiles, int64_t panel, int64_t first, int64_t last, Total* sums) const {
     constexpr int64_t kRowBytes = A::kWidth * sizeof(typename A::Weight), kStepBytes = A::kTileSteps * kRowBytes;
     const auto* from = reinterpret_cast<const char*>(weights + panel * steps * A::kWidth);
     const bool is_single = last - first == 1;
@@ -46,12 +49,13 @@ struct TileBlock {
   void run(AmxTiles& tiles, int64_t first, int64_t last, int64_t begin, int64_t end) const {
     struct Sums;
     const int64_t rows = row(last) - row(first), size = rows * kPanel;
-    float* const sums = scratch<Sums>((end - begin) * size);
+    auto* const sums = reinterpret_cast<Total*>(scratch<Sums>((end - begin) * size));
     for (int64_t panel = begin; panel < end; ++panel) sum_panel(tiles, panel, first, last, sums + (panel - begin) * size);
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t panel = begin; panel < end; ++panel) {
-        const float* of_row = sums + (panel - begin) * size + r * kPanel;
-        write_row(out.from(row(first), panel * kPanel), r, load(of_row), load(of_row + kLanes), streams);
+        const Total* of_row = sums + (panel - begin) * size + r * kPanel;
+        write_sums(out.from(row(first), panel * kPanel), r, load_raw<typename A::Sum>(of_row),
+                   load_raw<typename A::Sum>(of_row + kLanes), streams);
       }
     }
     if (streams) _mm_sfence();
