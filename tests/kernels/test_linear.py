@@ -204,10 +204,11 @@ def test_what_8_bits_cannot_do_is_refused(backend):
 
 
 def grouped(in_features, out_features, group_size, zeros):
+    """Return weights whose sums are about as large as inputs, like those of ``layer``: tolerances count on it."""
     num_groups = -(-in_features // group_size)
     return Grouped(
         torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8),
-        torch.randn(out_features, num_groups) / in_features**0.5,
+        torch.randn(out_features, num_groups) / (8 * in_features**0.5),
         torch.randint(0, 16, (out_features, num_groups), dtype=torch.uint8) if zeros else None,
         group_size,
     )
