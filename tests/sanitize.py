@@ -63,7 +63,7 @@ def run(flags: Sequence[str], tests: Sequence[str]) -> int:
         variables = environment(build.build_for(flags, Path(folder) / build.LIBRARY_NAME, sanitize=True))
         check_controls(variables)
         print("Both sanitizers report what they should; now the tests.", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", *tests, "-k", NOT_OURS]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *tests, "-k", NOT_OURS]
         return subprocess.run(command, env=variables, cwd=ROOT).returncode
 
 
