@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flyball_kernels import step_layout
-from flyball_kernels.backend import Backend
+from flyball_runtime.model.loader import Backend
+from flyball_runtime.model.step_inputs import step_inputs
 from flyball_runtime.model.transformer import StepInputs
 from flyball_runtime.scheduler import BatchPlan
 
@@ -64,16 +64,15 @@ class Rows:
             num_plain = len(plan.rows) - len(plan.num_drafts)
             num_sampled = plan.samples[:num_plain] + plan.num_scheduled[num_plain:]
         entries = np.array((plan.rows, plan.starts, plan.num_scheduled, num_sampled), np.int64)
-        layout = step_layout(
-            torch.from_numpy(entries),
+        return step_inputs(
+            entries,
             plan.num_decodes,
-            torch.from_numpy(np.frombuffer(plan.token_ids, np.uint32).astype(np.int64)),
+            np.frombuffer(plan.token_ids, np.uint32).astype(np.int64),
             self.block_tables,
             self.last_token_ids,
             self._block_size,
-            backend=self._backend,
+            self._backend,
         )
-        return StepInputs(**layout._asdict())
 
     def remember(self, rows: Tensor, token_ids: Tensor) -> None:
         """Keep the tokens just sampled, the inputs of the next decodes; a row whose logits gave none goes on with token 0,
