@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kTileRows = kRegisters / 2 - 2;  // 2 sums for each row, 2 weights and a broadcast fill the registers
 constexpr int64_t kAheadBytes = 8192;  // of weights, to prefetch: what memory delivers while it fetches the first of them
-constexpr int64_t kRunBytes = 4 * kAheadBytes;  // of weights that a thread takes at least: most of them are fetched ahead
+constexpr int64_t kRunBytes = 4 * kAheadBytes;  // of weights that a thread takes at least, unless they are few: most are fetched ahead
 constexpr int64_t kTilesOfBlock = 8;  // the copy of their rows stays in the second-level cache
 
 template <class V>
@@ -345,8 +345,9 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
     run_tiles<A>({inputs, packed, rows, num_tiles, size.inputs, out, streams}, num_panels, team);
   } else {
     // A panel's tiles stay on one thread, and so do panels that follow each other, since each fetches the beginning of the next.
-    const int64_t bytes = group * size.panel * sizeof(typename A::Weight), least = round_up(kRunBytes, bytes) / bytes;
-    team.share_runs(num_groups * num_tiles, num_groups >= 4 * num_threads ? least * num_tiles : 1, [&](int64_t begin, int64_t end) {
+    const int64_t bytes = group * size.panel * sizeof(typename A::Weight);
+    const int64_t least = std::min(round_up(kRunBytes, bytes) / bytes, num_groups / (4 * num_threads));
+    team.share_runs(num_groups * num_tiles, std::max<int64_t>(1, least * num_tiles), [&](int64_t begin, int64_t end) {
       int64_t panel = begin / num_tiles * group, tile = begin % num_tiles;
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = tile_start(tile), num_rows = tile_start(tile + 1) - row;

@@ -21,7 +21,7 @@ ANY, NONE = -1, -2
 
 
 class LogitsProcessor:
-    """Changes the logits of rows that ask for it. A batch without any pays for one look at their flags.
+    """Changes the logits of rows that ask for it. ``SamplingTensors`` knows batches without any, and leaves them out.
 
     In this order: what a grammar does not allow is banned, then all but the allowed tokens, then bad words, then what would
     end an output that is too short, unless its grammar lets nothing else follow; biases are added; penalties come last
@@ -37,12 +37,10 @@ class LogitsProcessor:
         self._masks = GrammarMasks()
         self._backend = backend
         self._device = device
-        self._asks = np.zeros(num_rows, bool)
         self._rows: list[_Row | None] = [None] * num_rows
 
     def set_row(self, row: int, sampling: SamplingParams, past: Past | None) -> None:
         """Forget the row's last owner. ``past`` is there for settings that change logits."""
-        self._asks[row] = sampling.changes_logits
         if not sampling.changes_logits:
             self._rows[row] = None
             return
@@ -87,10 +85,7 @@ class LogitsProcessor:
             self._masks.sampled(grammars, token_ids[self._tensor(np.array(indices))])
 
     def _asking(self, rows: np.ndarray, positions: np.ndarray) -> "list[_Asking]":
-        asks = self._asks[rows]
-        if not asks.any():
-            return []
-        owners = ((index, self._rows[rows[index]]) for index in np.flatnonzero(asks).tolist())
+        owners = ((index, self._rows[row]) for index, row in enumerate(rows.tolist()))
         return [_Asking(index, row, int(positions[index])) for index, row in owners if row is not None]
 
     def _constrain(self, logits: Tensor, grammars: list[tuple[int, GrammarRow]]) -> dict[int, str]:
