@@ -24,7 +24,7 @@ from flyball_kernels import Int4Linear, Int8Linear, PackedLinear, choose_backend
 from machine import Bounds, compare
 
 SHAPES = {"qkv": (768, 1280), "out": (768, 768), "gate_up": (768, 4096), "down": (2048, 768), "head": (768, 8192)}
-NUM_ROWS = (1, 8, 32, 64, 128, 512)
+NUM_ROWS = (1, 8, 32, 64, 128, 256, 512)
 WORKING_SET_BYTES = 160e6
 
 Layer = Callable[[Tensor], object]

@@ -156,9 +156,12 @@ def measure_decodes(backend: Backend) -> None:
         result[name] = []
         for num_seqs, context_len in DECODES:
             run = decode_of_changing_sequences(backend, heads, num_seqs, context_len)
+            shortest = decode_of_changing_sequences(backend, heads, num_seqs, BLOCK)
             step_s, copy_s = compare(partial(repeat, run, LAYERS), bounds.copy)
-            decode_s = step_s / LAYERS
+            shortest_s, _ = compare(partial(repeat, shortest, LAYERS), bounds.copy, seconds=0.2)
+            decode_s, call_s = step_s / LAYERS, shortest_s / LAYERS
             read = 4e-9 * num_seqs * context_len * heads[1] * heads[2]  # keys and values, two bytes each
+            more = read * (1 - BLOCK / context_len)
             copied = 2e-9 * COPIED_BYTES
             row = {
                 "sequences": num_seqs,
@@ -167,11 +170,14 @@ def measure_decodes(backend: Backend) -> None:
                 "gb_per_s": read / decode_s,
                 "copy_gb_per_s": copied / copy_s,
                 "share_of_copy": read / decode_s / (copied / copy_s),
+                "us_of_one_block": 1e6 * call_s,
+                "share_of_copy_beyond_it": more / (decode_s - call_s) / (copied / copy_s),
             }
             result[name].append(row)
             print(
                 f"{name}  {num_seqs:2} x {context_len:5}  {row['us']:8.0f} us  {row['gb_per_s']:5.1f} GB/s  "
-                f"{row['share_of_copy']:5.1%} of the copy's {row['copy_gb_per_s']:5.1f}",
+                f"{row['share_of_copy']:5.1%} of the copy's {row['copy_gb_per_s']:5.1f}, "
+                f"{row['share_of_copy_beyond_it']:5.1%} beyond the {row['us_of_one_block']:.0f} us of one block",
                 flush=True,
             )
     save("paged_attention_decode", {"instruction_set": torch.ops.flyball.instruction_set(), "decodes": result})

@@ -178,6 +178,7 @@ async def load(
         "ttft_p50_ms": 1000 * result.latency.ttft_s.p50,
         "itl_p50_ms": 1000 * result.latency.itl_s.p50,
         "itl_p95_ms": 1000 * result.latency.itl_s.p95,
+        "itl_p99_ms": 1000 * result.latency.itl_s.p99,
     }
 
 

@@ -29,8 +29,8 @@ ATTENTION_BACKENDS = ("auto", "flyball", "flash_attn")
 SCHEDULING_POLICIES = ("fcfs", "priority", "sjf", "srpf", "edf", "dpr")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 2048
-"""Tokens of a step unless told. A CPU computes no faster in larger steps, and first tokens come at a step's end."""
+CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 256, 2048
+"""Tokens of a step unless told. A CPU computes hardly faster in larger steps, and running streams wait for a step's end."""
 OFFLINE_BATCHED_TOKENS = 2048
 
 LOOPBACK_PROXIES = "127.0.0.1,::1"

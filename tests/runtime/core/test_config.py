@@ -45,7 +45,7 @@ def test_a_setting_out_of_range_is_named(settings: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("settings", "on_cpu", "on_gpu"),
     [
-        ({}, 512, 2048),
+        ({}, 256, 2048),
         ({"max_num_seqs": 1024}, 1024, 2048),
         ({"max_num_seqs": 4096}, 4096, 4096),
         ({"enable_chunked_prefill": False}, 4000, 4000),
