@@ -11,6 +11,7 @@ from flyball_kernels.rope_kv_write import rope_kv_write
 from flyball_kernels.sampling import sample
 from flyball_kernels.step_layout import step_layout
 from flyball_kernels.swiglu import swiglu
+from flyball_kernels.threads import place_threads
 from flyball_kernels.token_bitmask import apply_token_bitmask
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "decoder_layers",
     "paged_attention",
     "penalize",
+    "place_threads",
     "rms_norm",
     "rope_kv_write",
     "sample",

@@ -1,4 +1,8 @@
-// What the library was compiled for.
+// What the library was compiled for, and where its threads run.
+#include <sched.h>
+
+#include <cerrno>
+
 #include "dot.h"
 #include "tensors.h"
 
@@ -27,9 +31,33 @@ std::string instruction_set() {
 #endif
 }
 
+// Has each of the threads that compute run on a core of its own, or all of them on all of these cores. Returns 0, or errno where
+// one could not be told; the others have been.
+int64_t place_threads(at::IntArrayRef cores, bool apart) {
+  std::atomic<int> error{0};
+#if defined(__linux__)
+  TORCH_CHECK_VALUE(!cores.empty() && *std::min_element(cores.begin(), cores.end()) >= 0, "no cores, or a negative one: ", cores);
+  const int64_t num_bits = *std::max_element(cores.begin(), cores.end()) + 1;
+#pragma omp parallel
+  {
+    cpu_set_t* set = CPU_ALLOC(num_bits);
+    const size_t size = CPU_ALLOC_SIZE(num_bits);
+    CPU_ZERO_S(size, set);
+    for (size_t i = 0; i < cores.size(); ++i)
+      if (!apart || i == omp_get_thread_num() % cores.size()) CPU_SET_S(cores[i], size, set);
+    if (sched_setaffinity(0, size, set) != 0) error = errno;
+    CPU_FREE(set);
+  }
+#else
+  error = ENOSYS;
+#endif
+  return error;
+}
+
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def("instruction_set() -> str", &instruction_set);
   m.def("has_dot() -> bool", [] { return has_dot(); });
+  m.def("place_threads(int[] cores, bool apart) -> int", &place_threads);
 }
 
 }  // namespace

@@ -78,10 +78,7 @@ class Team {
   }
 
   // As many as OpenMP's threads are told to (see flyball_runtime/engine), and few where threads have to share cores.
-  int max_spins() const {
-    static const int64_t num_cores = omp_get_num_procs();
-    return size_ > num_cores ? 100 : 10000;
-  }
+  int max_spins() const { return size_ > num_cores ? 100 : 10000; }
 
   static void pause() {
 #if defined(__x86_64__)
@@ -90,6 +87,9 @@ class Team {
     asm volatile("yield");
 #endif
   }
+
+  // When the library is loaded: later a thread may have a core of its own (place_threads), and knows no others.
+  static inline const int64_t num_cores = omp_get_num_procs();
 
   Shared& shared_;
   const int64_t index_, size_;

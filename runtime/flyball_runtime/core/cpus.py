@@ -1,12 +1,15 @@
 """Which cores and how much CPU time this process may use, how much it got, and how much nobody used."""
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from flyball_runtime.core.cgroups import V2, cgroups, read
 from flyball_runtime.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _STAT_FIELDS_OF_IDLE = (4, 5)  # idle, iowait; after the name of the core
 
@@ -70,9 +73,23 @@ def demand_since(before: Mapping[str, Demand], now: Mapping[str, Demand]) -> Dem
     return Demand(ran_s, waited_s)
 
 
-def idle_s(root: Path = Path("/")) -> float:
-    """Return the seconds in which cores that this process may use had nothing to do, of all of them together, since boot."""
-    mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+def cores() -> set[int]:
+    """Return the cores on which this thread may run; empty if the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def stay_on(cores: Collection[int]) -> None:
+    """Have this thread run on these cores, wherever the thread that has started it may run; with no cores it stays there."""
+    try:
+        if cores:
+            os.sched_setaffinity(0, cores)
+    except OSError as error:  # the process has got other cores since
+        logger.warning("a thread stays where it is: %s", error)
+
+
+def idle_s(cores: Collection[int], root: Path = Path("/")) -> float:
+    """Return the seconds in which these cores had nothing to do, of all of them together, since boot."""
+    mine = {f"cpu{number}" for number in cores}
     ticks = 0
     for line in read(root / "proc/stat").splitlines():
         fields = line.split()

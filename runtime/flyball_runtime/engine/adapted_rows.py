@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from flyball_runtime.core.checkpoint import ServedModel
+from flyball_runtime.core.cpus import cores, stay_on
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.lora import LoraConfig
 from flyball_runtime.core.model_config import ModelConfig
@@ -44,7 +45,9 @@ class AdaptedRows:
         self._config = config
         self._place = place
         self._projections = model.projections()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flyball-lora")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="flyball-lora", initializer=stay_on, initargs=(cores(),)
+        )
         self._loaded: dict[int, Callable[[], Adaptation]] = {}
         self._slots: list[tuple[int, Adaptation] | None] = [None] * config.max_loras
         self._slot_of_row = np.full(max_num_seqs, NO_SLOT)

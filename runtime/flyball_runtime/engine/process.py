@@ -192,7 +192,7 @@ def run_engine(
     inbox.connect(addresses.to_engine)
     outbox.connect(addresses.from_engine)
     try:
-        engine = start_engine(config, import_s=import_s, on_progress=heartbeat.beat)
+        engine = start_engine(config, import_s=import_s, on_progress=heartbeat.beat, owns_process=True)
         freeze_startup_objects()
         EngineProcess(engine, inbox, outbox, heartbeat, parent_pid).serve()
     except ConfigError as error:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flyball_runtime.core.clock import MonotonicClock
 from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.cpus import cores
 from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.quantization import resolve_quantization
 from flyball_runtime.core.stats import EngineInfo, Sampled
@@ -50,6 +51,7 @@ from flyball_runtime.model.logprobs import SampledLogprobs
 from flyball_runtime.model.pooled import PooledStates, Sums
 from flyball_runtime.model.prompt_logprobs import PromptLogprobs
 from flyball_runtime.model.sampler import NO_TOKEN, SamplingTensors
+from flyball_runtime.model.threads import compute_with
 from flyball_runtime.model.transformer import CausalLM
 from flyball_runtime.model.verify import verify
 from flyball_runtime.scheduler import BatchPlan
@@ -96,11 +98,12 @@ class ModelRunner:
 
     Args:
         on_progress: called after each layer of a step.
+        owns_process: nothing else computes in this process, so that its threads may be told on which cores to run.
     Raises:
         ConfigError: the checkpoint, a setting or the machine makes start-up impossible.
     """
 
-    def __init__(self, config: EngineConfig, on_progress: Progress) -> None:
+    def __init__(self, config: EngineConfig, on_progress: Progress, *, owns_process: bool) -> None:
         self._config = config
         self._on_progress = on_progress
         self._stages = _Stages()
@@ -109,15 +112,18 @@ class ModelRunner:
         may_change = set_num_threads(config.num_threads)
         self._model_config = describe_model(Path(config.model), config.model_impl)
         self._device = resolve_device(config.device)
-        self._threads: ThreadCount | None = None
-        if may_change and self._device.type == "cpu":
-            self._threads = thread_count(torch.get_num_threads(), MonotonicClock())
         self._dtype_name = resolve_dtype(config.dtype, self._model_config)
         self._dtype = TORCH_DTYPES[self._dtype_name]
         self._kv_dtype_name = config.kv_dtype(self._dtype_name)
         self._max_model_len = resolve_max_model_len(config, self._model_config)
         self._step_tokens = config.step_tokens(self._device.type, self._max_model_len)
         self._backend = kernel_backend(config.kernel_backend, self._device, config.attention_backend)
+        self._cores = cores() if owns_process else set()
+        self._threads: ThreadCount | None = None
+        if may_change and self._device.type == "cpu":
+            num_threads = torch.get_num_threads()
+            can_be_apart = len(self._cores) == num_threads and self._backend.name == "cpp"
+            self._threads = thread_count(num_threads, MonotonicClock(), can_be_apart=can_be_apart)
         self._kv_dtype = kv_torch_dtype(self._kv_dtype_name, self._backend)
         check_attention(self._backend, self._model_config, self._dtype, self._kv_dtype)
         if config.lora is not None:
@@ -156,8 +162,8 @@ class ModelRunner:
         self.eos_token_ids = self._model_config.eos_token_ids
 
     @classmethod
-    def start(cls, config: EngineConfig, on_progress: Progress) -> "ModelRunner":
-        runner = cls(config, on_progress)
+    def start(cls, config: EngineConfig, on_progress: Progress, *, owns_process: bool = False) -> "ModelRunner":
+        runner = cls(config, on_progress, owns_process=owns_process)
         runner.allocate(runner.measure())
         return runner
 
@@ -266,7 +272,7 @@ class ModelRunner:
     def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Run a step; on a GPU, return when its kernels are launched."""
         if self._threads is not None and self._threads.update():
-            torch.set_num_threads(self._threads.current)
+            compute_with(self._threads.current, self._cores, apart=self._threads.are_apart, backend=self._backend)
         copies = [(one.source, one.target) for one in plan.block_copies]
         if self._swap_space is None or not (plan.swap_outs or plan.swap_ins):
             self._blocks.copy(copies)
@@ -457,16 +463,23 @@ class _Stages:
         self._last_s = now_s
 
 
-def start_engine(config: EngineConfig, *, on_progress: Progress = lambda: None, import_s: float = 0.0) -> Engine:
+def start_engine(
+    config: EngineConfig,
+    *,
+    on_progress: Progress = lambda: None,
+    import_s: float = 0.0,
+    owns_process: bool = False,
+) -> Engine:
     """Load the model, allocate the KV cache and return an engine over both.
 
     Args:
         on_progress: called several times within each step.
         import_s: seconds that went into starting the process, reported as a stage of start-up.
+        owns_process: nothing else computes in this process, so that its threads may be told on which cores to run.
     Raises:
         ConfigError: the model or the machine makes it impossible.
     """
-    runner = ModelRunner.start(config, on_progress)
+    runner = ModelRunner.start(config, on_progress, owns_process=owns_process)
     startup_s = {"import": round(import_s, 4)} | runner.info.startup_s
     runner.info = msgspec.structs.replace(runner.info, startup_s=startup_s)
     executor: Executor = runner

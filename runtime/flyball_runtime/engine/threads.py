@@ -1,4 +1,4 @@
-"""How many threads compute a step, where other processes use the same cores."""
+"""How many threads compute a step, and whether each has a core of its own, where other processes use the same cores."""
 
 import logging
 import math
@@ -26,6 +26,12 @@ SOON_S = 10.0
 MAX_PATIENCE = 16
 """If threads are removed within SOON_S after others were added, all waiting times double, up to this factor."""
 
+TOGETHER_S = 2.0
+"""Time for which all cores are left to all threads before each gets one of its own again."""
+
+APART_PATIENCE = 0.7
+"""Those with a core each bear to lack this share of what others do: less than a busy program takes, which is half of a core."""
+
 TRIAL_S = 60.0
 """After this time threads are added even if no core is idle: processes of a lower priority may use them."""
 
@@ -40,6 +46,22 @@ class Readings(Protocol):
     def throttled_s(self) -> float: ...
 
 
+class KernelReadings:
+    """What Linux says of this process and of the cores that it has now."""
+
+    def __init__(self) -> None:
+        self._cores = cpus.cores()
+
+    def demand(self) -> dict[str, Demand]:
+        return cpus.demand()
+
+    def idle_s(self) -> float:
+        return cpus.idle_s(self._cores)
+
+    def throttled_s(self) -> float:
+        return cpus.throttled_s()
+
+
 class ThreadCount:
     """Has as many threads compute as there are cores for them.
 
@@ -51,15 +73,24 @@ class ThreadCount:
 
     Time in which a CPU limit stopped the threads is not counted, because fewer threads would not get more cores.
 
+    Where nobody else needs the cores for long, each thread has one of its own. Left to themselves, two are put on one core now
+    and then when something else has run for a moment, and stay there for up to some 30 ms. A thread whose core others use
+    cannot go to another one, so all cores are left to all threads again before any of them is removed.
+
     Args:
         most: threads that may compute.
         readings: what the kernel says.
+        can_be_apart: whether there are as many cores as that, and threads can be told where to run.
     Attributes:
         current: threads that compute.
+        are_apart: whether each has a core of its own; else each may run on all of them.
     """
 
-    def __init__(self, most: int, readings: Readings, clock: Clock) -> None:
+    def __init__(self, most: int, readings: Readings, clock: Clock, *, can_be_apart: bool = False) -> None:
         self.current = self._most = most
+        self.are_apart = False
+        self._can_be_apart = can_be_apart
+        self._together_s = -math.inf  # since when all cores are left to all threads
         self._readings = readings
         self._clock = clock
         self._patience = 1
@@ -71,13 +102,13 @@ class ThreadCount:
         self._idle_window_s, self._idle_s = 0.0, 0.0
 
     def update(self) -> bool:
-        """Look after the number of threads, if it is time to; return whether it has changed. Call it before each step."""
-        before, now_s = self.current, self._clock.now()
+        """Look after the threads, if it is time to; return whether anything has changed. Call it before each step."""
+        before, now_s = (self.current, self.are_apart), self._clock.now()
         if not self._is_started:
             self._start(now_s)
         elif now_s - self._window_s >= LOOK_S:
             self._look(now_s)
-        return self.current != before
+        return (self.current, self.are_apart) != before
 
     def _start(self, now_s: float) -> None:
         """Leave out what came before the first step: other replicas may have been loading their weights, too."""
@@ -94,8 +125,13 @@ class ThreadCount:
         elif wanted_s >= ENOUGH_S * self.current:
             got = self.current * ran_s / wanted_s
             fitting = num_fitting(got)
-            if fitting < self.current:
+            if self.are_apart:
+                if num_fitting(got, APART_PATIENCE) < self.current:
+                    self._put_together(now_s)
+            elif fitting < self.current:
                 self._lower(fitting, got, now_s)
+            elif self._can_be_apart and self.current == self._most:
+                self.are_apart = now_s - self._together_s >= TOGETHER_S
         elif now_s - self._window_s < STALE_S:
             return
         if self.current < self._most:
@@ -126,23 +162,30 @@ class ThreadCount:
 
     def _change(self, num_threads: int, reason: str, now_s: float) -> None:
         self.current, self._changed_s = num_threads, now_s
+        self._put_together(now_s)
         self._start_idle_window(now_s)
         logger.info("%d of %d CPU threads compute from now on: %s", num_threads, self._most, reason)
+
+    def _put_together(self, now_s: float) -> None:
+        self.are_apart, self._together_s = False, now_s
 
     def _start_idle_window(self, now_s: float) -> None:
         self._idle_window_s, self._idle_s = now_s, self._readings.idle_s()
 
 
-def thread_count(most: int, clock: Clock, readings: Readings = cpus) -> ThreadCount | None:
+def thread_count(
+    most: int, clock: Clock, readings: Readings | None = None, *, can_be_apart: bool = False
+) -> ThreadCount | None:
     """Return a ThreadCount, or None if there is one thread only or the kernel counts no waiting times."""
     if most == 1:
         return None
+    readings = readings or KernelReadings()
     if not readings.demand():
         logger.info(
             "%d CPU threads, also while other processes use the cores: this kernel counts no waiting times", most
         )
         return None
-    return ThreadCount(most, readings, clock)
+    return ThreadCount(most, readings, clock, can_be_apart=can_be_apart)
 
 
 def num_fitting(cores: float, patience: float = 1.0) -> int:

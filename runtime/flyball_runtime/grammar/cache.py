@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from weakref import WeakValueDictionary
 
+from flyball_runtime.core.cpus import cores, stay_on
 from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.grammar.compiler import CompiledGrammar, GrammarCompiler, no_vocabulary
 
@@ -25,7 +26,9 @@ class GrammarCache:
         self._held: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
         self._latest: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="flyball-grammar")
+        self._threads = ThreadPoolExecutor(
+            1, thread_name_prefix="flyball-grammar", initializer=stay_on, initargs=(cores(),)
+        )
 
     def compile(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """Return the grammar, or the promise of it; its ``result()`` raises InvalidRequest."""

@@ -16,7 +16,16 @@ from checkpoints import make_checkpoint
 from flyball_runtime.core import cpus
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.cpus import Demand
-from flyball_runtime.engine.threads import LOOK_S, MAX_PATIENCE, SOON_S, TRIAL_S, ThreadCount, num_fitting, thread_count
+from flyball_runtime.engine.threads import (
+    LOOK_S,
+    MAX_PATIENCE,
+    SOON_S,
+    TOGETHER_S,
+    TRIAL_S,
+    ThreadCount,
+    num_fitting,
+    thread_count,
+)
 
 STEP_S = 0.05
 
@@ -30,7 +39,7 @@ class Replica:
         self.stopped_share = 0.0  # by a CPU limit, of the time of its threads
         self._threads = {"1": Demand(0.0, 0.0)}
         self._throttled_s = 0.0
-        self.count = ThreadCount(most, self, machine.clock)
+        self.count = ThreadCount(most, self, machine.clock, can_be_apart=True)
 
     @property
     def num_wanted(self) -> int:
@@ -269,17 +278,59 @@ def test_the_kernel_says_what_threads_got_of_a_core() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_idle_time_is_that_of_the_cores_that_may_be_used() -> None:
-    all_s = cpus.idle_s()
-    mine = os.sched_getaffinity(0)
+def test_idle_time_is_that_of_the_cores_that_are_named() -> None:
+    mine = cpus.cores()
     if len(mine) < 2:
         pytest.skip("one core is all there is")
-    os.sched_setaffinity(0, {min(mine)})
-    try:
-        one_s = cpus.idle_s()
-    finally:
-        os.sched_setaffinity(0, mine)
-    assert 0.0 < one_s < all_s
+    assert 0.0 < cpus.idle_s({min(mine)}) < cpus.idle_s(mine)
+
+
+def test_threads_alone_have_a_core_each_and_leave_it_to_others_at_once() -> None:
+    machine = Machine(2)
+    one = machine.add()
+    one.computes = True
+    machine.run(2 * LOOK_S)
+    assert one.count.are_apart
+    machine.others = 2.0
+    machine.run(4 * LOOK_S)
+    assert (one.count.current, one.count.are_apart) == (1, False)
+    machine.others = 0.0
+    machine.run(2.0)
+    assert (one.count.current, one.count.are_apart) == (2, False), "others may come back soon"
+    machine.run(TOGETHER_S)
+    assert one.count.are_apart
+
+
+def test_a_thread_that_shares_its_own_core_is_let_go_before_any_is_removed() -> None:
+    """Beside a busy program two threads apart get 1 and 0.5 cores, and when they may run anywhere, 0.67 each."""
+    machine = Machine(2)
+    one = machine.add()
+    one.computes = True
+    machine.run(2 * LOOK_S)
+    seen = []
+    for _ in range(40):
+        one.count.update()
+        one.take_step(0.75 if one.count.are_apart else 2 / 3)
+        machine.clock.advance(STEP_S)
+        seen.append((one.count.current, one.count.are_apart))
+    assert list(dict.fromkeys(seen)) == [(2, True), (2, False), (1, False)]
+
+
+def test_a_little_company_leaves_each_thread_its_core() -> None:
+    machine = Machine(2)
+    one = machine.add()
+    one.computes, machine.others = True, 0.2
+    machine.run(60.0)
+    assert (one.count.current, one.count.are_apart) == (2, True)
+
+
+def test_threads_that_cannot_be_placed_are_never_apart() -> None:
+    machine = Machine(2)
+    one = machine.add()
+    one.count = ThreadCount(2, one, machine.clock)
+    one.computes = True
+    machine.run(60.0)
+    assert (one.count.current, one.count.are_apart) == (2, False)
 
 
 ENGINE = """
@@ -298,7 +349,8 @@ while time.monotonic() < deadline_s and llm.engine.state().num_cpu_threads == co
     tokens.append(generate())
 tokens.append(generate())
 for one in others: one.kill()
-print(json.dumps([llm.engine.state().num_cpu_threads < cores, all(one == tokens[0] for one in tokens)]))
+are_fewer = llm.engine.state().num_cpu_threads < cores
+print(json.dumps([are_fewer, all(one == tokens[0] for one in tokens), len(os.sched_getaffinity(0)) == cores]))
 """
 
 
@@ -311,6 +363,7 @@ def test_an_engine_beside_busy_processes_computes_the_same_with_fewer_threads(tm
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     result = subprocess.run([sys.executable, "-c", ENGINE, path], capture_output=True, text=True, env=variables)
     assert result.returncode == 0, result.stderr
-    are_fewer, are_the_same_tokens = json.loads(result.stdout.splitlines()[-1])
+    are_fewer, are_the_same_tokens, may_run_anywhere = json.loads(result.stdout.splitlines()[-1])
     assert are_fewer
     assert are_the_same_tokens
+    assert may_run_anywhere, "a library leaves the threads of its user alone"
