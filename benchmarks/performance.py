@@ -81,6 +81,28 @@ def vllm_table(name: str = "versus_vllm") -> str:
     return markdown(("Load", "Flyball", "vLLM", ""), rows) + f"\n\nvLLM {version}. {where(result)}"
 
 
+def step_tokens_table() -> str:
+    result = read("step_tokens")
+    if result is None:
+        return NOT_MEASURED
+    figures = ("output_tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p95_ms", "itl_p99_ms")
+    rows = [
+        [clients, f"{int(budget):,}", *(number(one[figure]["median"]) for figure in figures)]
+        for clients, by_budget in result["by_concurrency"].items()
+        for budget, one in by_budget.items()
+    ]
+    header = (
+        "Clients",
+        "Tokens a step",
+        "Tokens a second",
+        "TTFT p50, ms",
+        "ITL p50, ms",
+        "ITL p95, ms",
+        "ITL p99, ms",
+    )
+    return markdown(header, rows) + f"\n\n{where(result)}"
+
+
 def llamacpp_table(name: str = "versus_llamacpp") -> str:
     result = read(name)
     if result is None:
@@ -192,6 +214,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "openvino": openvino_table,
     "linear": linear_table,
     "attention": attention_table,
+    "step-tokens": step_tokens_table,
     "time": time_table,
     "instruction-sets": instruction_sets_table,
 }
