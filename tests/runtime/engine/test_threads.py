@@ -367,3 +367,40 @@ def test_an_engine_beside_busy_processes_computes_the_same_with_fewer_threads(tm
     assert are_fewer
     assert are_the_same_tokens
     assert may_run_anywhere, "a library leaves the threads of its user alone"
+
+
+BOUND = """
+import json, os, sys
+from types import SimpleNamespace
+from flyball_runtime.core.config import EngineConfig
+from flyball_runtime.core.request import Request
+from flyball_runtime.core.sampling_params import SamplingParams
+from flyball_runtime.engine import runner
+cores = os.sched_getaffinity(0)
+threads = SimpleNamespace(current=len(cores), are_apart=False, update=lambda: True)
+runner.thread_count = lambda *_, can_be_apart: threads if can_be_apart else None
+engine = runner.start_engine(EngineConfig(model=sys.argv[1], served_model_name="m", max_num_seqs=4), owns_process=True)
+seen = []
+for are_apart in (False, True, False):
+    threads.are_apart = are_apart
+    engine.submit(Request(request_id="a", prompt_token_ids=[5, 6, 7], sampling=SamplingParams(max_tokens=2)))
+    while engine.has_work():
+        engine.step()
+    other = engine._executor._grammars._threads.submit(os.sched_getaffinity, 0).result()
+    seen.append([os.sched_getaffinity(0) == cores, len(os.sched_getaffinity(0)), other == cores])
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads")
+def test_an_engine_with_a_process_of_its_own_binds_what_computes_and_nothing_else(tmp_path: Path) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    if num_cores < 2:
+        pytest.skip("one core is all there is")
+    path = make_checkpoint(tmp_path, "llama3")
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    result = subprocess.run([sys.executable, "-c", BOUND, path], capture_output=True, text=True, env=variables)
+    assert result.returncode == 0, result.stderr
+    anywhere = [True, num_cores, True]
+    assert json.loads(result.stdout.splitlines()[-1]) == [anywhere, [False, 1, True], anywhere]
