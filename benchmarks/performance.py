@@ -153,11 +153,9 @@ def attention_table() -> str:
         return NOT_MEASURED
     by_heads = result["decodes"]
     cells = {
-        (
-            heads,
-            one["sequences"],
-            one["context"],
-        ): f"{one['gb_per_s']:.1f} GB/s, {one['share_of_copy']:.0%} ({one['share_of_copy_beyond_it']:.0%})"
+        (heads, one["sequences"], one["context"]): (
+            f"{one['gb_per_s']:.1f} GB/s, {one['share_of_copy']:.0%} ({one['share_of_copy_beyond_it']:.0%})"
+        )
         for heads, rows in by_heads.items()
         for one in rows
     }

@@ -126,10 +126,7 @@ def measure(
     servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int], concurrency: int, runs: int
 ) -> dict[str, Any]:
     """Return each figure's summary over ``runs`` loads, each sent to both servers."""
-    runs_of: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-    seed_of_run = [next(seeds) for _ in range(runs)]
-    for name, one in in_turns(servers, runs):
-        runs_of[name].append(bench(one, checkpoint, concurrency, seed_of_run[len(runs_of[name])]))
+    runs_of = bench_in_turns(servers, checkpoint, seeds, concurrency, runs)
     return {
         figure: summary(
             {name: [run[figure] for run in all_runs] for name, all_runs in runs_of.items()},
@@ -137,6 +134,17 @@ def measure(
         )
         for figure in runs_of[OURS][0]
     }
+
+
+def bench_in_turns(
+    servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int], concurrency: int, runs: int
+) -> dict[str, list[dict[str, float]]]:
+    """Return what the clients of each server see in ``runs`` loads, each with a seed of its own and sent to all of them."""
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+    seed_of_run = [next(seeds) for _ in range(runs)]
+    for name, one in in_turns(servers, runs):
+        seen[name].append(bench(one, checkpoint, concurrency, seed_of_run[len(seen[name])]))
+    return seen
 
 
 def bench(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict[str, float]:

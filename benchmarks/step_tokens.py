@@ -16,7 +16,7 @@ from typing import Any
 
 from common import make_checkpoint, save
 from machine import median_of
-from servers import bench, in_turns, server, warm_up
+from servers import bench_in_turns, server, warm_up
 
 CONCURRENCIES = (8, 32)
 MAX_NUM_SEQS = 64
@@ -44,10 +44,7 @@ def main() -> None:
         }
         warm_up(servers, checkpoint, seeds)
         for concurrency in CONCURRENCIES:
-            seed_of_run = [next(seeds) for _ in range(args.runs)]
-            runs: dict[str, list[dict[str, float]]] = {budget: [] for budget in servers}
-            for budget, one in in_turns(servers, args.runs):
-                runs[budget].append(bench(one, checkpoint, concurrency, seed_of_run[len(runs[budget])]))
+            runs = bench_in_turns(servers, checkpoint, seeds, concurrency, args.runs)
             by_concurrency[str(concurrency)] = {budget: medians(figures) for budget, figures in runs.items()}
             for budget, figures in by_concurrency[str(concurrency)].items():
                 shown = ", ".join(f"{figure} {value['median']:.1f}" for figure, value in figures.items())
