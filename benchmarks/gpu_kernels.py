@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from flyball_kernels import (
     Backend,
     CacheBlocks,
     Float8Linear,
-    Int4Linear,
+    GroupedLinear,
     Int8Linear,
     add_rms_norm,
     apply_token_bitmask,
@@ -231,7 +232,8 @@ def quantized_linear(shape: Shape) -> Iterator[Case]:
     out_features, in_features = weight.shape
     layers = {
         "int8": (Int8Linear, 1.0),
-        "int4": (Int4Linear, 0.5 + 2 / 32),  # groups of 32 have a scale of 16 bits
+        "w8a16": (partial(GroupedLinear, bits=8), 1.0 + 2 / 128),
+        "int4": (GroupedLinear, 0.5 + 2 / 32),  # groups of 32 have a scale of 16 bits
         "fp8": (Float8Linear, 1.0),
     }
     for name, (layer, bytes_per_weight) in layers.items():

@@ -3,7 +3,7 @@
 Weights rotate through copies that exceed the caches, as the layers of a model do. Each layer stands beside two bounds that are
 measured just before it: the rate of torch's bf16 matrix product, and the bytes a second that torch copies, read and written.
 
-    python benchmarks/linear.py [--dtype bfloat16] [--quantization int8 | int4 | w4a8]
+    python benchmarks/linear.py [--dtype bfloat16] [--quantization int8 | w8a16 | int4 | w4a8]
 
 A library for fewer instructions than this CPU has is measured by FLYBALL_CPU_LIBRARY. Torch is held to the same
 instructions by, for AVX2, ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2.
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from common import save
-from flyball_kernels import Int4Linear, Int8Linear, PackedLinear, choose_backend
+from flyball_kernels import GroupedLinear, Int8Linear, PackedLinear, choose_backend
 from machine import Bounds, compare
 
 SHAPES = {"qkv": (768, 1280), "out": (768, 768), "gate_up": (768, 4096), "down": (2048, 768), "head": (768, 8192)}
@@ -46,8 +46,12 @@ def ours(layer: Callable[..., Layer]) -> Callable[[Tensor], Layer]:
     return lambda weight: layer(weight, backend=backend)
 
 
-W4A8 = partial(Int4Linear, input_bits=8)
-QUANTIZED = {"int8": (ours(Int8Linear), 1.0), "int4": (ours(Int4Linear), 0.625), "w4a8": (ours(W4A8), 0.625)}
+QUANTIZED = {
+    "int8": (ours(Int8Linear), 1.0),
+    "w8a16": (ours(partial(GroupedLinear, bits=8)), 1.0 + 4 / 128),
+    "int4": (ours(GroupedLinear), 0.5 + 4 / 32),
+    "w4a8": (ours(partial(GroupedLinear, input_bits=8)), 0.5 + 4 / 32),
+}
 """A layer, and the bytes that it has for each weight, scales included."""
 
 

@@ -3,7 +3,7 @@
 from flyball_kernels.backend import Backend, choose_backend
 from flyball_kernels.cache_blocks import CacheBlocks
 from flyball_kernels.decoder_layer import DecoderLayer, decoder_layers
-from flyball_kernels.linear import Float8Linear, Int4Linear, Int8Linear, PackedLinear
+from flyball_kernels.linear import Float8Linear, GroupedLinear, Int8Linear, PackedLinear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.penalties import penalize
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
@@ -19,7 +19,7 @@ __all__ = [
     "CacheBlocks",
     "DecoderLayer",
     "Float8Linear",
-    "Int4Linear",
+    "GroupedLinear",
     "Int8Linear",
     "PackedLinear",
     "add_rms_norm",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_inputs import attention_inputs, ordered_for
-from flyball_kernels import Backend, DecoderLayer, Int4Linear, Int8Linear, PackedLinear, decoder_layers, kv_cache
+from flyball_kernels import Backend, DecoderLayer, GroupedLinear, Int8Linear, PackedLinear, decoder_layers, kv_cache
 from flyball_kernels.decoder_layer import reference
 from kernel_checks import CPP
 
@@ -16,8 +16,9 @@ TORCH = Backend("torch")
 KINDS: dict[str, Any] = {
     "plain": PackedLinear,
     "int8": Int8Linear,
-    "int4": partial(Int4Linear, group_size=32),
-    "w4a8": partial(Int4Linear, group_size=32, input_bits=8),
+    "w8a16": partial(GroupedLinear, bits=8, group_size=32),
+    "int4": partial(GroupedLinear, group_size=32),
+    "w4a8": partial(GroupedLinear, group_size=32, input_bits=8),
 }
 BATCHES = {
     "one decode": ([1], [70]),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flyball_kernels
-from flyball_kernels import Backend, Int4Linear, Int8Linear
+from flyball_kernels import Backend, GroupedLinear, Int8Linear
 from flyball_kernels.linear import reference
 from flyball_kernels.linear.reference import Grouped, Rounded
 from kernel_checks import CPP, assert_close
@@ -156,16 +156,27 @@ def test_8_bits_hold_the_largest_products(backend):
     torch.testing.assert_close(out, x @ values.float().T, rtol=1e-6, atol=0)
 
 
+BITS = pytest.mark.parametrize("bits", [4, 8])
+
+
+def input_bits_beside(bits):
+    return (16, 8) if bits == 4 else (16,)
+
+
 @BACKENDS
-@pytest.mark.parametrize("group_size", [32, 128])
-def test_4_bits_hold_the_largest_products(backend, group_size):
-    values = torch.tensor([0, 15, 8])[:, None].expand(3, 256).to(torch.uint8).contiguous()
-    groups = torch.ones(3, 256 // group_size)
-    weight = Grouped(values, groups, torch.tensor([0, 0, 15])[:, None].expand_as(groups).to(torch.uint8), group_size)
-    x = torch.tensor([1.0, -1.0])[:, None].repeat(1, 256).bfloat16()
-    expected = x.float() @ torch.tensor([0.0, 15.0, -7.0])[:, None].expand(3, 256).T
-    for input_bits in (16, 8):
-        out = Int4Linear(weight, backend=backend, dtype=torch.bfloat16, input_bits=input_bits)(x)
+@BITS
+@pytest.mark.parametrize("group_size", [32, 128, 1024])
+@pytest.mark.parametrize("largest", [1.0, 1.9921875])  # all bits of the mantissa
+def test_groups_hold_the_largest_products(backend, bits, group_size, largest):
+    most, middle = 2**bits - 1, 2 ** (bits - 1)
+    values = torch.tensor([0, most, middle])[:, None].expand(3, 1024).to(torch.uint8).contiguous()
+    groups = torch.ones(3, 1024 // group_size)
+    zeros = torch.tensor([0, 0, most])[:, None].expand_as(groups).to(torch.uint8)
+    weight = Grouped(values, groups, zeros, group_size, bits)
+    x = torch.tensor([largest, -largest])[:, None].repeat(1, 1024).bfloat16()
+    expected = (x.float() @ torch.tensor([0.0, most, middle - most])[:, None].expand(3, 1024).T).bfloat16().float()
+    for input_bits in input_bits_beside(bits):
+        out = GroupedLinear(weight, backend=backend, dtype=torch.bfloat16, input_bits=input_bits)(x)
         torch.testing.assert_close(out.float(), expected, rtol=1e-6, atol=0)
 
 
@@ -203,17 +214,19 @@ def test_what_8_bits_cannot_do_is_refused(backend):
         Int8Linear(torch.ones(1, 65537), backend=backend)
 
 
-def grouped(in_features, out_features, group_size, zeros):
+def grouped(in_features, out_features, group_size, zeros, bits=4):
     """Return weights whose sums are about as large as inputs, like those of ``layer``: tolerances count on it."""
     num_groups = -(-in_features // group_size)
     return Grouped(
-        torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8),
-        torch.randn(out_features, num_groups) / (8 * in_features**0.5),
-        torch.randint(0, 16, (out_features, num_groups), dtype=torch.uint8) if zeros else None,
+        torch.randint(0, 2**bits, (out_features, in_features), dtype=torch.uint8),
+        torch.randn(out_features, num_groups) / (2 ** (bits - 1) * in_features**0.5),
+        torch.randint(0, 2**bits, (out_features, num_groups), dtype=torch.uint8) if zeros else None,
         group_size,
+        bits,
     )
 
 
+@BITS
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
     ("num_rows", "in_features", "out_features", "group_size"),
@@ -233,31 +246,34 @@ def grouped(in_features, out_features, group_size, zeros):
         (6, 4102, 33, 4098),
     ],
 )
-def test_4_bits_are_those_of_the_reference(num_rows, in_features, out_features, group_size, zeros, dtype):
-    weight = grouped(in_features, out_features, group_size, zeros)
+def test_groups_are_those_of_the_reference(num_rows, in_features, out_features, group_size, zeros, bits, dtype):
+    weight = grouped(in_features, out_features, group_size, zeros, bits)
     bias = torch.randn(out_features, dtype=dtype)
     x = torch.randn(num_rows, in_features, dtype=dtype)
-    taken = as_16_bits(x, group_size) if dtype == torch.bfloat16 and rounds_inputs_of_4_bits() else x
-    expected = Int4Linear(weight, bias, backend=Backend("torch"), dtype=dtype)(taken)
-    assert_close(Int4Linear(weight, bias, backend=CPP, dtype=dtype)(x), expected)
+    taken = as_16_bits(x, group_size, bits) if dtype == torch.bfloat16 and rounds_inputs_of_groups() else x
+    expected = GroupedLinear(weight, bias, backend=Backend("torch"), dtype=dtype)(taken)
+    assert_close(GroupedLinear(weight, bias, backend=CPP, dtype=dtype)(x), expected)
+    if 8 not in input_bits_beside(bits):
+        return
     in_8_bits = {"dtype": dtype, "input_bits": 8}
-    expected = Int4Linear(weight, bias, backend=Backend("torch"), **in_8_bits)(x)
-    assert_close(Int4Linear(weight, bias, backend=CPP, **in_8_bits)(x), expected)
+    expected = GroupedLinear(weight, bias, backend=Backend("torch"), **in_8_bits)(x)
+    assert_close(GroupedLinear(weight, bias, backend=CPP, **in_8_bits)(x), expected)
 
 
-def rounds_inputs_of_4_bits():
-    return torch.ops.flyball.linear_int4_arithmetic() != "fp32 FMA"
+def rounds_inputs_of_groups():
+    return torch.ops.flyball.linear_grouped_arithmetic() != "fp32 FMA"
 
 
-MAX_RUN = 4096  # features
+MAX_RUN = {4: 4096, 8: 256}
+"""Features, by bits of a weight."""
 
 
-def as_16_bits(x, group_size):
+def as_16_bits(x, group_size, bits):
     """Round inputs in bf16 to 16 bits in each group, or in parts of groups that are too large for sums of 32 bits."""
     rounded = x.float()
     for first in range(0, x.shape[1], group_size):
         group = rounded[:, first : first + group_size]
-        num_runs = -(-min(group_size, x.shape[1]) // MAX_RUN)
+        num_runs = -(-min(group_size, x.shape[1]) // MAX_RUN[bits])
         run_size = -(-min(group_size, x.shape[1]) // num_runs)
         for run in group.split(-(-run_size // 4) * 4, dim=1):
             largest = run.abs().amax(dim=1, keepdim=True)
@@ -267,19 +283,20 @@ def as_16_bits(x, group_size):
     return rounded.bfloat16()  # the same numbers
 
 
+@BITS
 @pytest.mark.parametrize("group_size", [32, 128])
-def test_4_bits_have_inputs_of_16(group_size):
-    if not rounds_inputs_of_4_bits():
-        pytest.skip("this CPU multiplies 4-bit weights as fp32, by inputs as they are")
+def test_groups_have_inputs_of_16_bits(group_size, bits):
+    if not rounds_inputs_of_groups():
+        pytest.skip("this CPU multiplies weights in groups as fp32, by inputs as they are")
     x = torch.randn(50, 768, dtype=torch.bfloat16) * torch.logspace(-30, 30, 50)[:, None].bfloat16()
     x[3, 7], x[4, 5], x[5] = 1.9921875, 3e38, 1e-40
-    rounded = as_16_bits(x, group_size)
+    rounded = as_16_bits(x, group_size, bits)
     largest = x.float().view(50, -1, group_size).abs().amax(dim=2).repeat_interleave(group_size, dim=1)
     assert ((rounded.float() - x.float()).abs() <= (largest / 32640).clamp(min=1e-30)).all()
     kept = (x.float().abs() >= largest / 64) & (largest > 1e-30)
     assert kept.float().mean() > 0.9
     torch.testing.assert_close(rounded[kept], x[kept], rtol=0, atol=0)
-    linear = Int4Linear(grouped(768, 80, group_size, zeros=True), backend=CPP, dtype=torch.bfloat16)
+    linear = GroupedLinear(grouped(768, 80, group_size, zeros=True, bits=bits), backend=CPP, dtype=torch.bfloat16)
     torch.testing.assert_close(linear(x), linear(rounded), rtol=0, atol=0)
 
 
@@ -288,7 +305,7 @@ def test_4_bits_have_inputs_of_16(group_size):
 def test_inputs_of_8_bits_beside_weights_of_4_are_close_to_themselves(backend, group_size):
     weight = grouped(1024, 256, group_size, zeros=False)
     x = torch.randn(50, 1024) * torch.logspace(-20, 20, 50)[:, None]
-    linear = partial(Int4Linear, weight, backend=backend, dtype=torch.float32)
+    linear = partial(GroupedLinear, weight, backend=backend, dtype=torch.float32)
     exact, rounded = linear()(x), linear(input_bits=8)(x)
     relative = (rounded - exact).std(dim=1) / exact.std(dim=1)
     # an input is off by 1 / sqrt(12) units, one of which is 1 / 127 of the largest of 32 or 128 normal values
@@ -298,34 +315,37 @@ def test_inputs_of_8_bits_beside_weights_of_4_are_close_to_themselves(backend, g
 
 
 @BACKENDS
+@BITS
 @pytest.mark.parametrize("group_size", [32, 128])
-def test_4_bits_are_close_to_the_layer_itself(backend, group_size):
+def test_groups_are_close_to_the_layer_itself(backend, bits, group_size):
     weight, _ = layer(1024, 256, torch.float32, bias=False)
     x = torch.randn(50, 1024)
     exact = reference.linear(x, weight, None)
-    error = Int4Linear(weight, backend=backend, group_size=group_size)(x) - exact
-    # a weight is off by 1 / sqrt(12) units, one of which is 1 / 8 of the largest of so many normal values; those on the
-    # other side that are larger than 7.5 units lose more
+    error = GroupedLinear(weight, backend=backend, bits=bits, group_size=group_size)(x) - exact
+    # a weight is off by 1 / sqrt(12) units, one of which is 1 / 8 or 1 / 128 of the largest of so many normal values; those
+    # on the other side that are larger than 7.5 or 127.5 units lose more
     largest = {32: 2.32, 128: 2.84}[group_size]
-    assert error.std() / exact.std() == pytest.approx(largest / 8 / 12**0.5, rel=0.15)
+    assert error.std() / exact.std() == pytest.approx(largest / 2 ** (bits - 1) / 12**0.5, rel=0.15)
 
 
 @BACKENDS
-def test_4_bits_hold_whole_numbers_exactly(backend):
-    weight = torch.randint(-8, 8, (70, 320)).float()
-    weight[:, ::32] = -8  # so that a unit is 1
+@BITS
+def test_groups_hold_whole_numbers_exactly(backend, bits):
+    middle = 2 ** (bits - 1)
+    weight = torch.randint(-middle, middle, (70, 320)).float()
+    weight[:, ::32] = -middle  # so that a unit is 1
     x = torch.randint(-127, 128, (30, 320)).float()
     x[:, ::32] = -127
-    for input_bits in (16, 8):
-        out = Int4Linear(weight, backend=backend, input_bits=input_bits)(x)
+    for input_bits in input_bits_beside(bits):
+        out = GroupedLinear(weight, backend=backend, bits=bits, input_bits=input_bits)(x)
         torch.testing.assert_close(out, x @ weight.T, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("num_rows", [13, 14, 40, 120])  # one tile, several, and more than a block of them
-@pytest.mark.parametrize("input_bits", [16, 8])
-def test_4_bits_of_a_row_do_not_depend_on_other_rows(num_rows, input_bits, zeros, dtype):
-    linear = Int4Linear(grouped(96, 80, 32, zeros), backend=CPP, dtype=dtype, input_bits=input_bits)
+@pytest.mark.parametrize(("bits", "input_bits"), [(4, 16), (4, 8), (8, 16)])
+def test_groups_of_a_row_do_not_depend_on_other_rows(num_rows, bits, input_bits, zeros, dtype):
+    linear = GroupedLinear(grouped(96, 80, 32, zeros, bits), backend=CPP, dtype=dtype, input_bits=input_bits)
     x = torch.randn(num_rows, 96, dtype=dtype)
     x[7, 5], x[9, 0], x[11] = float("nan"), float("inf"), 0.0
     out = linear(x)
@@ -336,25 +356,34 @@ def test_4_bits_of_a_row_do_not_depend_on_other_rows(num_rows, input_bits, zeros
 
 
 @BACKENDS
-def test_4_bits_of_groups_that_are_zero_or_no_number(backend):
+@BITS
+def test_groups_that_are_zero_or_no_number(backend, bits):
     weight, _ = layer(96, 80, torch.float32, bias=False)
     weight[3], weight[4, 1], weight[5], weight[6, 95] = 0.0, float("nan"), 1e-40, float("inf")
-    for input_bits in (16, 8):
-        out = Int4Linear(weight, backend=backend, input_bits=input_bits)(torch.randn(5, 96))
+    for input_bits in input_bits_beside(bits):
+        out = GroupedLinear(weight, backend=backend, bits=bits, input_bits=input_bits)(torch.randn(5, 96))
         assert (out[:, [3, 5]].abs() < 1e-30).all()
         assert out.isnan().all(dim=0).nonzero().flatten().tolist() == [4, 6]
 
 
 @BACKENDS
-def test_what_4_bits_cannot_do_is_refused(backend):
+def test_what_groups_cannot_do_is_refused(backend):
     with pytest.raises(ValueError, match="x has rows of 4; this layer takes 8"):
-        Int4Linear(torch.ones(3, 8), backend=backend)(torch.ones(2, 4))
+        GroupedLinear(torch.ones(3, 8), backend=backend)(torch.ones(2, 4))
     with pytest.raises(ValueError, match="group_size is 3; it must be an even number above 0"):
-        Int4Linear(torch.ones(3, 8), backend=backend, group_size=3)
+        GroupedLinear(torch.ones(3, 8), backend=backend, group_size=3)
     weight = grouped(96, 80, 32, zeros=True)
     with pytest.raises(ValueError, match=r"scales has shape \[80, 3\]; it must be \[80, 2\]"):
-        Int4Linear(weight._replace(group_size=64), backend=backend, dtype=torch.float32)
+        GroupedLinear(weight._replace(group_size=64), backend=backend, dtype=torch.float32)
     with pytest.raises(ValueError, match="values hold 16; in 4 bits they are at most 15"):
-        Int4Linear(weight._replace(values=weight.values + 1), backend=backend, dtype=torch.float32)
+        GroupedLinear(weight._replace(values=weight.values + 1), backend=backend, dtype=torch.float32)
     with pytest.raises(ValueError, match="do not tell the dtype of inputs"):
-        Int4Linear(weight, backend=backend)
+        GroupedLinear(weight, backend=backend)
+    with pytest.raises(ValueError, match="bits is 5; weights are rounded to 4 or 8"):
+        GroupedLinear(torch.ones(3, 8), backend=backend, bits=5)
+    with pytest.raises(ValueError, match="bits is 2; it must be 4 or 8"):
+        GroupedLinear(weight._replace(bits=2), backend=backend, dtype=torch.float32)
+    with pytest.raises(
+        ValueError, match="input_bits is 8 beside weights of 8 bits; it may be 16, or 8 beside weights of 4"
+    ):
+        GroupedLinear(torch.ones(3, 8), backend=backend, bits=8, input_bits=8)

@@ -1,12 +1,14 @@
 """The linear layers of 8 and 4 bits in Triton, against their references."""
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from flyball_kernels import Backend, Float8Linear, Int4Linear, Int8Linear
+from flyball_kernels import Backend, Float8Linear, GroupedLinear, Int8Linear
 from flyball_kernels.linear import kernel, reference
 from flyball_kernels.linear.reference import Grouped
 from kernel_checks import DEVICE, TRITON, assert_close, poisoned
@@ -87,36 +89,39 @@ def test_fp8_of_what_is_no_number() -> None:
         assert out.isnan().all(dim=0).nonzero().flatten().tolist() == [4, 6]
 
 
-def grouped(in_features: int, out_features: int, group_size: int, zeros: bool) -> Grouped:
+def grouped(in_features: int, out_features: int, group_size: int, zeros: bool, bits: int = 4) -> Grouped:
     num_groups = -(-in_features // group_size)
     return Grouped(
-        torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8).to(DEVICE),
-        torch.randn(out_features, num_groups).to(DEVICE) / in_features**0.5,
-        torch.randint(0, 16, (out_features, num_groups), dtype=torch.uint8).to(DEVICE) if zeros else None,
+        torch.randint(0, 2**bits, (out_features, in_features), dtype=torch.uint8).to(DEVICE),
+        torch.randn(out_features, num_groups).to(DEVICE) / (2 ** (bits - 4) * in_features**0.5),
+        torch.randint(0, 2**bits, (out_features, num_groups), dtype=torch.uint8).to(DEVICE) if zeros else None,
         group_size,
+        bits,
     )
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
     ("num_rows", "in_features", "out_features", "group_size"),
     [(0, 16, 16, 16), (1, 7, 31, 8), (3, 301, 70, 128), (17, 96, 33, 32), (70, 130, 65, 48), (2, 500, 33, 256)],
 )
-def test_triton_int4(
-    num_rows: int, in_features: int, out_features: int, group_size: int, zeros: bool, dtype: torch.dtype
+def test_triton_groups(
+    num_rows: int, in_features: int, out_features: int, group_size: int, zeros: bool, bits: int, dtype: torch.dtype
 ) -> None:
-    weight = grouped(in_features, out_features, group_size, zeros)
+    weight = grouped(in_features, out_features, group_size, zeros, bits)
     x, bias = (torch.randn(*shape, dtype=dtype).to(DEVICE) for shape in ((num_rows, in_features), (out_features,)))
     for some in (bias, None):
-        expected = Int4Linear(weight, some, backend=TORCH, dtype=dtype)(x)
-        assert_close(Int4Linear(weight, some, backend=TRITON, dtype=dtype)(x), expected)
+        expected = GroupedLinear(weight, some, backend=TORCH, dtype=dtype)(x)
+        assert_close(GroupedLinear(weight, some, backend=TRITON, dtype=dtype)(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of NumPy in the interpreter: 0 * inf
-def test_triton_int4_of_what_is_no_number() -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_triton_groups_of_what_is_no_number(bits: Literal[4, 8]) -> None:
     _, weight, _ = inputs(1, 96, 40, torch.float32)
     weight[3], weight[4, 1], weight[5], weight[6, 95] = 0.0, float("nan"), 1e-40, float("inf")
-    out = Int4Linear(weight, backend=TRITON)(torch.randn(5, 96).to(DEVICE))
+    out = GroupedLinear(weight, backend=TRITON, bits=bits, group_size=32)(torch.randn(5, 96).to(DEVICE))
     assert (out[:, [3, 5]].abs() < 1e-30).all()
     assert out.isnan().all(dim=0).nonzero().flatten().tolist() == [4, 6]
 
@@ -127,21 +132,21 @@ def test_triton_int4_of_what_is_no_number() -> None:
 )
 def test_scales_of_4_bits_are_held_in_16_bits_where_that_rounds_none(dtype: torch.dtype, held: torch.dtype) -> None:
     scales = torch.randn(5, 3).to(dtype).float()
-    packed = kernel.pack_int4(grouped(96, 5, 32, zeros=False)._replace(scales=scales.to(DEVICE)))
+    packed = kernel.pack_groups(grouped(96, 5, 32, zeros=False)._replace(scales=scales.to(DEVICE)))
     assert packed.scales.dtype == held
     assert packed.scales.cpu().float().T.equal(scales)
     weight = torch.randn(5, 96, dtype=torch.bfloat16)
-    assert kernel.pack_int4(reference.round_groups(weight, 32)).scales.dtype == torch.bfloat16
+    assert kernel.pack_groups(reference.round_groups(weight, 32)).scales.dtype == torch.bfloat16
 
 
 def test_triton_refuses_groups_that_it_cannot_cut() -> None:
     with pytest.raises(ValueError, match="group_size is 24; on a GPU it must be a multiple of 16"):
-        Int4Linear(torch.ones(3, 96, device=DEVICE), backend=TRITON, group_size=24)
+        GroupedLinear(torch.ones(3, 96, device=DEVICE), backend=TRITON, group_size=24)
 
 
 def test_triton_refuses_inputs_of_8_bits_beside_weights_of_4() -> None:
     with pytest.raises(ValueError, match="with inputs of 8 are for the cpp and torch backends; this is triton"):
-        Int4Linear(torch.ones(3, 96, device=DEVICE), backend=TRITON, input_bits=8)
+        GroupedLinear(torch.ones(3, 96, device=DEVICE), backend=TRITON, input_bits=8)
 
 
 def test_fp8_refuses_what_does_not_fit() -> None:
@@ -158,9 +163,10 @@ def test_fp8_refuses_what_does_not_fit() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 300])
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["int8", "w8a16", "int4", "fp8"])
 def test_a_large_layer_on_a_gpu(name: str, num_rows: int, dtype: torch.dtype) -> None:
-    layer = {"int8": Int8Linear, "int4": Int4Linear, "fp8": Float8Linear}[name]
+    w8a16 = partial(GroupedLinear, bits=8)
+    layer = {"int8": Int8Linear, "w8a16": w8a16, "int4": GroupedLinear, "fp8": Float8Linear}[name]
     weight = torch.randn(6144, 4096, dtype=dtype, device="cuda") / 64
     x = torch.randn(num_rows, 4096, dtype=dtype, device="cuda")
     assert_close(layer(weight, backend=TRITON)(x), layer(weight, backend=TORCH)(x))

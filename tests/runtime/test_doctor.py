@@ -20,7 +20,7 @@ def test_the_report_names_what_runs_here(capsys: pytest.CaptureFixture[str]) -> 
     assert report["ops"] == "cpp"
     assert report["instruction_set"]
     assert report["better_instruction_set"] is None  # it was compiled for this CPU
-    assert set(report["arithmetic"]) == {"bf16", "int8", "int4"}
+    assert set(report["arithmetic"]) == {"bf16", "int8", "w8a16", "int4"}
     assert report["num_cores"] >= report["num_threads"] >= 1
     assert report["available_bytes"] > 0
     assert report["speeds"] == []

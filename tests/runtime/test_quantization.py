@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: how little they change what a model says, and that nothing else changes it."""
+"""Linear layers in 8 and 4 bits: how little they change what a model says, and that nothing else changes it."""
 
 import json
 import math
@@ -129,27 +129,28 @@ AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight columns AWQ has in each place of a word, from the lowest bits on."""
 
 
-def packed(values: Tensor, dim: int, places: Sequence[int] = range(8)) -> Tensor:
-    """Return ``values``, of 0 to 15, with eight neighbours along ``dim`` in a word."""
-    eights = values.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, 8))
-    words = sum(eights[..., column] << 4 * place for place, column in enumerate(places))
+def packed(values: Tensor, dim: int, bits: int, places: Sequence[int] | None = None) -> Tensor:
+    """Return ``values`` of so many bits with neighbours along ``dim`` in a word of 32."""
+    places = range(32 // bits) if places is None else places
+    words_of = values.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, len(places)))
+    words = sum(words_of[..., column] << bits * place for place, column in enumerate(places))
     return (words - ((words >> 31) << 32)).to(torch.int32).movedim(-1, dim).contiguous()  # as signed numbers
 
 
 def compressed_tensors(weight: Grouped) -> dict[str, Tensor]:
     tensors = {
-        "weight_packed": packed(weight.values, 1),
+        "weight_packed": packed(weight.values, 1, weight.bits),
         "weight_scale": weight.scales,
         "weight_shape": torch.tensor(weight.values.shape),
     }
-    return tensors if weight.zeros is None else tensors | {"weight_zero_point": packed(weight.zeros, 0)}
+    return tensors if weight.zeros is None else tensors | {"weight_zero_point": packed(weight.zeros, 0, weight.bits)}
 
 
 def gptq(weight: Grouped, stored_less: int = 1) -> dict[str, Tensor]:
     assert weight.zeros is not None
     return {
-        "qweight": packed(weight.values.T, 0),
-        "qzeros": packed((weight.zeros.T - stored_less) & 15, 1),
+        "qweight": packed(weight.values.T, 0, weight.bits),
+        "qzeros": packed((weight.zeros.T - stored_less) & (2**weight.bits - 1), 1, weight.bits),
         "scales": weight.scales.T.half().contiguous(),
         "g_idx": torch.arange(weight.values.shape[1], dtype=torch.int32) // weight.group_size,
     }
@@ -158,13 +159,13 @@ def gptq(weight: Grouped, stored_less: int = 1) -> dict[str, Tensor]:
 def awq(weight: Grouped) -> dict[str, Tensor]:
     assert weight.zeros is not None
     return {
-        "qweight": packed(weight.values.T, 1, AWQ_PLACES),
-        "qzeros": packed(weight.zeros.T, 1, AWQ_PLACES),
+        "qweight": packed(weight.values.T, 1, 4, AWQ_PLACES),
+        "qzeros": packed(weight.zeros.T, 1, 4, AWQ_PLACES),
         "scales": weight.scales.T.half().contiguous(),
     }
 
 
-def w4a16(**weights: object) -> dict[str, Any]:
+def weight_only(**weights: object) -> dict[str, Any]:
     scheme = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP_SIZE, "dynamic": False} | weights
     group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
     return W8A8 | {"format": "pack-quantized", "config_groups": {"group_0": group}}
@@ -174,13 +175,19 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE, "desc_act":
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "zero_point": True, "version": "gemm"}
 
 PACKINGS: dict[str, tuple[dict[str, Any], Callable[[Grouped], dict[str, Tensor]]]] = {
-    "compressed-tensors": (w4a16(symmetric=True), compressed_tensors),
-    "compressed-tensors, zeros": (w4a16(symmetric=False), compressed_tensors),
+    "compressed-tensors": (weight_only(symmetric=True), compressed_tensors),
+    "compressed-tensors, zeros": (weight_only(symmetric=False), compressed_tensors),
     "compressed-tensors, channels": (
-        w4a16(symmetric=True, strategy="channel", group_size=None),
+        weight_only(symmetric=True, strategy="channel", group_size=None),
+        compressed_tensors,
+    ),
+    "compressed-tensors, 8 bits": (weight_only(num_bits=8, symmetric=True), compressed_tensors),
+    "compressed-tensors, 8 bits, channels, zeros": (
+        weight_only(num_bits=8, symmetric=False, strategy="channel", group_size=None),
         compressed_tensors,
     ),
     "gptq": (GPTQ, gptq),
+    "gptq, 8 bits": (GPTQ | {"bits": 8}, gptq),
     "gptq, one group": (GPTQ | {"group_size": -1, "desc_act": True}, gptq),
     "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(gptq, stored_less=0)),
     "awq": (AWQ, awq),
@@ -189,7 +196,7 @@ PACKINGS: dict[str, tuple[dict[str, Any], Callable[[Grouped], dict[str, Tensor]]
 
 
 def pack_checkpoint(path: Path, name: str, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> Reference:
-    """Round the linear layers of a checkpoint to 4 bits; return transformers' model with the rounded weights."""
+    """Round the linear layers of a checkpoint to 4 or 8 bits; return transformers' model with the rounded weights."""
     reference, (config, pack) = Reference(path), PACKINGS[name]
     modules, tensors = dict(reference._model.named_modules()), {}
     seeded = torch.Generator().manual_seed(0)
@@ -198,10 +205,13 @@ def pack_checkpoint(path: Path, name: str, change: Callable[[dict[str, Tensor], 
             tensors[key] = tensor
             continue
         one_group = "channels" in name or "one group" in name
-        grouped = round_groups(tensor, tensor.shape[1] if one_group else GROUP_SIZE)
+        bits = 8 if "8 bits" in name else 4
+        grouped = round_groups(tensor, tensor.shape[1] if one_group else GROUP_SIZE, bits)
         grouped = grouped._replace(scales=grouped.scales.half().float())
         if "zeros" in name or "tensors" not in name:
-            zeros = torch.randint(6, 11, grouped.scales.shape, generator=seeded, dtype=torch.uint8)
+            few = grouped.middle // 4
+            zeros = torch.randint(-few, few, grouped.scales.shape, generator=seeded) + grouped.middle
+            zeros = zeros.to(torch.uint8)
             grouped = grouped._replace(zeros=zeros)
         prefix = key.removesuffix(".weight")
         tensors |= {f"{prefix}.{part}": one for part, one in pack(grouped).items()}
@@ -236,12 +246,13 @@ def test_the_perplexity_with_keys_and_values_in_8_bits_hardly_grows(texts: list[
     assert max(math.exp(one - exact) for one in rounded) < 1.01
 
 
-@pytest.mark.parametrize("quantization", ["int4", "w4a8"])
-def test_the_perplexity_in_4_bits_grows_little(texts: list[str], quantization: str) -> None:
+@pytest.mark.parametrize(("quantization", "most"), [("w8a16", 1.005), ("int4", 1.05), ("w4a8", 1.05)])
+def test_the_perplexity_of_weights_in_groups_grows_little(texts: list[str], quantization: str, most: float) -> None:
     exact = nats_per_token(texts, dtype="float32")
     rounded = nats_per_token(texts, dtype="bfloat16", quantization=quantization)
     print(exact, rounded)
-    assert 1.0 < math.exp(rounded - exact) < 1.05
+    assert rounded != exact
+    assert math.exp(rounded - exact) < most
 
 
 @pytest.mark.parametrize("architecture", one_fast("llama3", "qwen2", "phi3", "gemma2", "smollm3"))
@@ -259,41 +270,53 @@ def test_tokens_are_those_of_transformers_with_layers_that_round(
     assert engine.info.quantization == "int8"
 
 
+@pytest.mark.parametrize("quantization", ["int4", "w8a16"])
 @pytest.mark.parametrize("architecture", one_fast("llama3", "phi3", "gemma2", "mixtral"))
-def test_tokens_are_those_of_transformers_with_weights_of_4_bits(tmp_path: Path, architecture: str) -> None:
+def test_tokens_are_those_of_transformers_with_weights_rounded_in_groups(
+    tmp_path: Path, architecture: str, quantization: str
+) -> None:
     path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70, 1, 25])
     reference = Reference(path)
+    bits, group_size = (4, 32) if quantization == "int4" else (8, 128)
+
+    def rounded(weight: Tensor) -> Tensor:
+        return unrounded(round_groups(weight, group_size, bits))
+
     head = reference._model.lm_head
-    values, scales = round_rows(head.weight)
-    head.weight = torch.nn.Parameter(values * scales[:, None])  # no longer the embedding's
-    head.register_forward_pre_hook(round_inputs)
+    if quantization == "int4":
+        values, scales = round_rows(head.weight)
+        head.weight = torch.nn.Parameter(values * scales[:, None])  # no longer the embedding's
+        head.register_forward_pre_hook(round_inputs)
+    else:
+        head.weight = torch.nn.Parameter(rounded(head.weight))
     for name, module in reference._model.named_modules():
         if name.endswith("experts"):  # all of a layer in one tensor
             for weights in (module.gate_up_proj, module.down_proj):
-                weights.data = torch.stack([unrounded(round_groups(one, GROUP_SIZE)) for one in weights])
+                weights.data = torch.stack([rounded(one) for one in weights])
         elif isinstance(module, torch.nn.Linear) and name != "lm_head":
-            module.weight = torch.nn.Parameter(unrounded(round_groups(module.weight, GROUP_SIZE)))
-    engine = make_engine(path, quantization="int4")
+            module.weight = torch.nn.Parameter(rounded(module.weight))
+    engine = make_engine(path, quantization=quantization)
     found, expected = generate(engine, prompts), reference.generate(prompts)
     assert [one[0] for one in found] == [one[0] for one in expected]
     # as in 8 bits, which the head has
     assert sum(one == other for one, other in zip(found, expected, strict=True)) >= len(prompts) - 1
-    assert engine.info.quantization == "int4"
+    assert engine.info.quantization == quantization
 
 
 @pytest.mark.parametrize("architecture", one_fast("qwen3", "phi3", "gemma2"))
 @pytest.mark.parametrize("name", PACKINGS)
-def test_checkpoints_in_4_bits_mean_what_they_say(tmp_path: Path, architecture: str, name: str) -> None:
+def test_checkpoints_in_groups_mean_what_they_say(tmp_path: Path, architecture: str, name: str) -> None:
     path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70, 1, 25])
     expected = pack_checkpoint(path, name, lambda *_: None).generate(prompts)
     num_parameters = make_engine(make_checkpoint(tmp_path / "whole", architecture)).info.num_parameters
     engine = make_engine(path)
     assert generate(engine, prompts) == expected
-    assert (engine.info.quantization, engine.info.num_parameters) == ("int4", num_parameters)
+    quantization = "w8a16" if "8 bits" in name else "int4"
+    assert (engine.info.quantization, engine.info.num_parameters) == (quantization, num_parameters)
     assert generate(make_engine(path, kernel_backend="torch"), prompts) == expected
 
 
-@pytest.mark.parametrize("name", PACKINGS)
+@pytest.mark.parametrize("name", [name for name in PACKINGS if "8 bits" not in name])
 def test_inputs_beside_a_checkpoint_in_4_bits_have_8_if_asked(tmp_path: Path, name: str) -> None:
     path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([40, 3, 70, 1, 25])
     exact = pack_checkpoint(path, name, lambda *_: None).generate(prompts)
@@ -313,7 +336,9 @@ def test_inputs_beside_a_checkpoint_in_4_bits_have_8_if_asked(tmp_path: Path, na
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gptq", set_field("bits", to=3), "quantization_config.bits is 3; it must be 4"),
+        ("gptq", set_field("bits", to=3), "quantization_config.bits is 3; it must be 4 or 8"),
+        ("gptq", set_field("bits", to=[4]), r"quantization_config.bits is \[4\]; it must be 4 or 8"),
+        ("awq", set_field("bits", to=8), "quantization_config.bits is 8; it must be 4"),
         ("gptq", set_field("lm_head", to=True), "lm_head is True; it must be absent or false"),
         ("gptq", set_field("desc_act", to=True), "desc_act is True; it must be false: features of"),
         ("gptq", set_field("checkpoint_format", to="marlin"), "checkpoint_format is 'marlin'"),
@@ -338,13 +363,13 @@ def test_inputs_beside_a_checkpoint_in_4_bits_have_8_if_asked(tmp_path: Path, na
         ),
         (
             "compressed-tensors",
-            set_field(*GROUP, "weights", "num_bits", to=8),
-            "weights.num_bits is 8; it must be 4",
+            set_field(*GROUP, "weights", "num_bits", to=2),
+            "weights.num_bits is 2; it must be 4 or 8",
         ),
         (
             "compressed-tensors",
             set_field(*GROUP, "input_activations", to={"num_bits": 8}),
-            "input_activations is .* must be absent: with weights of 4 bits",
+            "input_activations is .* must be absent: with pack-quantized",
         ),
         (
             "compressed-tensors",
@@ -353,7 +378,7 @@ def test_inputs_beside_a_checkpoint_in_4_bits_have_8_if_asked(tmp_path: Path, na
         ),
     ],
 )
-def test_checkpoints_in_4_bits_that_cannot_be_read_say_why(
+def test_checkpoints_in_groups_that_cannot_be_read_say_why(
     tmp_path: Path, name: str, change: Callable[[dict[str, Tensor], dict[str, Any]], object], message: str
 ) -> None:
     path = make_checkpoint(tmp_path, "llama3")
@@ -362,7 +387,7 @@ def test_checkpoints_in_4_bits_that_cannot_be_read_say_why(
         make_engine(path)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "w4a8"])
+@pytest.mark.parametrize("quantization", ["int8", "w8a16", "int4", "w4a8"])
 @pytest.mark.parametrize("architecture", one_fast("llama3", "gemma3", "mixtral", "gpt-oss"))
 def test_tokens_do_not_depend_on_other_requests_chunks_or_threads(
     tmp_path: Path, architecture: str, quantization: str
@@ -377,7 +402,7 @@ def test_tokens_do_not_depend_on_other_requests_chunks_or_threads(
     assert whole.info.key.split("/")[1:][-3] == f"float32+{quantization}"
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "w4a8"])
+@pytest.mark.parametrize("quantization", ["int8", "w8a16", "int4", "w4a8"])
 def test_the_reference_says_the_same(tmp_path: Path, quantization: str) -> None:
     path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8])
     expected = generate(make_engine(path, quantization=quantization, kernel_backend="torch"), prompts)
@@ -389,7 +414,9 @@ FEW = SamplingParams(temperature=0.0, max_tokens=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the test below runs the compiled kernels")
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "int4")), "gptq"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "w8a16", "int4")), "gptq"]
+)
 def test_triton_says_the_same(tmp_path: Path, name: str) -> None:
     """Rounded at load, and a checkpoint with zeros; in Triton's interpreter."""
     path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([6, 3])
@@ -403,7 +430,7 @@ def test_triton_says_the_same(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "w8a16", "int4"])
 def test_a_gpu_says_the_same(tmp_path: Path, quantization: str) -> None:
     path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8, 100])
     expected = generate(make_engine(path, quantization=quantization), prompts)
@@ -412,7 +439,7 @@ def test_a_gpu_says_the_same(tmp_path: Path, quantization: str) -> None:
 
 def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "llama3")
-    with pytest.raises(ConfigError, match="--quantization is 'int3'; it must be one of none, int8, int4, w4a8"):
+    with pytest.raises(ConfigError, match="--quantization is 'int3'; it must be one of none, int8, w8a16, int4, w4a8"):
         EngineConfig(model=str(path), served_model_name="m", quantization="int3")
     with pytest.raises(ConfigError, match="--quantization w4a8 has no kernel for GPUs, nor for the triton backend"):
         make_engine(path, quantization="w4a8", kernel_backend="triton")

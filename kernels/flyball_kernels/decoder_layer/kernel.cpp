@@ -146,7 +146,7 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.class_<Linear>("Linear")  // before the class that takes it
       .def_static("packed", &packed_linear)
       .def_static("int8", &int8_linear)
-      .def_static("int4", &int4_linear);
+      .def_static("grouped", &grouped_linear);
   m.class_<DecoderLayer>("DecoderLayer")
       .def(torch::init<Part, Part, Part, Part, Tensor, Tensor, OptionalTensor, OptionalTensor, double, double, Tensor, double,
                        std::optional<int64_t>, std::optional<double>, bool>())

@@ -11,8 +11,8 @@ from flyball_kernels.checks import check_contiguous, check_dtype, check_shape
 from flyball_kernels.linear import reference
 from flyball_kernels.linear.reference import Grouped, Rounded
 
-GROUP_SIZE = 32
-"""Features of a group that have one scale in 4 bits, unless told: of weights that are rounded as they come, more lose more."""
+GROUP_SIZES = {4: 32, 8: 128}
+"""Features of a group that have one scale, unless told, by bits: of weights that are rounded as they come, more lose more."""
 
 MAX_INT8_FEATURES = 65536
 """With more in_features, sums of products of bytes do not fit 32 bits."""
@@ -158,29 +158,31 @@ class Int8Linear:
         return torch.ops.flyball.linear_int8_round(weight) if self._is_cpp else reference.round_rows(weight)
 
 
-class Int4Linear:
-    """``x @ weight.T + bias`` for inference, with weights of 4 bits and inputs of 16 (W4A16) or 8 (W4A8).
+class GroupedLinear:
+    """``x @ weight.T + bias`` for inference, with weights of 4 or 8 bits and inputs of 16 (W4A16, W8A16) or 8 (W4A8).
 
     Groups of each row of the weight have a scale of their own. Sums are fp32, and the result is rounded once. A row with a
     value that is not finite gives NaN or infinity.
 
     With inputs of 16 bits, products are exact, but for the C++ kernel with bf16 on a CPU that multiplies bytes (AVX512_VNNI,
-    SDOT): there inputs of less than 1/64 of the largest one of their group (or 4,096 features of it) are off by at most 1/32640
-    of that. With inputs of 8 bits, those of a group, or of equal parts of one with at most 128 features, are rounded to
-    multiples of their largest magnitude over 127, as llama.cpp does for Q4_0. That is for the ``cpp`` and ``torch`` backends.
+    SDOT): there inputs of less than 1/64 of the largest one of their group (or 4,096 features of it; beside weights of 8 bits
+    256) are off by at most 1/32640 of that. With inputs of 8 bits, those of a group, or of equal parts of one with at most 128
+    features, are rounded to multiples of their largest magnitude over 127, as llama.cpp does for Q4_0. That is for weights of 4
+    bits, and for the ``cpp`` and ``torch`` backends.
 
-    Weights take little more than a quarter of the memory of bf16, and on a CPU few rows about as much less time. Many rows take
-    about half the time with inputs of 8 bits.
+    Weights of 4 bits take little more than a quarter of the memory of bf16, those of 8 bits half of it, and on a CPU few rows
+    about as much less time. Many rows take about half the time with inputs of 8 bits; ``Int8Linear`` has both in 8.
     ``kernel.Packed`` describes the layout of the ``triton`` backend. The ``torch`` backend is a reference.
 
     Args:
-        weight: ``[out_features, in_features]`` bf16, fp16 or fp32, which is rounded in groups of ``group_size`` features; or
-            what it was rounded to, ``Grouped``.
+        weight: ``[out_features, in_features]`` bf16, fp16 or fp32, which is rounded in groups; or what it was rounded to,
+            ``Grouped``.
         bias: ``[out_features]`` or None, of ``dtype``.
-        group_size: an even number, with several groups and the ``triton`` backend a multiple of 16; of a ``Grouped`` weight
-            its own.
+        bits: 4 or 8, of a weight that is rounded here.
+        group_size: of a weight that is rounded here, unless that of ``GROUP_SIZES``: an even number, with several groups and
+            the ``triton`` backend a multiple of 16.
         dtype: of ``x`` and the result: that of ``weight``, which need not be told.
-        input_bits: 8 or 16.
+        input_bits: 16, or 8 beside weights of 4.
     Raises:
         ValueError: the shapes or dtypes do not fit, or the backend has no kernel for inputs of 8 bits.
     """
@@ -191,31 +193,40 @@ class Int4Linear:
         bias: Tensor | None = None,
         *,
         backend: Backend,
-        group_size: int = GROUP_SIZE,
+        bits: Literal[4, 8] = 4,
+        group_size: int | None = None,
         dtype: torch.dtype | None = None,
         input_bits: Literal[8, 16] = 16,
     ) -> None:
         self._is_cpp, self._is_triton = backend.name == "cpp", backend.name == "triton"
         if self._is_triton and input_bits == 8:
             raise ValueError("weights of 4 bits with inputs of 8 are for the cpp and torch backends; this is triton.")
-        self._input_bits = input_bits
         self._dtype = _dtype_of(weight, dtype)
         if isinstance(weight, Grouped):
             grouped = weight
             _check_bias(bias, weight.values.shape[0], self._dtype)
         else:
             _check(weight, bias)
-            grouped = reference.round_groups(weight.detach(), group_size)
+            if bits not in GROUP_SIZES:
+                raise ValueError(f"bits is {bits}; weights are rounded to 4 or 8.")
+            size = GROUP_SIZES[bits] if group_size is None else group_size
+            _check_group_size(size)
+            grouped = reference.round_groups(weight.detach(), size, bits)
         _check_grouped(grouped)
+        if input_bits not in ((8, 16) if grouped.bits == 4 else (16,)):
+            raise ValueError(
+                f"input_bits is {input_bits} beside weights of {grouped.bits} bits; it may be 16, or 8 beside weights of 4."
+            )
         self.out_features, self.in_features = grouped.values.shape
-        self._group_size = grouped.group_size
-        self._has_zeros = grouped.zeros is not None and not bool((grouped.zeros == 8).all())
+        self._input_bits, self._group_size = input_bits, grouped.group_size
+        has_zeros = grouped.zeros is not None and not bool((grouped.zeros == grouped.middle).all())
+        self._settings = (grouped.bits, grouped.group_size, has_zeros, input_bits)  # what the C++ op has to know
         if self._is_triton:
             from flyball_kernels.linear import kernel  # triton is there on Linux only
 
-            self._weight = kernel.pack_int4(grouped)
+            self._weight = kernel.pack_groups(grouped)
         else:
-            self._weight = self._packed(grouped) if self._is_cpp else reference.unrounded(grouped)
+            self._weight = self._packed(grouped, has_zeros) if self._is_cpp else reference.unrounded(grouped)
         self._bias = None if bias is None else bias.detach().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -229,12 +240,11 @@ class Int4Linear:
         _check_input(x, self.in_features, self._dtype)
         rows = x.reshape(-1, self.in_features)
         if self._is_cpp:
-            settings = (self._group_size, self._has_zeros, self._input_bits)
-            out = torch.ops.flyball.linear_int4(rows, self._weight, self._bias, self.out_features, *settings)
+            out = torch.ops.flyball.linear_grouped(rows, self._weight, self._bias, self.out_features, *self._settings)
         elif self._is_triton:
             from flyball_kernels.linear import kernel
 
-            out = kernel.int4_linear(rows, self._weight, self._bias)
+            out = kernel.grouped_linear(rows, self._weight, self._bias)
         else:
             rounds = self._input_bits == 8
             inputs = reference.round_inputs(rows, self._group_size) if rounds else rows
@@ -246,15 +256,17 @@ class Int4Linear:
         """As in ``PackedLinear``; None with the ``torch`` backend."""
         if not self._is_cpp:
             return None
-        settings = (self._group_size, self._has_zeros, self._input_bits)
-        return torch.classes.flyball.Linear.int4(
-            self._weight, self._bias, self.out_features, self.in_features, *settings
+        return torch.classes.flyball.Linear.grouped(
+            self._weight, self._bias, self.out_features, self.in_features, *self._settings
         )
 
-    def _packed(self, grouped: Grouped) -> Tensor:
-        offsets = grouped.scales * (grouped.zeros.float() - 8.0) if self._has_zeros else None
-        settings = (self._group_size, self._dtype, self._input_bits)
-        return torch.ops.flyball.linear_int4_pack(grouped.values, grouped.scales, offsets, *settings)
+    def _packed(self, grouped: Grouped, has_zeros: bool) -> Tensor:
+        offsets = None
+        if has_zeros:
+            assert grouped.zeros is not None
+            offsets = grouped.scales * (grouped.zeros.float() - grouped.middle)
+        settings = (grouped.bits, grouped.group_size, self._dtype, self._input_bits)
+        return torch.ops.flyball.linear_grouped_pack(grouped.values, grouped.scales, offsets, *settings)
 
 
 class Float8Linear:
@@ -309,7 +321,7 @@ class Float8Linear:
         return out.view(*x.shape[:-1], self.out_features)
 
 
-Linear = PackedLinear | Int8Linear | Int4Linear
+Linear = PackedLinear | Int8Linear | GroupedLinear
 
 
 def _check_rounded(weight: Rounded, bias: Tensor | None, values_dtype: torch.dtype, dtype: torch.dtype) -> None:
@@ -325,16 +337,23 @@ def _check_grouped(weight: Grouped) -> None:
     check_shape("values", weight.values, None, None)
     check_dtype("values", weight.values, torch.uint8)
     num_rows, num_columns = weight.values.shape
-    if weight.group_size < 2 or weight.group_size % 2:
-        raise ValueError(f"group_size is {weight.group_size}; it must be an even number above 0.")
+    if weight.bits not in GROUP_SIZES:
+        raise ValueError(f"bits is {weight.bits}; it must be 4 or 8.")
+    _check_group_size(weight.group_size)
     num_groups = -(-num_columns // weight.group_size)
     check_shape("scales", weight.scales, num_rows, num_groups)
     check_dtype("scales", weight.scales, torch.float32)
     if weight.zeros is not None:
         check_shape("zeros", weight.zeros, num_rows, num_groups)
         check_dtype("zeros", weight.zeros, torch.uint8)
-    if weight.values.numel() and int(weight.values.max()) > 15:
-        raise ValueError(f"values hold {int(weight.values.max())}; in 4 bits they are at most 15.")
+    most = int(weight.values.max()) if weight.values.numel() else 0
+    if most >= 2 * weight.middle:
+        raise ValueError(f"values hold {most}; in {weight.bits} bits they are at most {2 * weight.middle - 1}.")
+
+
+def _check_group_size(group_size: int) -> None:
+    if group_size < 2 or group_size % 2:
+        raise ValueError(f"group_size is {group_size}; it must be an even number above 0.")
 
 
 def _check(weight: Tensor, bias: Tensor | None) -> None:

@@ -1,10 +1,11 @@
-// Linear layer: fp32 sums of 16-bit or 4-bit weights, or whole sums of 8-bit ones.
+// Linear layer: fp32 sums of weights of 16 bits or fewer, or whole sums of 8-bit ones.
 //
 // A weight is stored once, as panels of two vectors of columns (output features) that a thread streams through, for one row as for
 // hundreds. There are several arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
 // dot product instruction of AVX512_BF16 or Arm's BF16, which does twice the work of an FMA where a core issues two of them a
 // cycle (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
-// exact in all. Int8 (int8.h) and Int4 and Int4Bytes (int4.h) are for weights that have been rounded. See benchmarks/linear.py.
+// exact in all. Int8 (int8.h), and GroupedFma and GroupedBytes (grouped.h), are for weights that have been rounded. See
+// benchmarks/linear.py.
 #include <array>
 #include <bit>
 
@@ -219,7 +220,7 @@ void pack_rows(const typename A::Value* x, int64_t stride, int64_t rows, int64_t
 }
 
 #include "int8.h"
-#include "int4.h"
+#include "grouped.h"
 #include "tiles.h"
 
 // Panels panels times a tile of Rows rows. Every sum runs over the steps in order, whatever Rows and Panels are, so a row's
@@ -255,8 +256,8 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
   }
 }
 
-// Few rows have too few sums in flight to hide the arithmetic's latency, so they take several panels at a time. Unpacking 4-bit
-// weights takes as long as that latency.
+// Few rows have too few sums in flight to hide the arithmetic's latency, so they take several panels at a time. Unpacking weights of
+// 4 bits takes as long as that latency.
 template <class A>
 constexpr int panels_at_once(int64_t rows) {
   return kHasRuns<A> ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
@@ -399,7 +400,7 @@ std::string byte_arithmetic() {
 
 std::string int8_arithmetic() { return has_amx() ? byte_arithmetic() + ", AMX for many rows" : byte_arithmetic(); }
 
-std::string int4_arithmetic() { return has_byte_dot() ? byte_arithmetic() : "fp32 FMA"; }
+std::string grouped_arithmetic() { return has_byte_dot() ? byte_arithmetic() : "fp32 FMA"; }
 
 // Call f with the arithmetic for tensors of this type.
 template <class F>
@@ -495,42 +496,48 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scal
   return out;
 }
 
-// Call f with the arithmetic for 4-bit weights and inputs of this type, which have so many bits.
+// Call f with the arithmetic for weights of so many bits and inputs of this type, which have so many bits.
 template <class F>
-void with_int4(at::ScalarType type, int64_t input_bits, F f) {
-  TORCH_CHECK_VALUE(input_bits == 8 || input_bits == 16, "input_bits is ", input_bits, "; it must be 8 or 16.");
-  dispatch(type, "linear_int4", [&]<class T>(T*) {
-    if (input_bits == 8) return f(Int4Bytes<T, 1>{});
-    if constexpr (has_byte_dot() && std::is_same_v<T, c10::BFloat16>)
-      f(Int4Bytes<T, 2>{});
-    else
-      f(Int4<T>{});
+void with_groups(at::ScalarType type, int64_t bits, int64_t input_bits, F f) {
+  TORCH_CHECK_VALUE(bits == 4 || bits == 8, "bits is ", bits, "; it must be 4 or 8.");
+  TORCH_CHECK_VALUE(input_bits == 16 || (input_bits == 8 && bits == 4), "input_bits is ", input_bits,
+                    "; it must be 16, or 8 beside weights of 4 bits.");
+  dispatch(type, "linear_grouped", [&]<class T>(T*) {
+    const auto with_bits = [&]<int Bits>(std::integral_constant<int, Bits>) {
+      if constexpr (has_byte_dot() && std::is_same_v<T, c10::BFloat16>)
+        f(GroupedBytes<T, Bits, 2>{});
+      else
+        f(GroupedFma<T, Bits>{});
+    };
+    if (bits == 8) return with_bits(std::integral_constant<int, 8>{});
+    if (input_bits == 8) return f(GroupedBytes<T, 4, 1>{});
+    with_bits(std::integral_constant<int, 4>{});
   });
 }
 
-// values [n, k] of 0 to 15, scales and offsets [n, groups] -> panels for inputs of this type
-Tensor linear_int4_pack(const Tensor& unpacked, const Tensor& scales, const std::optional<Tensor>& offsets, int64_t group_size,
-                        at::ScalarType type, int64_t input_bits) {
+// values [n, k] of 0 to 15 or 255, scales and offsets [n, groups] -> panels for inputs of this type
+Tensor linear_grouped_pack(const Tensor& unpacked, const Tensor& scales, const std::optional<Tensor>& offsets, int64_t bits,
+                           int64_t group_size, at::ScalarType type, int64_t input_bits) {
   const Tensor values = unpacked.contiguous(), of_groups = scales.contiguous();
   const std::optional<Tensor> others = offsets ? std::optional(offsets->contiguous()) : std::nullopt;
   const int64_t n = values.size(0), k = values.size(1);
   Tensor packed;
-  with_int4(type, input_bits, [&]<class A>(A) {
+  with_groups(type, bits, input_bits, [&]<class A>(A) {
     const Runs runs = Runs::make<A>(k, group_size, offsets.has_value());
     packed = at::empty({round_up(n, kPanel) / kPanel, runs.panel_bytes<A>()}, values.options());
     prefer_huge_pages(packed.data_ptr(), packed.nbytes());
-    pack_int4<A>(data<const uint8_t>(values), data<const float>(of_groups), data_or_null<float>(others), n, runs,
-                 data<uint8_t>(packed));
+    pack_groups<A>(data<const uint8_t>(values), data<const float>(of_groups), data_or_null<float>(others), n, runs,
+                   data<uint8_t>(packed));
   });
   return packed;
 }
 
 // A group has an even number of features.
-Work linear_int4_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t group_size,
-                      bool has_zeros, int64_t input_bits, const Tensor& out) {
+Work linear_grouped_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t bits,
+                         int64_t group_size, bool has_zeros, int64_t input_bits, const Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
   Work work;
-  with_int4(x.scalar_type(), input_bits, [&]<class A>(A) {
+  with_groups(x.scalar_type(), bits, input_bits, [&]<class A>(A) {
     using T = typename A::Value;
     const RunScales scales{nullptr, Runs::make<A>(k, group_size, has_zeros)};
     work = linear_work<A>(data<const T>(x), m, k, data<const uint8_t>(packed), n,
@@ -539,10 +546,10 @@ Work linear_int4_work(const Tensor& x, const Tensor& packed, const std::optional
   return work;
 }
 
-Tensor linear_int4(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t group_size,
-                   bool has_zeros, int64_t input_bits) {
+Tensor linear_grouped(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t bits,
+                      int64_t group_size, bool has_zeros, int64_t input_bits) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_int4_work(x, packed, bias, group_size, has_zeros, input_bits, out)});
+  run_in_team({linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, input_bits, out)});
   return out;
 }
 
@@ -550,23 +557,23 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def("linear_prefers_dot() -> bool", &prefers_dot);
   m.def("linear_bf16_arithmetic() -> str", &bf16_arithmetic);
   m.def("linear_int8_arithmetic() -> str", &int8_arithmetic);
-  m.def("linear_int4_arithmetic() -> str", &int4_arithmetic);
+  m.def("linear_grouped_arithmetic() -> str", &grouped_arithmetic);
   m.def("linear_pack(Tensor weight, bool dot) -> Tensor");
   m.def("linear_int8_round(Tensor weight) -> (Tensor, Tensor)");
   m.def("linear_int8_pack(Tensor values, Tensor scales) -> (Tensor, Tensor, Tensor)");
   m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor sums, Tensor? bias, int out_features) -> Tensor");
-  m.def("linear_int4_pack(Tensor values, Tensor scales, Tensor? offsets, int group_size, ScalarType inputs, int input_bits) -> "
-        "Tensor");
-  m.def("linear_int4(Tensor x, Tensor packed, Tensor? bias, int out_features, int group_size, bool has_zeros, int input_bits) "
-        "-> Tensor");
+  m.def("linear_grouped_pack(Tensor values, Tensor scales, Tensor? offsets, int bits, int group_size, ScalarType inputs, "
+        "int input_bits) -> Tensor");
+  m.def("linear_grouped(Tensor x, Tensor packed, Tensor? bias, int out_features, int bits, int group_size, bool has_zeros, "
+        "int input_bits) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool dot) -> Tensor");
   m.impl("linear_pack", c10::DispatchKey::CPU, TORCH_FN(linear_pack));
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
   m.impl("linear_int8_round", c10::DispatchKey::CPU, TORCH_FN(linear_int8_round));
   m.impl("linear_int8_pack", c10::DispatchKey::CPU, TORCH_FN(linear_int8_pack));
   m.impl("linear_int8", c10::DispatchKey::CPU, TORCH_FN(linear_int8));
-  m.impl("linear_int4_pack", c10::DispatchKey::CPU, TORCH_FN(linear_int4_pack));
-  m.impl("linear_int4", c10::DispatchKey::CPU, TORCH_FN(linear_int4));
+  m.impl("linear_grouped_pack", c10::DispatchKey::CPU, TORCH_FN(linear_grouped_pack));
+  m.impl("linear_grouped", c10::DispatchKey::CPU, TORCH_FN(linear_grouped));
 }
 
 }  // namespace
@@ -581,10 +588,10 @@ c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums
       k, n, [=](const Tensor& x, const Tensor& out) { return linear_int8_work(x, packed, scales, sums, bias, out); });
 }
 
-c10::intrusive_ptr<Linear> int4_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, int64_t group_size,
-                                       bool has_zeros, int64_t input_bits) {
+c10::intrusive_ptr<Linear> grouped_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, int64_t bits,
+                                          int64_t group_size, bool has_zeros, int64_t input_bits) {
   return c10::make_intrusive<Linear>(k, n, [=](const Tensor& x, const Tensor& out) {
-    return linear_int4_work(x, packed, bias, group_size, has_zeros, input_bits, out);
+    return linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, input_bits, out);
   });
 }
 

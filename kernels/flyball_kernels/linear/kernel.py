@@ -130,15 +130,15 @@ def float8_kernel(
 @triton.jit
 def _add_chunk(
     sums, numbers, chunk, x_ptr, scales_ptr, zeros_ptr, rows, is_row, columns, is_column, out_features, row_numel,
-    num_scales, CHUNK: tl.constexpr, CHUNKS_PER_GROUP: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    num_scales, BITS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS_PER_GROUP: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums with the products of a chunk of features, whose weights are numbers from 0 to 15."""
+    """Return the sums with the products of a chunk of features, whose weights are numbers of BITS bits."""
     places = (chunk // CHUNKS_PER_GROUP).to(tl.int64) * out_features + columns
     is_scale = is_column & (places < num_scales)  # the last chunk may be padding
     scales = tl.load(scales_ptr + places, mask=is_scale, other=0.0).to(tl.float32)
     weight = numbers.to(tl.int32)
     if zeros_ptr is None:
-        weight -= 8
+        weight -= 1 << (BITS - 1)
     else:
         weight -= tl.load(zeros_ptr + places, mask=is_scale, other=0).to(tl.int32)[:, None]
     features = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -149,11 +149,11 @@ def _add_chunk(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def int4_kernel(
+def grouped_kernel(
     x_ptr,  # [num_rows, row_numel]
     weight_ptr,  # [out_features, packed_numel] uint8, see Packed
     scales_ptr,  # [num_groups, out_features]
-    zeros_ptr,  # [num_groups, out_features] uint8, or None: 8 everywhere
+    zeros_ptr,  # [num_groups, out_features] uint8, or None: the middle everywhere
     bias_ptr,
     out_ptr,
     num_rows,
@@ -161,6 +161,7 @@ def int4_kernel(
     row_numel,
     packed_numel,
     num_scales,  # num_groups * out_features
+    BITS: tl.constexpr,  # of a weight
     CHUNK: tl.constexpr,
     CHUNKS_PER_GROUP: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -172,29 +173,31 @@ def int4_kernel(
     for start in range(0, packed_numel, CHUNK):
         places = weight_ptr + columns[:, None] * packed_numel + start + tl.arange(0, CHUNK)[None, :]
         packed = tl.load(places, mask=is_column[:, None], other=0)
-        chunk = 2 * (start // CHUNK)
+        chunk = start // CHUNK * (8 // BITS)
         sums = _add_chunk(
-            sums, packed & 15, chunk, x_ptr, scales_ptr, zeros_ptr, rows, is_row, columns, is_column, out_features,
-            row_numel, num_scales, CHUNK, CHUNKS_PER_GROUP, DOT_DTYPE,
+            sums, packed if BITS == 8 else packed & 15, chunk, x_ptr, scales_ptr, zeros_ptr, rows, is_row, columns, is_column,
+            out_features, row_numel, num_scales, BITS, CHUNK, CHUNKS_PER_GROUP, DOT_DTYPE,
         )  # fmt: skip
-        sums = _add_chunk(
-            sums, packed >> 4, chunk + 1, x_ptr, scales_ptr, zeros_ptr, rows, is_row, columns, is_column, out_features,
-            row_numel, num_scales, CHUNK, CHUNKS_PER_GROUP, DOT_DTYPE,
-        )  # fmt: skip
+        if BITS == 4:
+            sums = _add_chunk(
+                sums, packed >> 4, chunk + 1, x_ptr, scales_ptr, zeros_ptr, rows, is_row, columns, is_column,
+                out_features, row_numel, num_scales, BITS, CHUNK, CHUNKS_PER_GROUP, DOT_DTYPE,
+            )  # fmt: skip
     _store(sums, bias_ptr, out_ptr, rows, is_row, columns, is_column, out_features)
 
 
 class Packed(NamedTuple):
-    """Weights of 4 bits as the kernel takes them.
+    """Weights in groups as the kernel takes them.
 
-    Features are cut into chunks, none of which lies in two groups. A byte holds the weights of two features: one of a chunk in
-    its low half, and the feature of the next chunk that is as far from its beginning in its high half. So both halves meet
-    inputs that are neighbours, and no number changes its place in registers.
+    Features are cut into chunks, none of which lies in two groups. A byte holds a weight of 8 bits, or those of two features of
+    4: one of a chunk in its low half, and the feature of the next chunk that is as far from its beginning in its high half. So
+    both halves meet inputs that are neighbours, and no number changes its place in registers.
 
     Attributes:
-        values: ``[out_features, half of the features]`` uint8; the features are rounded up to two chunks.
+        values: ``[out_features, features * bits / 8]`` uint8; the features are rounded up to the chunks that bytes have.
         scales: ``[num_groups, out_features]`` of 16 bits if that rounds none of them, else fp32.
-        zeros: ``[num_groups, out_features]`` uint8; None: 8 everywhere.
+        zeros: ``[num_groups, out_features]`` uint8; None: the middle everywhere.
+        bits: of a weight, 4 or 8.
         chunk: features of a chunk, a power of two from 16 to MAX_CHUNK.
         chunks_per_group: chunks that have one scale.
     """
@@ -202,11 +205,12 @@ class Packed(NamedTuple):
     values: Tensor
     scales: Tensor
     zeros: Tensor | None
+    bits: int
     chunk: int
     chunks_per_group: int
 
 
-def pack_int4(weight: Grouped) -> Packed:
+def pack_groups(weight: Grouped) -> Packed:
     """Return the weights as the kernel takes them.
 
     Raises:
@@ -221,11 +225,14 @@ def pack_int4(weight: Grouped) -> Packed:
         raise ValueError(
             f"group_size is {group_size}; on a GPU it must be a multiple of 16. Use such weights, or a CPU."
         )
-    halves = F.pad(weight.values, (0, -in_features % (2 * chunk)), value=8).view(out_features, -1, 2, chunk)
-    values = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).contiguous()
-    has_zeros = weight.zeros is not None and not bool((weight.zeros == 8).all())
+    at_once = 8 // weight.bits
+    chunks = F.pad(weight.values, (0, -in_features % (at_once * chunk)), value=weight.middle)
+    chunks = chunks.view(out_features, -1, at_once, chunk)
+    values = chunks[:, :, 0] if at_once == 1 else chunks[:, :, 0] | chunks[:, :, 1] << 4
+    has_zeros = weight.zeros is not None and not bool((weight.zeros == weight.middle).all())
     zeros = weight.zeros.T.contiguous() if weight.zeros is not None and has_zeros else None
-    return Packed(values, _shortest(weight.scales).T.contiguous(), zeros, chunk, group_size // chunk)
+    scales = _shortest(weight.scales).T.contiguous()
+    return Packed(values.flatten(1).contiguous(), scales, zeros, weight.bits, chunk, group_size // chunk)
 
 
 def _shortest(scales: Tensor) -> Tensor:
@@ -282,14 +289,14 @@ def float8_linear(x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:
     return _launch(float8_kernel, inputs, bias, x, weight.values.shape[0], (x.shape[1],), constants)
 
 
-def int4_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+def grouped_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
     """Return ``[num_rows, out_features]`` of ``x`` ``[num_rows, in_features]``."""
-    values, scales, zeros, chunk, chunks_per_group = weight
+    values, scales, zeros, bits, chunk, chunks_per_group = weight
     sizes = (x.shape[1], values.shape[1], scales.numel())
-    constants = {"CHUNK": chunk, "CHUNKS_PER_GROUP": chunks_per_group, "DOT_DTYPE": dot_dtype(x.dtype)}
+    constants = {"BITS": bits, "CHUNK": chunk, "CHUNKS_PER_GROUP": chunks_per_group, "DOT_DTYPE": dot_dtype(x.dtype)}
     constants |= tile_shape(len(x), x.dtype)
     inputs = (x.contiguous(), values, scales, zeros)
-    return _launch(int4_kernel, inputs, bias, x, values.shape[0], sizes, constants)
+    return _launch(grouped_kernel, inputs, bias, x, values.shape[0], sizes, constants)
 
 
 def _launch(
@@ -324,19 +331,23 @@ def specs() -> Iterator[Spec]:
         constants = tile_shape(num_rows, torch.bfloat16) | features_per_turn(num_rows, torch.bfloat16)
         constants |= {"bias_ptr": None, "DOT_DTYPE": tl.bfloat16}
         yield Spec(f"linear fp8 bf16 {rows} rows", float8_kernel, types, constants, OPTIONS)
-    yield _int4_spec("bf16", torch.bfloat16, 32, 1, has_zeros=False)
-    yield _int4_spec("bf16", torch.bfloat16, 128, 512, has_zeros=True)
-    yield _int4_spec("fp16", torch.float16, 128, 1, has_zeros=True)
-    yield _int4_spec("fp32", torch.float32, 32, 512, has_zeros=False)
+    yield _grouped_spec(4, "bf16", torch.bfloat16, 32, 1, has_zeros=False)
+    yield _grouped_spec(4, "bf16", torch.bfloat16, 128, 512, has_zeros=True)
+    yield _grouped_spec(4, "fp16", torch.float16, 128, 1, has_zeros=True)
+    yield _grouped_spec(4, "fp32", torch.float32, 32, 512, has_zeros=False)
+    yield _grouped_spec(8, "bf16", torch.bfloat16, 128, 1, has_zeros=False)
+    yield _grouped_spec(8, "bf16", torch.bfloat16, 128, 512, has_zeros=True)
+    yield _grouped_spec(8, "fp16", torch.float16, 32, 512, has_zeros=False)
 
 
-def _int4_spec(name: str, dtype: torch.dtype, group_size: int, num_rows: int, has_zeros: bool) -> Spec:
+def _grouped_spec(bits: int, name: str, dtype: torch.dtype, group_size: int, num_rows: int, has_zeros: bool) -> Spec:
     types = {"x_ptr": f"*{name}", "weight_ptr": "*u8", "scales_ptr": f"*{name}", "out_ptr": f"*{name}"}
     types |= dict.fromkeys(("num_rows", "out_features", "row_numel", "packed_numel", "num_scales"), "i32")
     types |= {"zeros_ptr": "*u8"} if has_zeros else {}
     chunk = min(MAX_CHUNK, group_size)
-    constants = {"CHUNK": chunk, "CHUNKS_PER_GROUP": group_size // chunk, "DOT_DTYPE": dot_dtype(dtype)}
+    constants = {"BITS": bits, "CHUNK": chunk, "CHUNKS_PER_GROUP": group_size // chunk, "DOT_DTYPE": dot_dtype(dtype)}
     constants |= tile_shape(num_rows, dtype) | {"bias_ptr": None} | ({} if has_zeros else {"zeros_ptr": None})
     rows = "few" if num_rows <= FEW_ROWS else "many"
-    title = f"linear int4 {name} g{group_size}{' zeros' if has_zeros else ''} {rows} rows"
-    return Spec(title, int4_kernel, types, constants, OPTIONS)
+    weights = "int4" if bits == 4 else "w8a16"
+    title = f"linear {weights} {name} g{group_size}{' zeros' if has_zeros else ''} {rows} rows"
+    return Spec(title, grouped_kernel, types, constants, OPTIONS)

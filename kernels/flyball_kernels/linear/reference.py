@@ -30,38 +30,47 @@ def round_rows(matrix: Tensor) -> Rounded:
 
 
 class Grouped(NamedTuple):
-    """A matrix of 4 bits: ``scales * (values - zeros)``, where groups of a row have their own scale and zero.
+    """A matrix of few bits: ``scales * (values - zeros)``, where groups of a row have their own scale and zero.
 
     Attributes:
-        values: ``[rows, columns]`` uint8, from 0 to 15.
+        values: ``[rows, columns]`` uint8, from 0 to 15, or to 255 with 8 bits.
         scales: ``[rows, num_groups]`` fp32.
-        zeros: ``[rows, num_groups]`` uint8; None: 8 everywhere.
+        zeros: ``[rows, num_groups]`` uint8; None: ``middle`` everywhere.
         group_size: columns of a group; the last one may have fewer.
+        bits: 4 or 8.
     """
 
     values: Tensor
     scales: Tensor
     zeros: Tensor | None
     group_size: int
+    bits: int = 4
+
+    @property
+    def middle(self) -> int:
+        """Half of the numbers: 8, or 128."""
+        return 1 << (self.bits - 1)
 
 
-def round_groups(matrix: Tensor, group_size: int) -> Grouped:
-    """Round groups of each row to 16 numbers, with zeros of 8. The number of largest magnitude stands for -8 units."""
+def round_groups(matrix: Tensor, group_size: int, bits: int = 4) -> Grouped:
+    """Round groups of each row to numbers of so many bits, whose zeros are the middle. That of largest magnitude becomes 0."""
+    middle = 1 << (bits - 1)
     rows, columns = matrix.shape
     padding = -columns % group_size
     groups = F.pad(matrix.float(), (0, padding)).view(rows, -1, group_size)
     most = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    scales = most / -8.0
+    scales = most / -float(middle)
     # a group of zeros has no scale of use, nor one too small to be divided by
     units = torch.where(scales.abs() > 1e-30, torch.full_like(scales, 1.0) / scales, 0.0)
-    values = (groups * units).round().nan_to_num().clamp(-8, 7) + 8
-    return Grouped(values.to(torch.uint8).view(rows, -1)[:, :columns].contiguous(), scales[:, :, 0], None, group_size)
+    values = (groups * units).round().nan_to_num().clamp(-middle, middle - 1) + middle
+    values = values.to(torch.uint8).view(rows, -1)[:, :columns].contiguous()
+    return Grouped(values, scales[:, :, 0], None, group_size, bits)
 
 
 def unrounded(weight: Grouped) -> Tensor:
     """Return the matrix as fp32."""
     scales = _of_columns(weight.scales, weight)
-    zeros = 8.0 if weight.zeros is None else _of_columns(weight.zeros.float(), weight)
+    zeros = float(weight.middle) if weight.zeros is None else _of_columns(weight.zeros.float(), weight)
     return (weight.values.float() - zeros) * scales
 
 

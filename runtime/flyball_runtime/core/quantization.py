@@ -7,31 +7,38 @@ from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields
 
-Quantization = Literal["none", "int8", "int4", "w4a8"]
+Quantization = Literal["none", "int8", "w8a16", "int4", "w4a8"]
 """``int8``: weights of linear layers are 8 bits with a scale for each output feature, their inputs with one for each token.
-``int4``: weights are 4 bits with a scale for each group of input features, and inputs have 16. ``w4a8``: inputs have 8, with a
-scale for each group."""
+``w8a16``: weights are 8 bits with a scale for each group of input features, and inputs have 16. ``int4``: the same with weights
+of 4 bits. ``w4a8``: inputs beside them have 8, with a scale for each group."""
 
 Layout = Literal["compressed-tensors", "gptq", "awq"]
 
 
 class Packing(NamedTuple):
-    """How a checkpoint holds weights of 4 bits.
+    """How a checkpoint holds weights of 4 or 8 bits whose inputs have 16.
 
     Attributes:
+        bits: of a weight.
         group_size: input features that share a scale; None: all of an output feature.
-        has_zeros: whether zeros are stored; else they are all 8.
+        has_zeros: whether zeros are stored; else they are all the middle, 8 or 128.
         zero_offset: what a zero is larger than it is stored.
     """
 
     layout: Layout
+    bits: int
     group_size: int | None
     has_zeros: bool = True
     zero_offset: int = 0
 
+    @property
+    def per_word(self) -> int:
+        """Weights in a word of 32 bits."""
+        return 32 // self.bits
+
 
 class Stored(NamedTuple):
-    """How a checkpoint holds the weights of linear layers; ``packing`` of int4."""
+    """How a checkpoint holds the weights of linear layers; ``packing`` of int4 and w8a16."""
 
     quantization: Quantization = "none"
     packing: Packing | None = None
@@ -42,16 +49,21 @@ UNQUANTIZED = Stored()
 INT8_FORMATS = ("int-quantized", "naive-quantized")
 """Of compressed-tensors: each weight is a tensor of int8, beside one of its scales."""
 
-INT4_FORMAT = "pack-quantized"
+PACKED_FORMAT = "pack-quantized"
 
-_READABLE = "W8A8 (int8) of compressed-tensors, and 4 bits of compressed-tensors (W4A16), GPTQ or AWQ"
+WEIGHT_ONLY: dict[int, Quantization] = {4: "int4", 8: "w8a16"}
+"""What checkpoints whose weights alone have so many bits are."""
+
+_READABLE = (
+    "W8A8 (int8) of compressed-tensors, 4 and 8 bits of compressed-tensors (W4A16, W8A16) or GPTQ, and 4 bits of AWQ"
+)
 _NO_SPARSITY = (None, "dense")
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _W8A8: dict[str, dict[str, Any]] = {
     "weights": _INT8 | {"strategy": "channel", "dynamic": False},
     "input_activations": _INT8 | {"strategy": "token", "dynamic": True},
 }
-_W4A16 = {"num_bits": 4, "type": "int", "dynamic": False}
+_WEIGHT_ONLY = {"type": "int", "dynamic": False}
 
 
 def resolve_quantization(asked: Quantization, stored: Stored) -> Quantization:
@@ -82,7 +94,7 @@ def read_quantization(fields: JsonFields) -> Stored:
 
 
 def _compressed_tensors(config: JsonFields) -> Stored:
-    formats = (*INT8_FORMATS, INT4_FORMAT)
+    formats = (*INT8_FORMATS, PACKED_FORMAT)
     if config.raw("format") not in formats:
         raise config.error("format", f"one of {', '.join(formats)}; others hold weights that Flyball cannot read")
     if config.child("sparsity_config").raw("format") not in _NO_SPARSITY:
@@ -99,29 +111,34 @@ def _compressed_tensors(config: JsonFields) -> Stored:
         raise group.error("targets", "['Linear']: all linear layers or none")
     if group.raw("output_activations"):
         raise group.error("output_activations", "absent: outputs are not quantized here")
-    if config.raw("format") == INT4_FORMAT:
-        return Stored("int4", _w4a16(group))
+    if config.raw("format") == PACKED_FORMAT:
+        return _weight_only(_packed(group))
     for part, scheme in _W8A8.items():
         _check_scheme(group.child(part), scheme, "W8A8: int8, a scale for each output feature and each token")
     return Stored("int8")
 
 
-def _w4a16(group: JsonFields) -> Packing:
+def _weight_only(packing: Packing) -> Stored:
+    return Stored(WEIGHT_ONLY[packing.bits], packing)
+
+
+def _packed(group: JsonFields) -> Packing:
     if group.raw("input_activations"):
-        raise group.error("input_activations", "absent: with weights of 4 bits, inputs are as they are (W4A16)")
+        raise group.error("input_activations", f"absent: with {PACKED_FORMAT}, inputs are as they are (W4A16, W8A16)")
     weights = group.child("weights")
-    _check_scheme(weights, _W4A16, "W4A16: 4 bits for weights alone")
+    bits = _bits(weights, "num_bits")
+    _check_scheme(weights, _WEIGHT_ONLY, "W4A16 or W8A16: whole numbers, for weights alone")
     if weights.raw("actorder") in ("group", "dynamic"):
         raise weights.error("actorder", "absent, weight or static: features of a group must be neighbours")
     strategy = weights.raw("strategy")
     if strategy not in ("group", "channel"):
         raise weights.error("strategy", "'group' or 'channel'")
     size = _group_size(weights) if strategy == "group" else None
-    return Packing("compressed-tensors", size, has_zeros=not weights.boolean("symmetric", True))
+    return Packing("compressed-tensors", bits, size, has_zeros=not weights.boolean("symmetric", True))
 
 
 def _gptq(config: JsonFields) -> Stored:
-    _check_scheme(config, {"bits": 4}, "other numbers of bits are not supported")
+    bits = _bits(config, "bits")
     for name, why in (("lm_head", "the output layer must not be quantized"), ("dynamic", "all layers must be alike")):
         if config.raw(name):
             raise config.error(name, f"absent or false: {why}")
@@ -130,16 +147,23 @@ def _gptq(config: JsonFields) -> Stored:
     layout = config.raw("checkpoint_format")
     if layout not in (None, "gptq", "gptq_v2"):
         raise config.error("checkpoint_format", "gptq or gptq_v2")
-    return Stored("int4", Packing("gptq", _group_size(config), zero_offset=0 if layout == "gptq_v2" else 1))
+    return _weight_only(Packing("gptq", bits, _group_size(config), zero_offset=0 if layout == "gptq_v2" else 1))
 
 
 def _awq(config: JsonFields) -> Stored:
-    _check_scheme(config, {"bits": 4}, "other numbers of bits are not supported")
+    _check_scheme(config, {"bits": 4}, "AWQ has no other number of bits")
     if str(config.raw("version") or "gemm").lower() != "gemm":
         raise config.error("version", "gemm")
     if not config.boolean("zero_point", True):
         raise config.error("zero_point", "true")
-    return Stored("int4", Packing("awq", _group_size(config)))
+    return _weight_only(Packing("awq", 4, _group_size(config)))
+
+
+def _bits(config: JsonFields, name: str) -> int:
+    bits = config.raw(name)
+    if not isinstance(bits, int) or bits not in WEIGHT_ONLY:
+        raise config.error(name, "4 or 8 (other numbers of bits are not supported)")
+    return bits
 
 
 def _group_size(config: JsonFields) -> int | None:

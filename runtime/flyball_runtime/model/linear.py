@@ -9,16 +9,25 @@ import torch
 from torch import Tensor
 
 from flyball_kernels.backend import Backend
-from flyball_kernels.linear import Grouped, Int4Linear, Int8Linear, Linear, PackedLinear, Rounded
+from flyball_kernels.linear import Grouped, GroupedLinear, Int8Linear, Linear, PackedLinear, Rounded
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_runtime.core.quantization import UNQUANTIZED, Packing, Quantization, Stored
-from flyball_runtime.model.packed_weights import BESIDE, PER_WORD, WORDS, PackedWeights, joined
+from flyball_runtime.model.packed_weights import BESIDE, WORDS, PackedWeights, joined
 
 Destinations = Iterator[tuple[str, Tensor]]
 """Tensor names of a checkpoint, and where their values go."""
 
-INPUT_BITS: Mapping[Quantization, Literal[8, 16]] = {"int4": 16, "w4a8": 8}
-"""Of what has weights of 4 bits."""
+
+class Bits(NamedTuple):
+    weight: Literal[4, 8]
+    input: Literal[8, 16]
+
+
+IN_GROUPS: Mapping[Quantization, Bits] = {"w8a16": Bits(8, 16), "int4": Bits(4, 16), "w4a8": Bits(4, 8)}
+"""What has weights in groups of input features."""
+
+HEAD: Mapping[Quantization, Quantization] = {"int4": "int8", "w4a8": "int8"}
+"""How the output layer computes where other layers have 4 bits, which would be too few for it."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +53,24 @@ class Place:
         return replace(self, quantization="none", stored=UNQUANTIZED)
 
     def of_head(self) -> "Place":
-        """Return the place for the output layer: quantized checkpoints leave it out, and 4 bits would be too few for it."""
+        """Return the place for the output layer, which quantized checkpoints leave out."""
         if self.stored != UNQUANTIZED:
             return self.unrounded()
-        return replace(self, quantization="int8") if self.quantization in INPUT_BITS else self
+        return replace(self, quantization=HEAD.get(self.quantization, self.quantization))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return a layer of these weights, which it takes over, rounded if that is asked for."""
         if self.quantization == "int8":
             return Int8Linear(weight, bias, backend=self.backend)
-        if self.quantization in INPUT_BITS:
-            return self.linear_of_4_bits(weight, bias)
+        if self.quantization in IN_GROUPS:
+            return self.grouped_linear(weight, bias)
         return PackedLinear(weight, bias, backend=self.backend)
 
-    def linear_of_4_bits(self, weight: Tensor | Grouped, bias: Tensor | None) -> Linear:
-        bits = INPUT_BITS[self.quantization]
-        return Int4Linear(weight, bias, backend=self.backend, dtype=self.dtype, input_bits=bits)
+    def grouped_linear(self, weight: Tensor | Grouped, bias: Tensor | None) -> Linear:
+        bits = IN_GROUPS[self.quantization]
+        return GroupedLinear(
+            weight, bias, backend=self.backend, bits=bits.weight, dtype=self.dtype, input_bits=bits.input
+        )
 
 
 class LowRank(NamedTuple):
@@ -157,8 +168,8 @@ class Int8Weights:
         return Int8Linear(rounded, bias, backend=self._place.backend, dtype=self._place.dtype)
 
 
-class Int4Weights:
-    """Weights of 4 bits, several in a word."""
+class WeightsInGroups:
+    """Weights of 4 or 8 bits, several in a word."""
 
     def __init__(self, in_features: int, parts: Parts, place: Place, packing: Packing) -> None:
         self._place = place
@@ -171,7 +182,7 @@ class Int4Weights:
 
     def layer(self, bias: Tensor | None) -> Linear:
         grouped = joined([packed.unpack(name) for name, packed in self._parts.items()])
-        return self._place.linear_of_4_bits(grouped, bias)
+        return self._place.grouped_linear(grouped, bias)
 
 
 def _rows(parts: Parts, kind: str, buffer: Tensor) -> Destinations:
@@ -180,18 +191,18 @@ def _rows(parts: Parts, kind: str, buffer: Tensor) -> Destinations:
         yield f"{name}.{kind}", rows
 
 
-def num_weights(name: str, tensor: Tensor) -> int:
-    """Return how many weights a tensor of a checkpoint has."""
+def num_weights(name: str, tensor: Tensor, packing: Packing | None) -> int:
+    """Return how many weights a tensor of a checkpoint has, whose words are packed like this."""
     kind = name.rpartition(".")[2]
     if kind in BESIDE:
         return 0
-    return tensor.numel() * (PER_WORD if kind in WORDS else 1)
+    return tensor.numel() * (packing.per_word if packing is not None and kind in WORDS else 1)
 
 
 def weights_of(in_features: int, parts: Parts, place: Place) -> Weights:
     """Return the weights of a layer as the checkpoint has them."""
     if place.stored.packing is not None:
-        return Int4Weights(in_features, parts, place, place.stored.packing)
+        return WeightsInGroups(in_features, parts, place, place.stored.packing)
     if place.stored.quantization == "int8":
         return Int8Weights(in_features, parts, place)
     return Unquantized(in_features, parts, place)

@@ -1,4 +1,4 @@
-"""Weights of 4 bits as checkpoints hold them, eight in a word of 32 bits: which tensors there are, and what they mean.
+"""Weights of 4 or 8 bits as checkpoints hold them, several in a word of 32 bits: which tensors there are, and what they mean.
 
 The layouts are those of compressed-tensors (``pack-quantized``), of GPTQ as AutoGPTQ and GPTQModel write it, and of AutoAWQ's
 GEMM version.
@@ -13,7 +13,7 @@ from flyball_kernels.linear.reference import Grouped
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.quantization import Packing
 
-PER_WORD = 8
+WORD_BITS = 32
 WORDS = frozenset({"weight_packed", "qweight"})
 BESIDE = frozenset({"weight_scale", "weight_shape", "weight_zero_point", "scales", "qzeros", "g_idx"})
 """What tensors with weights are called, and those beside them."""
@@ -37,7 +37,7 @@ class PackedWeights:
         self._group_size = packing.group_size or in_features + in_features % 2  # an even number
         self._check_shape()
         num_groups = -(-in_features // self._group_size)
-        words_in, words_out = -(-in_features // PER_WORD), -(-out_features // PER_WORD)
+        words_in, words_out = -(-in_features // packing.per_word), -(-out_features // packing.per_word)
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -65,7 +65,8 @@ class PackedWeights:
         out_features, in_features = self._shape
         needed = [("input", in_features, self._packing.group_size or 1)]
         if self._packing.layout != "compressed-tensors":
-            needed += [("input", in_features, PER_WORD), ("output", out_features, PER_WORD)]
+            per_word = self._packing.per_word
+            needed += [("input", in_features, per_word), ("output", out_features, per_word)]
         for what, size, multiple in needed:
             if size % multiple:
                 raise ConfigError(
@@ -81,24 +82,26 @@ class PackedWeights:
         Raises:
             ConfigError: the tensors contradict config.json.
         """
-        layout, of = self._packing.layout, self.tensors
+        packing, of = self._packing, self.tensors
+        bits = packing.bits
         zeros: Tensor | None = None
-        if layout == "compressed-tensors":
+        if packing.layout == "compressed-tensors":
             if tuple(of["weight_shape"].tolist()) != self._shape:
                 raise ConfigError(
                     f"{name}.weight_shape is {of['weight_shape'].tolist()}; config.json asks for {list(self._shape)}."
                 )
-            values = _nibbles(of["weight_packed"], 1)[:, : self._shape[1]]
-            if self._packing.has_zeros:
-                zeros = _nibbles(of["weight_zero_point"], 0)[: self._shape[0]]
-            return Grouped(values.contiguous(), of["weight_scale"], zeros, self._group_size)
-        if layout == "gptq":
+            values = _unpacked(of["weight_packed"], 1, bits)[:, : self._shape[1]]
+            if packing.has_zeros:
+                zeros = _unpacked(of["weight_zero_point"], 0, bits)[: self._shape[0]]
+            return Grouped(values.contiguous(), of["weight_scale"], zeros, self._group_size, bits)
+        if packing.layout == "gptq":
             self._check_order(name)
-            values, zeros = _nibbles(of["qweight"], 0).T, _nibbles(of["qzeros"], 1).T
+            values, zeros = _unpacked(of["qweight"], 0, bits).T, _unpacked(of["qzeros"], 1, bits).T
         else:
-            values, zeros = _nibbles(of["qweight"], 1, AWQ_ORDER).T, _nibbles(of["qzeros"], 1, AWQ_ORDER).T
-        zeros = (zeros + self._packing.zero_offset) & 15
-        return Grouped(values.contiguous(), of["scales"].T.contiguous(), zeros.contiguous(), self._group_size)
+            values = _unpacked(of["qweight"], 1, bits, AWQ_ORDER).T
+            zeros = _unpacked(of["qzeros"], 1, bits, AWQ_ORDER).T
+        zeros = (zeros + packing.zero_offset) & ((1 << bits) - 1)
+        return Grouped(values.contiguous(), of["scales"].T.contiguous(), zeros.contiguous(), self._group_size, bits)
 
     def _check_order(self, name: str) -> None:
         found = self.tensors["g_idx"]
@@ -113,16 +116,18 @@ def joined(parts: Sequence[Grouped]) -> Grouped:
     """Return one matrix with the rows of all, which have the same groups."""
     values, scales = torch.cat([one.values for one in parts]), torch.cat([one.scales for one in parts])
     zeros = [one.zeros for one in parts if one.zeros is not None]
-    return Grouped(values, scales, torch.cat(zeros) if zeros else None, parts[0].group_size)
+    return parts[0]._replace(values=values, scales=scales, zeros=torch.cat(zeros) if zeros else None)
 
 
-def _nibbles(words: Tensor, dim: int, order: Sequence[int] = range(PER_WORD)) -> Tensor:
-    """Return the values of ``[.., words, ..]`` int32 as ``[.., 8 * words, ..]`` uint8.
+def _unpacked(words: Tensor, dim: int, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """Return the values of ``[.., words, ..]`` int32 as ``[.., values, ..]`` uint8.
 
     Args:
         dim: along which values were packed.
-        order: the place in a word of each of its values.
+        bits: of a value.
+        order: the place in a word of each of its values, unless they lie in order.
     """
-    shifts = torch.tensor([4 * place for place in order], dtype=torch.int32, device=words.device)
-    values = (words.movedim(dim, -1).unsqueeze(-1) >> shifts) & 15
+    places = range(WORD_BITS // bits) if order is None else order
+    shifts = torch.tensor([bits * place for place in places], dtype=torch.int32, device=words.device)
+    values = (words.movedim(dim, -1).unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return values.flatten(-2).movedim(-1, dim).to(torch.uint8)

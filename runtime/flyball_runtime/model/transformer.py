@@ -349,7 +349,8 @@ class CausalLM:
         self.head_weight = self.embedding if config.tie_word_embeddings else place.empty(*self.embedding.shape)
         # Gemma rounds the factor to the dtype of the weights
         self.embedding_scale = float(torch.tensor(config.embedding_scale).to(place.dtype))
-        self.num_parameters = sum(num_weights(name, tensor) for name, tensor in self.destinations())
+        packing = place.stored.packing
+        self.num_parameters = sum(num_weights(name, tensor, packing) for name, tensor in self.destinations())
 
     def destinations(self) -> Destinations:
         """Every tensor that a checkpoint must hold; tied embeddings appear once."""

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "windows, sinks and experts": ("gpt-oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, {}),
     "keys and values in int8": ("qwen3", {"head_dim": 64}, INT8_KV),
     "weights in int8": ("qwen3", {}, {"quantization": "int8"}),
+    "weights alone in int8": ("qwen2", {}, {"quantization": "w8a16"}),
     "weights in int4": ("mistral", {"head_dim": 32}, {"quantization": "int4"}),
     "weights in int4, inputs in int8": ("mistral", {"head_dim": 32}, {"quantization": "w4a8"}),
 }

@@ -1,14 +1,15 @@
-// Weights of 4 bits, from 0 to 15. Groups of a column's features have a scale, and a zero that is 8 unless told. Included by
-// kernel.cpp, inside its namespace.
+// Weights of 4 or 8 bits, from 0 to 15 or 255. Groups of a column's features have a scale, and a zero that is the middle, 8 or
+// 128, unless told. Included by kernel.cpp, inside its namespace.
 //
 // A panel is one stream: for each run of features, which is a group or a part of one, the scales of the panel's columns, then
-// scales times how far zeros lie from 8 if some do, then the weights, two in a byte.
+// scales times how far zeros lie from the middle if some do, then the weights. Two of 4 bits are in a byte: its low half has a
+// weight of the first half of the panel's columns, its high half one of the second.
 #pragma once
 
 // How the features of a column are cut into runs.
 struct Runs {
   int64_t k, group, of_group, features, steps, num;  // of_group: runs of a group; features and steps of a run
-  bool has_zeros;                                    // others than 8
+  bool has_zeros;                                    // others than the middle
 
   template <class A>
   static Runs make(int64_t k, int64_t group_size, bool has_zeros) {
@@ -34,7 +35,7 @@ struct Runs {
 // What is known of a row's inputs in a run.
 struct RunInputs {
   float unit;    // what a whole number stands for
-  int32_t zero;  // what a sum starts with, so that weights count from 8
+  int32_t zero;  // what a sum starts with, so that weights count from the middle
   float sum;
 };
 
@@ -48,18 +49,27 @@ struct RunScales {
 template <class A>
 constexpr bool kHasRuns = std::is_same_v<typename A::Scales, RunScales>;
 
-// Inputs are fp32. The low half of a byte is a weight of the first half of a panel's columns, the high half one of the second.
-template <class T>
-struct Int4 {
+constexpr int32_t middle(int bits) { return 1 << (bits - 1); }
+
+// Inputs are fp32. Weights of 8 bits lie in panels as signed bytes.
+template <class T, int Bits>
+struct GroupedFma {
+  static_assert(Bits == 4 || Bits == 8);
   using Value = T;
   using Weight = uint8_t;
   using Input = float;
   using Sum = Vec;
   using Scales = RunScales;
-  static constexpr int64_t kDepth = 1, kPlanes = 1, kWidth = kLanes, kMaxFeatures = int64_t{1} << 40;
+  static constexpr int kBits = Bits;
+  static constexpr bool kIsSigned = Bits == 8;
+  static constexpr int64_t kDepth = 1, kPlanes = 1, kWidth = kPanel * Bits / 8, kMaxFeatures = int64_t{1} << 40;
   static constexpr int64_t kTileRows = kRegisters / 2 - 3;  // constants take registers too
 
   static Halves<Vec> weights(const Weight* from) {
+    if constexpr (Bits == 8) {
+      const auto* bytes = reinterpret_cast<const int8_t*>(from);
+      return {load(bytes), load(bytes + kLanes)};
+    }
 #if defined(__AVX512F__)
     const VecI both = (VecI)_mm512_cvtepu8_epi32(load_raw<__m128i>(from));  // GCC 12 makes several of this one
 #elif defined(__AVX2__)
@@ -68,7 +78,7 @@ struct Int4 {
     using Bytes = uint8_t __attribute__((vector_size(kLanes)));
     const VecI both = __builtin_convertvector(load_raw<Bytes>(from), VecI);
 #endif
-    return {__builtin_convertvector((both & 15) - 8, Vec), __builtin_convertvector((both >> 4) - 8, Vec)};
+    return {__builtin_convertvector((both & 15) - middle(4), Vec), __builtin_convertvector((both >> 4) - middle(4), Vec)};
   }
   static Input input(const T* x, int64_t) { return static_cast<float>(*x); }
   static Vec inputs(const T* x) { return load(x); }
@@ -79,7 +89,7 @@ struct Int4 {
 
   static void pack(const T* x, int64_t rows, const RunScales& scales, Input* packed) {
     const auto& [inputs, runs] = scales;
-    pack_rows<Int4>(x, runs.k, rows, runs.k, packed);
+    pack_rows<GroupedFma>(x, runs.k, rows, runs.k, packed);
     std::fill(packed + runs.k * rows, packed + runs.num_steps() * rows, 0.0f);
     for (int64_t row = 0; runs.has_zeros && row < rows; ++row) {
       for (int64_t run = 0; run < runs.num; ++run) {
@@ -92,27 +102,31 @@ struct Int4 {
   }
 };
 
-// Inputs become whole numbers of one byte or two, with a unit for each run. Sums of a run are whole, thus exact. A step's bytes
-// have four features of a column in each half.
+// Inputs become whole numbers of one byte or two, with a unit for each run. Sums of a run are whole, thus exact. A step has four
+// features of each column.
 //
 // One plane: from -127 to 127, the largest magnitude over 127 as the unit. Two planes, of bf16: a power of two as the unit, so
 // that inputs of at least 1/64 of the largest are the same numbers; the others are off by at most 1/32640 of it. The planes
 // hold their lower and their upper bytes.
-template <class T, int Planes>
-struct Int4Bytes {
+template <class T, int Bits, int Planes>
+struct GroupedBytes {
+  static_assert(Bits == 4 || (Bits == 8 && Planes == 2 && has_byte_dot()));  // two products of 8 bits do not fit 16
   static_assert(Planes == 1 || std::is_same_v<T, c10::BFloat16>);
   using Value = T;
   using Weight = uint8_t;
   using Input = uint32_t;  // four features
   using Sum = VecI;
   using Scales = RunScales;
-  static constexpr int64_t kDepth = 4, kPlanes = Planes, kWidth = kDepth * kLanes;
-  static constexpr int64_t kMaxFeatures = Planes == 1 ? 128 : 4096;  // more lose more; times 15 times 2**15 fit 32 bits
+  static constexpr int kBits = Bits;
+  static constexpr bool kIsSigned = Bits == 8 && kZero == 0;  // what the instruction takes beside signed inputs
+  static constexpr int64_t kDepth = 4, kPlanes = Planes, kWidth = kDepth * kPanel * Bits / 8;
+  static constexpr int64_t kMaxFeatures = Planes == 1 ? 128 : Bits == 4 ? 4096 : 256;  // with one, more lose more; sums have 32 bits
   static constexpr int64_t kTileRows = Planes == 1 ? kRegisters / 2 - 4 : kRegisters / 4 - 2;
   static constexpr int32_t kInfinity = 0x7f800000, kMantissaBits = 23, kZeroExponent = 127;  // of fp32
   static constexpr int32_t kLeastExponent = 27;  // smaller inputs are 0
 
   static Halves<VecI> weights(const Weight* from) {
+    if constexpr (Bits == 8) return {load_raw<VecI>(from), load_raw<VecI>(from + kWidth / 2)};
     const VecU both = load_raw<VecU>(from);
     return {(VecI)(both & 0x0f0f0f0fu), (VecI)(both >> 4 & 0x0f0f0f0fu)};
   }
@@ -157,7 +171,7 @@ struct Int4Bytes {
       total += whole;
     }
     const int32_t sum = fold(total, [](auto a, auto b) { return a + b; });
-    return {unit, -8 * sum, static_cast<float>(sum) * unit};
+    return {unit, kIsSigned ? 0 : -middle(Bits) * sum, static_cast<float>(sum) * unit};
   }
 
   // The bits of the largest magnitude -> the unit, and units in a value of 1
@@ -200,8 +214,9 @@ struct Int4Bytes {
 
 // values [n, k], of_groups [n, groups] each -> panels
 template <class A>
-void pack_int4(const uint8_t* values, const float* scales, const float* offsets, int64_t n, const Runs& runs, uint8_t* packed) {
+void pack_groups(const uint8_t* values, const float* scales, const float* offsets, int64_t n, const Runs& runs, uint8_t* packed) {
   const int64_t num_panels = round_up(n, kPanel) / kPanel, groups = runs.num / runs.of_group;
+  constexpr uint8_t kMiddle = middle(A::kBits);
 #pragma omp parallel for
   for (int64_t panel = 0; panel < num_panels; ++panel) {
     uint8_t* to = packed + panel * runs.panel_bytes<A>();
@@ -216,11 +231,14 @@ void pack_int4(const uint8_t* values, const float* scales, const float* offsets,
       }
       const uint8_t* of_run = values + runs.first(run);
       const auto value = [&, size = runs.size(run)](int64_t column, int64_t feature) {
-        return column < n && feature < size ? of_run[column * runs.k + feature] : uint8_t{8};
+        return column < n && feature < size ? of_run[column * runs.k + feature] : kMiddle;
       };
       for (int64_t i = 0; i < runs.steps * A::kWidth; ++i, ++to) {
         const int64_t column = panel * kPanel + i % A::kWidth / A::kDepth, feature = i / A::kWidth * A::kDepth + i % A::kDepth;
-        *to = value(column, feature) | value(column + kLanes, feature) << 4;
+        if constexpr (A::kBits == 4)
+          *to = value(column, feature) | value(column + kLanes, feature) << 4;
+        else
+          *to = value(column, feature) ^ (A::kIsSigned ? kMiddle : 0);
       }
     }
   }
@@ -240,7 +258,8 @@ template <class A, int Rows>
     for (int row = 0; row < Rows; ++row)
       low_sums[row][0] = high_sums[row][0] = A::first_sum(out.scales.inputs[row * runs.num + run]);
     for (int64_t step = 0; step < runs.steps; ++step, x += A::kPlanes * Rows, panel += A::kWidth) {
-      __builtin_prefetch(panel + kAheadBytes);
+#pragma GCC unroll 2
+      for (int64_t line = 0; line < A::kWidth; line += 64) __builtin_prefetch(panel + kAheadBytes + line);
       const auto w = A::weights(panel);
 #pragma GCC unroll 16
       for (int row = 0; row < Rows; ++row) {
