@@ -56,8 +56,6 @@ inline std::pair<VecU, VecU> interleave(VecU first, VecU second) {
 #endif
 }
 
-inline Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
-
 #if defined(__AVX512BF16__)
 inline Vec add_product(Vec sum, VecU a, VecU b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 #elif FLYBALL_DOT

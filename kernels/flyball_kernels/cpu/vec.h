@@ -49,6 +49,20 @@ inline V load_raw(const void* from) {
   return v;
 }
 
+// sum + a * b, rounded once. Compilers make that of the operators too, but GCC not in every loop when it tunes for some AMD cores:
+// a row's bits would depend on how many rows there are.
+inline Vec add_product(Vec sum, Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+  return sum + a * b;
+#endif
+}
+
 inline Vec load(const float* from) { return load_raw<Vec>(from); }
 
 inline Vec load(const c10::BFloat16* from) {

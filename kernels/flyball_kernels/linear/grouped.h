@@ -83,7 +83,7 @@ struct GroupedFma {
   static Input input(const T* x, int64_t) { return static_cast<float>(*x); }
   static Vec inputs(const T* x) { return load(x); }
   static Vec broadcast(Input x) { return splat(x); }
-  static Vec add(Vec sum, Vec w, Vec x) { return sum + x * w; }
+  static Vec add(Vec sum, Vec w, Vec x) { return add_product(sum, x, w); }
   static Vec first_sum(const RunInputs&) { return Vec{}; }
   static Vec value(const Vec (&sums)[kPlanes], const RunInputs&) { return sums[0]; }
 
@@ -275,11 +275,11 @@ template <class A, int Rows>
 #pragma GCC unroll 16
     for (int row = 0; row < Rows; ++row) {
       const RunInputs& inputs = out.scales.inputs[row * runs.num + run];
-      low[row] += A::value(low_sums[row], inputs) * low_scales;
-      high[row] += A::value(high_sums[row], inputs) * high_scales;
+      low[row] = add_product(low[row], A::value(low_sums[row], inputs), low_scales);
+      high[row] = add_product(high[row], A::value(high_sums[row], inputs), high_scales);
       if (!runs.has_zeros) continue;
-      low[row] -= load(header + kPanel) * splat(inputs.sum);
-      high[row] -= load(header + kPanel + kLanes) * splat(inputs.sum);
+      low[row] = add_product(low[row], load(header + kPanel), splat(-inputs.sum));
+      high[row] = add_product(high[row], load(header + kPanel + kLanes), splat(-inputs.sum));
     }
   }
 #pragma GCC unroll 16

@@ -63,7 +63,7 @@ struct Fma {
   static Input input(const T* x, int64_t) { return static_cast<float>(*x); }
   static Vec inputs(const T* x) { return load(x); }  // of kLanes steps
   static Vec broadcast(Input x) { return splat(x); }
-  static Vec add(Vec sum, Vec w, Vec x) { return sum + x * w; }
+  static Vec add(Vec sum, Vec w, Vec x) { return add_product(sum, x, w); }
 };
 
 #if FLYBALL_DOT
