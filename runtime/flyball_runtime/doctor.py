@@ -147,8 +147,8 @@ def report(*, measured: bool) -> Report:
         arithmetic = {
             "bf16": bf16,
             "int8": torch.ops.flyball.linear_int8_arithmetic(),
-            "w8a16": torch.ops.flyball.linear_grouped_arithmetic(),
-            "int4": torch.ops.flyball.linear_grouped_arithmetic(),
+            "w8a16": torch.ops.flyball.linear_grouped_arithmetic(8),
+            "int4": torch.ops.flyball.linear_grouped_arithmetic(4),
         }
         if backend.linear == "torch" and (reason := reason_for_torch(instruction_set, machine, cpu_flags)):
             reasons.append(f"linear layers: torch's, because {reason}")

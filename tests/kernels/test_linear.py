@@ -250,7 +250,7 @@ def test_groups_are_those_of_the_reference(num_rows, in_features, out_features, 
     weight = grouped(in_features, out_features, group_size, zeros, bits)
     bias = torch.randn(out_features, dtype=dtype)
     x = torch.randn(num_rows, in_features, dtype=dtype)
-    taken = as_16_bits(x, group_size, bits) if dtype == torch.bfloat16 and rounds_inputs_of_groups() else x
+    taken = as_16_bits(x, group_size, bits) if dtype == torch.bfloat16 and rounds_inputs_beside(bits) else x
     expected = GroupedLinear(weight, bias, backend=Backend("torch"), dtype=dtype)(taken)
     assert_close(GroupedLinear(weight, bias, backend=CPP, dtype=dtype)(x), expected)
     if 8 not in input_bits_beside(bits):
@@ -260,8 +260,8 @@ def test_groups_are_those_of_the_reference(num_rows, in_features, out_features, 
     assert_close(GroupedLinear(weight, bias, backend=CPP, **in_8_bits)(x), expected)
 
 
-def rounds_inputs_of_groups():
-    return torch.ops.flyball.linear_grouped_arithmetic() != "fp32 FMA"
+def rounds_inputs_beside(bits):
+    return torch.ops.flyball.linear_grouped_arithmetic(bits) != "fp32 FMA"
 
 
 MAX_RUN = {4: 4096, 8: 256}
@@ -286,7 +286,7 @@ def as_16_bits(x, group_size, bits):
 @BITS
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_groups_have_inputs_of_16_bits(group_size, bits):
-    if not rounds_inputs_of_groups():
+    if not rounds_inputs_beside(bits):
         pytest.skip("this CPU multiplies weights in groups as fp32, by inputs as they are")
     x = torch.randn(50, 768, dtype=torch.bfloat16) * torch.logspace(-30, 30, 50)[:, None].bfloat16()
     x[3, 7], x[4, 5], x[5] = 1.9921875, 3e38, 1e-40

@@ -62,6 +62,7 @@ struct GroupedFma {
   using Scales = RunScales;
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8;
+  static constexpr int64_t kPairSteps = 0;
   static constexpr int64_t kDepth = 1, kPlanes = 1, kWidth = kPanel * Bits / 8, kMaxFeatures = int64_t{1} << 40;
   static constexpr int64_t kTileRows = kRegisters / 2 - 3;  // constants take registers too
 
@@ -119,6 +120,7 @@ struct GroupedBytes {
   using Scales = RunScales;
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8 && kZero == 0;  // what the instruction takes beside signed inputs
+  static constexpr int64_t kPairSteps = has_byte_pairs() ? 8 : 0;  // so many times two products of 15 and 128 fit 16 bits
   static constexpr int64_t kDepth = 4, kPlanes = Planes, kWidth = kDepth * kPanel * Bits / 8;
   static constexpr int64_t kMaxFeatures = Planes == 1 ? 128 : Bits == 4 ? 4096 : 256;  // with one, more lose more; sums have 32 bits
   static constexpr int64_t kTileRows = Planes == 1 ? kRegisters / 2 - 4 : kRegisters / 4 - 2;
@@ -131,7 +133,7 @@ struct GroupedBytes {
     return {(VecI)(both & 0x0f0f0f0fu), (VecI)(both >> 4 & 0x0f0f0f0fu)};
   }
   static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
-  static VecI add(VecI sum, VecI w, VecI x) { return add_bytes(sum, w, x); }
+  static VecI add(VecI sum, VecI w, VecI x) { return kPairSteps > 0 ? add_pairs(sum, w, x) : add_bytes(sum, w, x); }
   static VecI first_sum(const RunInputs& inputs) { return inputs.zero - VecI{}; }
   static Vec value(const VecI (&sums)[kPlanes], const RunInputs& inputs) {
     const VecI sum = Planes == 1 ? sums[0] : sums[0] + (sums[kPlanes - 1] << 8);
@@ -244,6 +246,50 @@ void pack_groups(const uint8_t* values, const float* scales, const float* offset
   }
 }
 
+// Sums of a tile's rows, for the first and the second half of a panel's columns.
+template <class A, int Rows>
+struct RunSums {
+  typename A::Sum low[Rows][A::kPlanes], high[Rows][A::kPlanes];
+};
+
+// Adds the products of so many steps.
+template <class A, int Rows>
+[[gnu::always_inline]] inline void add_steps(int64_t steps, const typename A::Input*& x, const uint8_t*& panel,
+                                             RunSums<A, Rows>& sums) {
+  for (int64_t step = 0; step < steps; ++step, x += A::kPlanes * Rows, panel += A::kWidth) {
+#pragma GCC unroll 2
+    for (int64_t line = 0; line < A::kWidth; line += 64) __builtin_prefetch(panel + kAheadBytes + line);
+    const auto w = A::weights(panel);
+#pragma GCC unroll 16
+    for (int row = 0; row < Rows; ++row) {
+#pragma GCC unroll 2
+      for (int plane = 0; plane < A::kPlanes; ++plane) {
+        const auto value = A::broadcast(x[plane * Rows + row]);
+        sums.low[row][plane] = A::add(sums.low[row][plane], w.low, value);
+        sums.high[row][plane] = A::add(sums.high[row][plane], w.high, value);
+      }
+    }
+  }
+}
+
+// The same for arithmetics whose sums have 16 bits for a while.
+template <class A, int Rows>
+[[gnu::always_inline]] inline void add_pair_steps(int64_t steps, const typename A::Input*& x, const uint8_t*& panel,
+                                                  RunSums<A, Rows>& sums) {
+  for (int64_t step = 0; step < steps; step += A::kPairSteps) {
+    RunSums<A, Rows> pairs = {};
+    add_steps<A, Rows>(std::min(A::kPairSteps, steps - step), x, panel, pairs);
+#pragma GCC unroll 16
+    for (int row = 0; row < Rows; ++row) {
+#pragma GCC unroll 2
+      for (int plane = 0; plane < A::kPlanes; ++plane) {
+        sums.low[row][plane] += widen_pairs(pairs.low[row][plane]);
+        sums.high[row][plane] += widen_pairs(pairs.high[row][plane]);
+      }
+    }
+  }
+}
+
 // A panel times a tile of Rows rows, run by run.
 template <class A, int Rows>
 [[gnu::noinline]] void multiply_runs(const typename A::Input* x, const uint8_t* panel, const Output<A>& out) {
@@ -253,30 +299,20 @@ template <class A, int Rows>
     const float* header = reinterpret_cast<const float*>(panel);
     for (int64_t line = 0; line < runs.header_bytes(); line += 64) __builtin_prefetch(panel + kAheadBytes + line);
     panel += runs.header_bytes();
-    typename A::Sum low_sums[Rows][A::kPlanes] = {}, high_sums[Rows][A::kPlanes] = {};
+    RunSums<A, Rows> sums = {};
 #pragma GCC unroll 16
     for (int row = 0; row < Rows; ++row)
-      low_sums[row][0] = high_sums[row][0] = A::first_sum(out.scales.inputs[row * runs.num + run]);
-    for (int64_t step = 0; step < runs.steps; ++step, x += A::kPlanes * Rows, panel += A::kWidth) {
-#pragma GCC unroll 2
-      for (int64_t line = 0; line < A::kWidth; line += 64) __builtin_prefetch(panel + kAheadBytes + line);
-      const auto w = A::weights(panel);
-#pragma GCC unroll 16
-      for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 2
-        for (int plane = 0; plane < A::kPlanes; ++plane) {
-          const auto value = A::broadcast(x[plane * Rows + row]);
-          low_sums[row][plane] = A::add(low_sums[row][plane], w.low, value);
-          high_sums[row][plane] = A::add(high_sums[row][plane], w.high, value);
-        }
-      }
-    }
+      sums.low[row][0] = sums.high[row][0] = A::first_sum(out.scales.inputs[row * runs.num + run]);
+    if constexpr (A::kPairSteps > 0)
+      add_pair_steps<A, Rows>(runs.steps, x, panel, sums);
+    else
+      add_steps<A, Rows>(runs.steps, x, panel, sums);
     const Vec low_scales = load(header), high_scales = load(header + kLanes);
 #pragma GCC unroll 16
     for (int row = 0; row < Rows; ++row) {
       const RunInputs& inputs = out.scales.inputs[row * runs.num + run];
-      low[row] = add_product(low[row], A::value(low_sums[row], inputs), low_scales);
-      high[row] = add_product(high[row], A::value(high_sums[row], inputs), high_scales);
+      low[row] = add_product(low[row], A::value(sums.low[row], inputs), low_scales);
+      high[row] = add_product(high[row], A::value(sums.high[row], inputs), high_scales);
       if (!runs.has_zeros) continue;
       low[row] = add_product(low[row], load(header + kPanel), splat(-inputs.sum));
       high[row] = add_product(high[row], load(header + kPanel + kLanes), splat(-inputs.sum));

@@ -16,6 +16,15 @@ constexpr bool has_byte_dot() {
 #endif
 }
 
+// Where there is no such instruction: whether one multiplies bytes and adds products in pairs, as 16 bits.
+constexpr bool has_byte_pairs() {
+#if defined(__AVX2__)
+  return !has_byte_dot();
+#else
+  return false;
+#endif
+}
+
 // What makes results of sums.
 struct ColumnScales {
   float* rows;             // from the first row on
@@ -47,7 +56,28 @@ inline VecI add_bytes(VecI sum, VecI u, VecI s) {
 #endif
 }
 
-// The same of weights and inputs, which are unsigned if kZero says so. Without the instruction the weights' signs move to the
+// Products of unsigned bytes and signed ones in pairs, added to sums of 16 bits, and these as sums of 32 bits.
+inline VecI add_pairs(VecI sum, [[maybe_unused]] VecI u, [[maybe_unused]] VecI s) {
+#if defined(__AVX512BW__)
+  return (VecI)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)u, (__m512i)s));
+#elif defined(__AVX2__)
+  return (VecI)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)u, (__m256i)s));
+#else
+  return sum;  // never called
+#endif
+}
+
+inline VecI widen_pairs(VecI sum) {
+#if defined(__AVX512BW__)
+  return (VecI)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  return (VecI)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#else
+  return sum;  // never called
+#endif
+}
+
+// Sums of four products, of weights and inputs, which are unsigned if kZero says so. Without the instruction the weights' signs move to the
 // inputs: the magnitudes, up to 128 and 127, are small enough.
 inline VecI add_weighted(VecI sum, VecI w, VecI x) {
 #if defined(__AVX512VNNI__) || !defined(__AVX2__)

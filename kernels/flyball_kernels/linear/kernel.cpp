@@ -400,7 +400,10 @@ std::string byte_arithmetic() {
 
 std::string int8_arithmetic() { return has_amx() ? byte_arithmetic() + ", AMX for many rows" : byte_arithmetic(); }
 
-std::string grouped_arithmetic() { return has_byte_dot() ? byte_arithmetic() : "fp32 FMA"; }
+// Whether weights of so many bits meet bf16 inputs as two planes of bytes.
+constexpr bool has_planes(int bits) { return has_byte_dot() || (has_byte_pairs() && bits == 4); }
+
+std::string grouped_arithmetic(int64_t bits) { return has_planes(bits) ? byte_arithmetic() : "fp32 FMA"; }
 
 // Call f with the arithmetic for tensors of this type.
 template <class F>
@@ -504,7 +507,7 @@ void with_groups(at::ScalarType type, int64_t bits, int64_t input_bits, F f) {
                     "; it must be 16, or 8 beside weights of 4 bits.");
   dispatch(type, "linear_grouped", [&]<class T>(T*) {
     const auto with_bits = [&]<int Bits>(std::integral_constant<int, Bits>) {
-      if constexpr (has_byte_dot() && std::is_same_v<T, c10::BFloat16>)
+      if constexpr (has_planes(Bits) && std::is_same_v<T, c10::BFloat16>)
         f(GroupedBytes<T, Bits, 2>{});
       else
         f(GroupedFma<T, Bits>{});
@@ -557,7 +560,7 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def("linear_prefers_dot() -> bool", &prefers_dot);
   m.def("linear_bf16_arithmetic() -> str", &bf16_arithmetic);
   m.def("linear_int8_arithmetic() -> str", &int8_arithmetic);
-  m.def("linear_grouped_arithmetic() -> str", &grouped_arithmetic);
+  m.def("linear_grouped_arithmetic(int bits) -> str", &grouped_arithmetic);
   m.def("linear_pack(Tensor weight, bool dot) -> Tensor");
   m.def("linear_int8_round(Tensor weight) -> (Tensor, Tensor)");
   m.def("linear_int8_pack(Tensor values, Tensor scales) -> (Tensor, Tensor, Tensor)");
