@@ -1,16 +1,19 @@
 """This checkout against another one of Flyball, e.g. an older commit, in turns: offline and behind a server.
 
     git worktree add ../before COMMIT && make -C ../before setup
-    python benchmarks/versus_checkout.py ../before [--runs 5]
+    python benchmarks/versus_checkout.py ../before [--runs 5] [--part offline] [--part online] [--part profile]
 
 Offline: output tokens a second on three loads; each side runs its own `offline.py`. Online: `flyball bench` of this checkout at
 both servers, as in `versus_vllm.py`. Each side has the environment of its own checkout, and both have the same random weights.
-The side that is not measured is stopped (SIGSTOP); the one that goes first changes from run to run. Writes
-results/versus_checkout.json.
+The side that is not measured is stopped (SIGSTOP); the one that goes first changes from run to run. Profile: where the time of
+each goes, as in `versus_vllm.py`. Writes results/versus_checkout.json.
 """
 
 import argparse
 import contextlib
+import json
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -57,23 +60,41 @@ def online(before: Path, checkpoint: Path, runs: int) -> dict[str, Any]:
         return measure_all("online", servers, checkpoint, runs)
 
 
+def profiles(before: Path, checkpoint: Path) -> dict[str, Any]:
+    """Return for both checkouts the share of each op in the time of some loads."""
+    script = "import json, pathlib, sys, versus_vllm; print(json.dumps(versus_vllm.profile(pathlib.Path(sys.argv[1]))))"
+    found = {}
+    for name, python in (("before", str(before / ".venv/bin/python")), ("now", sys.executable)):
+        variables = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+        }
+        done = subprocess.run(
+            [python, "-c", script, str(checkpoint)], check=True, stdout=subprocess.PIPE, text=True, env=variables
+        )
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+PARTS = {"offline": "offline_output_tokens_per_s", "online": "online_128_in_64_out", "profile": "share_of_time"}
+"""Of the result, and their names in it."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, metavar="CHECKOUT", help="a checkout of Flyball that is set up")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", default="small")
+    parser.add_argument("--part", choices=list(PARTS), action="append", help="default: all")
     args = parser.parse_args()
     before = args.before.absolute()
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
-    save(
-        "versus_checkout",
-        {
-            "shape": args.shape,
-            "before": commit_of(before),
-            "offline_output_tokens_per_s": offline(before, checkpoint, args.runs),
-            "online_128_in_64_out": {"flags": FLAGS, "by_concurrency": online(before, checkpoint, args.runs)},
-        },
-    )
+    measure = {
+        "offline": lambda: offline(before, checkpoint, args.runs),
+        "online": lambda: {"flags": FLAGS, "by_concurrency": online(before, checkpoint, args.runs)},
+        "profile": lambda: profiles(before, checkpoint),
+    }
+    result: dict[str, Any] = {"shape": args.shape, "before": commit_of(before)}
+    save("versus_checkout", result | {PARTS[part]: measure[part]() for part in args.part or PARTS})
 
 
 if __name__ == "__main__":

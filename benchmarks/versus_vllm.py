@@ -156,7 +156,7 @@ def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
     from flyball_runtime.llm import LLM
     from flyball_runtime.model.transformer import DecoderLayer
 
-    with mock.patch.object(DecoderLayer, "_as_op", return_value=None):
+    with mock.patch.object(DecoderLayer, "_as_op", create=True, return_value=None):  # older checkouts have none
         llm = LLM(checkpoint, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False)
     rng = random.Random(0)
     result = {}

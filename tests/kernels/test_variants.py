@@ -180,6 +180,18 @@ def test_every_variant_that_this_cpu_runs_computes_the_same(tmp_path):
         list(pool.map(passes, names))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not this_cpu()[1] >= X86_64_V3, reason="this CPU lacks AVX2")
+def test_bits_do_not_depend_on_the_core_that_the_compiler_tunes_for(tmp_path):
+    """For Zen 3, GCC leaves some sums of products as they are written, if that makes a shorter chain of sums."""
+    file = build.build_for(("-march=x86-64-v3", "-mtune=znver3"), tmp_path / build.LIBRARY_NAME)
+    test = Path(__file__).parents[1] / "runtime/engine/test_same_bits.py"
+    environment = {**os.environ, library.PREBUILT_VARIABLE: str(file)}
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "test_log_probabilities_are_the_same_bits", str(test)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
 # whose linear layers run
 
 
