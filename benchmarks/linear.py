@@ -1,8 +1,8 @@
 """Our linear layers on CPU against others: in bf16 torch's and oneDNN's with a prepacked weight, quantized our own in bf16.
 
-Weights rotate through copies that exceed the caches, as the layers of a model do. Each layer stands beside two bounds that are
-measured just before it: the rate of torch's matrix product (in bf16; in fp32 where a CPU has AVX2 alone), and the bytes a second
-that torch copies, read and written.
+Weights rotate through copies that exceed the caches, as the layers of a model do. Each layer stands beside two bounds,
+measured just before it: the rate of torch's matrix product (in fp32 where a CPU has AVX2 alone, else in bf16), and the bytes a
+second that torch copies, read and written.
 
     python benchmarks/linear.py [--dtype bfloat16] [--quantization int8 | w8a16 | int4 | w4a8]
 
