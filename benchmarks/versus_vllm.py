@@ -34,15 +34,17 @@ from servers import awake, in_turns, measure_all, server, show, summary
 
 LOADS = ("96x128x64", "64x32x128", "16x1024x16")
 OFFLINE = Path(__file__).with_name("offline.py")
+DTYPE = "bfloat16"
 VLLM_PACKAGES = ("vllm", "torch", "transformers", "triton")
 
 
 @dataclass(frozen=True)
 class Vllm:
-    """``python`` of its environment; ``variables`` that its processes get beside this process's."""
+    """``python`` of its environment; ``variables`` that its processes get beside this process's; ``dtype`` of its weights."""
 
     python: str
     variables: Mapping[str, str]
+    dtype: str
 
 
 class OfflineEngine:
@@ -92,8 +94,13 @@ class OfflineEngine:
 def offline(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         engines = {
-            name: stack.enter_context(contextlib.closing(OfflineEngine(python, name, checkpoint, variables)))
-            for name, python, variables in (("vllm", vllm.python, vllm.variables), ("flyball", sys.executable, {}))
+            name: stack.enter_context(
+                contextlib.closing(OfflineEngine(python, name, checkpoint, variables, flags=["--dtype", dtype]))
+            )
+            for name, python, variables, dtype in (
+                ("vllm", vllm.python, vllm.variables, vllm.dtype),
+                ("flyball", sys.executable, {}, DTYPE),
+            )
         }
         result = {}
         for load, speeds in offline_speeds(engines, runs):
@@ -117,9 +124,9 @@ def offline_speeds(
 
 
 def online(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
-    flags = [str(checkpoint), "--dtype", "bfloat16", "--max-model-len", "4096", "--served-model-name", "m"]
-    theirs = [str(Path(vllm.python).with_name("vllm")), "serve", *flags]
-    ours = [sys.executable, "-m", "flyball_runtime.cli", "serve", *flags]
+    flags = [str(checkpoint), "--max-model-len", "4096", "--served-model-name", "m"]
+    theirs = [str(Path(vllm.python).with_name("vllm")), "serve", *flags, "--dtype", vllm.dtype]
+    ours = [sys.executable, "-m", "flyball_runtime.cli", "serve", *flags, "--dtype", DTYPE]
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {
@@ -157,7 +164,7 @@ def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
     from flyball_runtime.model.transformer import DecoderLayer
 
     with mock.patch.object(DecoderLayer, "_as_op", create=True, return_value=None):  # older checkouts have none
-        llm = LLM(checkpoint, dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False)
+        llm = LLM(checkpoint, dtype=DTYPE, max_model_len=4096, enable_prefix_caching=False)
     rng = random.Random(0)
     result = {}
     for name, (num, num_input, num_output) in PROFILES.items():
@@ -207,6 +214,11 @@ def main() -> None:
     parser.add_argument(
         "--vllm-env", metavar="NAME=VALUE", action="append", default=[], help="for vLLM's processes alone"
     )
+    parser.add_argument(
+        "--vllm-dtype",
+        default=DTYPE,
+        help="float32 for a CPU with AVX2 alone, where products in bf16 take a hundred times as long in torch",
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", default="small")
     parser.add_argument("--part", choices=("offline", "online", "profile"), action="append", help="default: all three")
@@ -218,8 +230,8 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
     parts = args.part or ["offline", "online", "profile"]
-    vllm = Vllm(args.vllm, dict(variable.split("=", 1) for variable in args.vllm_env))
-    result: dict[str, Any] = {"shape": args.shape, "vllm": vllm_environment(vllm)}
+    vllm = Vllm(args.vllm, dict(variable.split("=", 1) for variable in args.vllm_env), args.vllm_dtype)
+    result: dict[str, Any] = {"shape": args.shape, "vllm": vllm_environment(vllm), "vllm_dtype": vllm.dtype}
     if "offline" in parts:
         result["offline_output_tokens_per_s"] = offline(vllm, checkpoint, args.runs)
     if "online" in parts:
