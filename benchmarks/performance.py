@@ -21,7 +21,13 @@ NOT_MEASURED = "Not measured."
 CLIENTS = ("1", "8", "32")
 FIGURES = {"output_tokens_per_s": "tokens a second", "ttft_p50_ms": "TTFT p50, ms", "itl_p50_ms": "ITL p50, ms"}
 LAYERS = {"out": "768 -> 768", "gate_up": "768 -> 4096", "down": "2048 -> 768", "head": "768 -> 8192"}
-BITS = {"bfloat16": "16 bits", "int8": "8 bits", "int4": "4 bits", "w4a8": "4 bits, inputs in 8"}
+BITS = {
+    "bfloat16": "16 bits",
+    "int8": "8 bits",
+    "w8a16": "8 bits, inputs in 16",
+    "int4": "4 bits",
+    "w4a8": "4 bits, inputs in 8",
+}
 LOADS = {"64_decodes": "64 decodes", "prefill_16_x_128": "prompts of 128", "prefill_16_x_1024": "prompts of 1,024"}
 PARTS = {"linear": "linear layers", "paged_attention": "attention", "outside any op": "outside ops", "": "other ops"}
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#999999")  # Okabe and Ito
@@ -100,6 +106,46 @@ def step_tokens_table() -> str:
         "ITL p95, ms",
         "ITL p99, ms",
     )
+    return markdown(header, rows) + f"\n\n{where(result)}"
+
+
+def perplexity_table() -> str:
+    """Each way to quantize, and below it transformers' layers that do the same."""
+    result = read("perplexity")
+    if result is None:
+        return NOT_MEASURED
+    rows = []
+    for name, ours in result["flyball"].items():
+        computed = {"Flyball": ours}
+        for other, figures in result["transformers"].items():
+            way, _, layers = other.partition(": ")
+            if way == name:
+                computed[layers or "transformers"] = figures
+        rows += [[name, by, f"{one['perplexity']:.4f}", f"{one['moved_nats']:.4f}"] for by, one in computed.items()]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    header = ("Linear layers", "Computed by", "Perplexity", "Log probability moves, nats")
+    return markdown(header, rows) + f"\n\n{result['tokens']:,} tokens. {versions}. {where(result)}"
+
+
+def api_process_table() -> str:
+    result = read("api_process")
+    if result is None:
+        return NOT_MEASURED
+    intervals = result["by_stream_interval"]
+    rows = [
+        [
+            clients,
+            *(
+                number(of_interval[clients][figure]["median"])
+                for of_interval in intervals.values()
+                for figure in ("us_per_token", "tokens_per_core_s")
+            ),
+        ]
+        for clients in next(iter(intervals.values()))
+    ]
+    header = ["Clients"]
+    for interval in intervals:
+        header += [f"us a token, {interval} sent at once", "tokens a second of a core"]
     return markdown(header, rows) + f"\n\n{where(result)}"
 
 
@@ -208,6 +254,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-xeon": partial(vllm_table, "versus_vllm_xeon"),
     "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
     "llamacpp": llamacpp_table,
+    "vllm-avx2": partial(vllm_table, "versus_vllm_avx2"),
+    "llamacpp-avx2": partial(llamacpp_table, "versus_llamacpp_avx2"),
+    "perplexity": perplexity_table,
+    "api-process": api_process_table,
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),
     "openvino": openvino_table,
     "linear": linear_table,

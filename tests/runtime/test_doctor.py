@@ -63,7 +63,7 @@ def test_bounds_are_those_of_the_model() -> None:
         instruction_set="x86-64-v3",
         better_instruction_set="x86-64-v4",
         linear="torch",
-        arithmetic={"bf16": "torch", "int8": "bytes in pairs"},
+        arithmetic={"bf16": "torch", "int8": "pairs of 16 bits"},
         reasons=["because"],
         speeds=[
             Speed(weights="bf16", read_bytes_per_s=40e9, operations_per_s=400e9),
@@ -73,7 +73,7 @@ def test_bounds_are_those_of_the_model() -> None:
     text = "\n".join(lines(report, "it", 2e9))
     assert "2 cores on 2 NUMA nodes, a limit of 1.5 CPUs, 1 threads for the engine" in text
     assert "compiled for x86-64-v3, and this CPU has x86-64-v4; linear layers: torch\n" in text
-    assert "            bf16 weights by torch, int8 weights by bytes in pairs\n            because\n" in text
+    assert "            bf16 weights by torch, int8 weights by pairs of 16 bits\n            because\n" in text
     assert "bf16: 10 tokens/s for one stream, 100 prompt tokens/s" in text
     assert "int8: 20 tokens/s for one stream, 200 prompt tokens/s" in text
 

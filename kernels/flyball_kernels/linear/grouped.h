@@ -133,7 +133,7 @@ struct GroupedBytes {
     return {(VecI)(both & 0x0f0f0f0fu), (VecI)(both >> 4 & 0x0f0f0f0fu)};
   }
   static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
-  static VecI add(VecI sum, VecI w, VecI x) { return kPairSteps > 0 ? add_pairs(sum, w, x) : add_bytes(sum, w, x); }
+  static VecI add(VecI sum, VecI w, VecI x) { return kPairSteps > 0 ? add_byte_pairs(sum, w, x) : add_bytes(sum, w, x); }
   static VecI first_sum(const RunInputs& inputs) { return inputs.zero - VecI{}; }
   static Vec value(const VecI (&sums)[kPlanes], const RunInputs& inputs) {
     const VecI sum = Planes == 1 ? sums[0] : sums[0] + (sums[kPlanes - 1] << 8);
@@ -283,8 +283,8 @@ template <class A, int Rows>
     for (int row = 0; row < Rows; ++row) {
 #pragma GCC unroll 2
       for (int plane = 0; plane < A::kPlanes; ++plane) {
-        sums.low[row][plane] += widen_pairs(pairs.low[row][plane]);
-        sums.high[row][plane] += widen_pairs(pairs.high[row][plane]);
+        sums.low[row][plane] = add_short_pairs(sums.low[row][plane], pairs.low[row][plane], ones_of_16_bits());
+        sums.high[row][plane] = add_short_pairs(sums.high[row][plane], pairs.high[row][plane], ones_of_16_bits());
       }
     }
   }

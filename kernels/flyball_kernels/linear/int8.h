@@ -39,25 +39,20 @@ struct ColumnScales {
   }
 };
 
-// Sums of four products each: of unsigned bytes and signed ones. Arm takes unsigned ones up to 127; where there is no such
-// instruction, two products must fit 16 bits.
+// Sums of four products each: of unsigned bytes and signed ones. Arm takes unsigned ones up to 127.
 inline VecI add_bytes(VecI sum, VecI u, VecI s) {
 #if defined(__AVX512VNNI__)
   return (VecI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
 #elif defined(__ARM_FEATURE_DOTPROD)
   return (VecI)vdotq_s32((int32x4_t)sum, (int8x16_t)u, (int8x16_t)s);
-#elif defined(__AVX512BW__)
-  return sum + (VecI)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)u, (__m512i)s), _mm512_set1_epi16(1));
-#elif defined(__AVX2__)
-  return sum + (VecI)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)u, (__m256i)s), _mm256_set1_epi16(1));
 #else
   for (int byte = 24; byte >= 0; byte -= 8) sum += ((VecI)((VecU)u << byte) >> 24) * ((VecI)((VecU)s << byte) >> 24);
   return sum;
 #endif
 }
 
-// Products of unsigned bytes and signed ones in pairs, added to sums of 16 bits, and these as sums of 32 bits.
-inline VecI add_pairs(VecI sum, [[maybe_unused]] VecI u, [[maybe_unused]] VecI s) {
+// Products of unsigned bytes and signed ones in pairs, added to sums of 16 bits. Those products have to fit.
+inline VecI add_byte_pairs(VecI sum, [[maybe_unused]] VecI u, [[maybe_unused]] VecI s) {
 #if defined(__AVX512BW__)
   return (VecI)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)u, (__m512i)s));
 #elif defined(__AVX2__)
@@ -67,48 +62,54 @@ inline VecI add_pairs(VecI sum, [[maybe_unused]] VecI u, [[maybe_unused]] VecI s
 #endif
 }
 
-inline VecI widen_pairs(VecI sum) {
+// Sums of two products each, of numbers of 16 bits.
+inline VecI add_short_pairs(VecI sum, [[maybe_unused]] VecI a, [[maybe_unused]] VecI b) {
 #if defined(__AVX512BW__)
-  return (VecI)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+  return sum + (VecI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-  return (VecI)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+  return sum + (VecI)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #else
   return sum;  // never called
 #endif
 }
 
-// Sums of four products, of weights and inputs, which are unsigned if kZero says so. Without the instruction the weights' signs move to the
-// inputs: the magnitudes, up to 128 and 127, are small enough.
-inline VecI add_weighted(VecI sum, VecI w, VecI x) {
-#if defined(__AVX512VNNI__) || !defined(__AVX2__)
-  return add_bytes(sum, x, w);
-#elif defined(__AVX512BW__)
-  const __m512i weights = (__m512i)w, inputs = (__m512i)x;
-  const __m512i moved = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(weights), __m512i{}, inputs);
-  return add_bytes(sum, (VecI)_mm512_abs_epi8(weights), (VecI)moved);
+inline VecI ones_of_16_bits() { return 0x10001 - VecI{}; }
+
+// As many signed bytes as make a vector of numbers of 16 bits.
+inline VecI widen_bytes(const int8_t* from) {
+#if defined(__AVX512BW__)
+  return (VecI)_mm512_cvtepi8_epi16(load_raw<__m256i>(from));
+#elif defined(__AVX2__)
+  return (VecI)_mm256_cvtepi8_epi16(load_raw<__m128i>(from));
 #else
-  return add_bytes(sum, (VecI)_mm256_abs_epi8((__m256i)w), (VecI)_mm256_sign_epi8((__m256i)x, (__m256i)w));
+  return VecI{} + from[0];  // never called
 #endif
 }
 
+// A step's inputs are bytes, or where no instruction multiplies those as signed ones, numbers of 16 bits, which weights become in
+// registers.
 template <class T>
 struct Int8 {
   using Value = T;
   using Weight = int8_t;
-  using Input = uint32_t;  // four features
+  using Input = uint32_t;  // four features, or two
+  using InputOfFeature = std::conditional_t<has_byte_pairs(), int16_t, uint8_t>;
   using Sum = VecI;
   using Scales = ColumnScales;
-  static constexpr int64_t kDepth = 4, kWidth = kPanel * kDepth;
+  static constexpr int64_t kDepth = sizeof(Input) / sizeof(InputOfFeature), kWidth = kPanel * kDepth;
 #if FLYBALL_AMX
   static constexpr int64_t kStepMultiple = kAmxStepBytes / sizeof(Input);  // AmxInt8 multiplies the same weights
 #endif
-  static constexpr int64_t kTileRows = has_byte_dot() ? flyball::kTileRows : kRegisters / 2 - 4;  // more arithmetic, more registers
+  static constexpr int64_t kTileRows = flyball::kTileRows;
 
   static int64_t column(int64_t i) { return i / kDepth; }
   static int64_t feature(int64_t i) { return i % kDepth; }
-  static Halves<VecI> weights(const Weight* from) { return {load_raw<VecI>(from), load_raw<VecI>(from + kPanel * kDepth / 2)}; }
+  static Halves<VecI> weights(const Weight* from) {
+    if constexpr (has_byte_pairs()) return {widen_bytes(from), widen_bytes(from + kWidth / 2)};
+    return {load_raw<VecI>(from), load_raw<VecI>(from + kWidth / 2)};
+  }
   static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
-  static VecI add(VecI sum, VecI w, VecI x) { return add_weighted(sum, w, x); }
+  static VecI add(VecI sum, VecI w, VecI x) { return has_byte_pairs() ? add_short_pairs(sum, w, x) : add_bytes(sum, x, w); }
 };
 
 #if FLYBALL_AMX
@@ -157,14 +158,15 @@ struct RoundedTiles : Rounded {
   static constexpr int64_t kTileSteps = Steps;
 };
 
-// k values -> ceil(k / 4) times four bytes, and their scale
-template <class T>
-float round_row(const T* x, int64_t k, uint32_t* steps) {
-  using Bytes = uint8_t __attribute__((vector_size(kLanes)));
+// k values -> their steps, and their scale
+template <class A>
+float round_row(const typename A::Value* x, int64_t k, typename A::Input* steps) {
+  using Element = typename A::InputOfFeature;
+  typedef Element Elements __attribute__((vector_size(kLanes * sizeof(Element))));  // GCC 12 ignores the attribute in a using
   const float most = magnitude(x, k), factor = units(most);
   for (int64_t j = 0; j < k; j += kLanes) {
-    const Bytes bytes = __builtin_convertvector(rounded(x + j, k - j, factor) + kZero, Bytes);
-    std::memcpy(steps + j / 4, &bytes, std::min(kLanes, round_up(k - j, 4)));
+    const Elements elements = __builtin_convertvector(rounded(x + j, k - j, factor) + kZero, Elements);
+    std::memcpy(steps + j / A::kDepth, &elements, std::min(kLanes, round_up(k - j, A::kDepth)) * sizeof(Element));
   }
   return most / 127.0f;
 }
@@ -175,7 +177,7 @@ void pack_rounded(const typename A::Value* x, int64_t rows, int64_t k, typename 
   struct Rows;
   const int64_t steps = num_steps<A>(k);
   auto* by_row = reinterpret_cast<uint32_t*>(scratch<Rows>(rows * steps));
-  for (int64_t row = 0; row < rows; ++row) scales[row] = round_row(x + row * k, k, by_row + row * steps);
+  for (int64_t row = 0; row < rows; ++row) scales[row] = round_row<A>(x + row * k, k, by_row + row * steps);
   if constexpr (kHasTiles<A>)
     pack_rows<RoundedTiles<A::kTileSteps>>(by_row, steps, rows, steps, packed);
   else

@@ -391,19 +391,23 @@ std::string byte_arithmetic() {
   return "AVX512_VNNI";
 #elif defined(__ARM_FEATURE_DOTPROD)
   return "SDOT";
-#elif defined(__AVX2__)
-  return "bytes in pairs";
 #else
   return "one byte at a time";
 #endif
 }
 
-std::string int8_arithmetic() { return has_amx() ? byte_arithmetic() + ", AMX for many rows" : byte_arithmetic(); }
+std::string int8_arithmetic() {
+  if (has_byte_pairs()) return "pairs of 16 bits";
+  return has_amx() ? byte_arithmetic() + ", AMX for many rows" : byte_arithmetic();
+}
 
 // Whether weights of so many bits meet bf16 inputs as two planes of bytes.
 constexpr bool has_planes(int bits) { return has_byte_dot() || (has_byte_pairs() && bits == 4); }
 
-std::string grouped_arithmetic(int64_t bits) { return has_planes(bits) ? byte_arithmetic() : "fp32 FMA"; }
+std::string grouped_arithmetic(int64_t bits) {
+  if (!has_planes(bits)) return "fp32 FMA";
+  return has_byte_pairs() ? "pairs of bytes" : byte_arithmetic();
+}
 
 // Call f with the arithmetic for tensors of this type.
 template <class F>
