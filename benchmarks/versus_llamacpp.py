@@ -1,12 +1,13 @@
 """Flyball against llama.cpp's server on one machine, in 16, 8 and 4 bits, measured in turns, so that noise hits both.
 
-    python benchmarks/versus_llamacpp.py --llamacpp FOLDER --checkpoint FOLDER --gguf FILE [--runs 5]
+    python benchmarks/versus_llamacpp.py --llamacpp FOLDER --checkpoint FOLDER --gguf FILE [--runs 5] [--pair "8 bits"]
 
 FOLDER has llama-server and llama-quantize; FILE is the checkpoint as BF16 GGUF, made by llama.cpp's
-convert_hf_to_gguf.py. The pairs are bf16 with BF16, `--quantization int8` with Q8_0, and int4 with Q4_0. `flyball bench`
-sends prompts of 128 random tokens in a closed loop at concurrency 1, 8 and 32, with a seed for each run, the same for both
-sides; 64 tokens come back, or the run fails. llama.cpp gets as many slots and threads as it can use. The side that goes first
-changes from run to run, and the one that is not measured is stopped (SIGSTOP). Writes results/versus_llamacpp.json.
+convert_hf_to_gguf.py. The pairs are bf16 with BF16, `--quantization int8` with Q8_0, and int4 and w4a8 with Q4_0, beside which
+llama.cpp rounds inputs to 8 bits, as w4a8 does. `flyball bench` sends prompts of 128 random tokens in a closed loop at
+concurrency 1, 8 and 32, with a seed for each run, the same for both sides; 64 tokens come back, or the run fails. llama.cpp gets
+as many slots and threads as it can use. The side that goes first changes from run to run, and the one that is not measured is
+stopped (SIGSTOP). Writes results/versus_llamacpp.json.
 """
 
 import argparse
@@ -26,6 +27,7 @@ PAIRS = {
     "16 bits": ((), "BF16"),
     "8 bits": (("--quantization=int8",), "Q8_0"),
     "4 bits": (("--quantization=int4",), "Q4_0"),
+    "4 bits, inputs in 8": (("--quantization=w4a8",), "Q4_0"),
 }
 """Our flags, and llama.cpp's type."""
 
@@ -67,10 +69,12 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--gguf", type=Path, required=True, metavar="FILE")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--pair", choices=list(PAIRS), action="append", help="default: all")
     args = parser.parse_args()
     pairs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, (flags, kind) in PAIRS.items():
+        for name in args.pair or PAIRS:
+            flags, kind = PAIRS[name]
             gguf = quantized(args.gguf, kind, args.llamacpp, Path(folder))
             with both(args.checkpoint, flags, gguf, args.llamacpp, Path(folder)) as servers:
                 by_concurrency = measure_all(name, servers, args.checkpoint, args.runs)
