@@ -149,14 +149,16 @@ def api_process_table() -> str:
     return markdown(header, rows) + f"\n\n{where(result)}"
 
 
-def llamacpp_table(name: str = "versus_llamacpp") -> str:
-    result = read(name)
-    if result is None:
+def llamacpp_table(*names: str) -> str:
+    results = [result for name in names if (result := read(name)) is not None]
+    if not results:
         return NOT_MEASURED
-    pairs = result["pairs"].items()
+    pairs = [pair for result in results for pair in result["pairs"].items()]
     rows = [row for bits, pair in pairs for row in clients_rows(pair["by_concurrency"], "llamacpp", bits)]
-    version = result["llamacpp"].removeprefix("version: ")
-    return markdown(("Bits", "Clients", "Flyball", "llama.cpp", ""), rows) + f"\n\nllama.cpp {version}. {where(result)}"
+    under = dict.fromkeys(
+        f"llama.cpp {result['llamacpp'].removeprefix('version: ')}. {where(result)}" for result in results
+    )
+    return "\n\n".join([markdown(("Bits", "Clients", "Flyball", "llama.cpp", ""), rows), *under])
 
 
 def openvino_table() -> str:
@@ -253,9 +255,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-zen4": partial(vllm_table, "versus_vllm_zen4"),
     "vllm-xeon": partial(vllm_table, "versus_vllm_xeon"),
     "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
-    "llamacpp": llamacpp_table,
+    "llamacpp": partial(llamacpp_table, "versus_llamacpp"),
     "vllm-avx2": partial(vllm_table, "versus_vllm_avx2"),
-    "llamacpp-avx2": partial(llamacpp_table, "versus_llamacpp_avx2"),
+    "llamacpp-avx2": partial(llamacpp_table, "versus_llamacpp_avx2", "versus_llamacpp_avx2_w4a8"),
     "perplexity": perplexity_table,
     "api-process": api_process_table,
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),

@@ -5,9 +5,9 @@
 FOLDER has llama-server and llama-quantize; FILE is the checkpoint as BF16 GGUF, made by llama.cpp's
 convert_hf_to_gguf.py. The pairs are bf16 with BF16, `--quantization int8` with Q8_0, and int4 and w4a8 with Q4_0, beside which
 llama.cpp rounds inputs to 8 bits, as w4a8 does. `flyball bench` sends prompts of 128 random tokens in a closed loop at
-concurrency 1, 8 and 32, with a seed for each run, the same for both sides; 64 tokens come back, or the run fails. llama.cpp gets
-as many slots and threads as it can use. The side that goes first changes from run to run, and the one that is not measured is
-stopped (SIGSTOP). Writes results/versus_llamacpp.json.
+concurrency 1, 8 and 32, with a seed for each run, the same for both sides; 64 tokens come back, or the run fails. llama.cpp
+gets as many slots and threads as it can use. The side that goes first changes from run to run, and the one that is not measured
+is stopped (SIGSTOP). Writes results/versus_llamacpp.json.
 """
 
 import argparse

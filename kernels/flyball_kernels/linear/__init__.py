@@ -166,9 +166,9 @@ class GroupedLinear:
 
     With inputs of 16 bits, products are exact, but for the C++ kernel with bf16 on a CPU that multiplies bytes (AVX512_VNNI,
     SDOT, beside weights of 4 bits AVX2): there inputs of less than 1/64 of the largest one of their group (or 4,096 features of
-    it; beside weights of 8 bits 256) are off by at most 1/32640 of that. With inputs of 8 bits, those of a group, or of equal parts of one with at most 128
-    features, are rounded to multiples of their largest magnitude over 127, as llama.cpp does for Q4_0. That is for weights of 4
-    bits, and for the ``cpp`` and ``torch`` backends.
+    it; beside weights of 8 bits 256) are off by at most 1/32640 of that. With inputs of 8 bits, those of a group, or of equal
+    parts of one with at most 128 features, are rounded to multiples of their largest magnitude over 127, as llama.cpp does for
+    Q4_0. That is for weights of 4 bits, and for the ``cpp`` and ``torch`` backends.
 
     Weights of 4 bits take little more than a quarter of the memory of bf16, those of 8 bits half of it, and on a CPU few rows
     about as much less time. Many rows take about half the time with inputs of 8 bits; ``Int8Linear`` has both in 8.
