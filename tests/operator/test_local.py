@@ -51,10 +51,14 @@ def test_replicas_start_serve_through_one_port_and_drain() -> None:
 
 
 def test_where_there_are_several_numa_nodes_each_replica_runs_on_one() -> None:
+    def words(pid: int | None) -> list[str]:
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        except (FileNotFoundError, ProcessLookupError):  # it has not started yet, or ends just now
+            return []
+
     def nodes(now: Running) -> list[str]:
-        commands = (Path(f"/proc/{pid}/cmdline") for pid in pids(now))
-        words = (word for path in commands if path.exists() for word in path.read_text().split("\0"))
-        return sorted(word for word in words if word.startswith("--numa-node"))
+        return sorted(word for pid in pids(now) for word in words(pid) if word.startswith("--numa-node"))
 
     async def scenario() -> None:
         async with running(3, replicas=3, numa_nodes=(0, 1)) as now:
