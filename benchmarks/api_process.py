@@ -11,18 +11,15 @@ core can do however many cores the engine and the client leave to it. Writes res
 import argparse
 import asyncio
 import contextlib
+import itertools
 import re
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from common import make_checkpoint, save
-from flyball_clients.bench.benchmark import run_benchmark
-from flyball_clients.bench.settings import BenchSettings
-from machine import median_of
-from servers import Server, awake, in_turns, server
+from servers import Server, awake, bench_in_turns, load, medians, server
 
 INPUT_LEN, OUTPUT_LEN = 16, 256
 INTERVALS = (1, 8)
@@ -30,36 +27,25 @@ CPU_SECONDS = re.compile(r"^process_cpu_seconds_total (\S+)$", re.MULTILINE)
 
 
 def cpu_seconds(one: Server) -> float:
-    with urllib.request.urlopen(f"{one.url}/metrics", timeout=30) as response:
-        found = CPU_SECONDS.search(response.read().decode())
+    found = CPU_SECONDS.search(one.metrics())
     if found is None:
         raise RuntimeError(f"{one.url}/metrics does not have the CPU time of its process")
     return float(found[1])
 
 
 def bench(one: Server, checkpoint: Path, clients: int, seed: int) -> dict[str, float]:
-    settings = BenchSettings(
-        base_url=one.url,
-        tokenizer=str(checkpoint),
-        num_requests=max(8, 2 * clients),
-        concurrency=clients,
-        input_len=str(INPUT_LEN),
-        output_len=str(OUTPUT_LEN),
-        ignore_eos=True,
-        seed=seed,
-    )
+    num_requests = max(8, 2 * clients)
+    lengths = {"input_len": INPUT_LEN, "output_len": OUTPUT_LEN}
     with awake(one.group):
         start = cpu_seconds(one)
-        result = asyncio.run(run_benchmark(settings))
+        seen = asyncio.run(load(one, checkpoint, clients, seed, num_requests=num_requests, keep_alive=True, **lengths))
         spent_s = cpu_seconds(one) - start
-    if result.requests.failed:
-        raise RuntimeError(f"{one.url}: {result.requests.errors}")
-    num_tokens = result.throughput.output_tokens
+    num_tokens = num_requests * OUTPUT_LEN
     return {
-        "tokens_per_s": result.throughput.output_tokens_per_s,
+        "tokens_per_s": seen["output_tokens_per_s"],
         "us_per_token": 1e6 * spent_s / num_tokens,
         "tokens_per_core_s": num_tokens / spent_s,
-        "cores": spent_s * result.throughput.output_tokens_per_s / num_tokens,
+        "cores": spent_s * seen["output_tokens_per_s"] / num_tokens,
     }
 
 
@@ -72,7 +58,7 @@ def main() -> None:
     flags = ["--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", str(max(args.clients))]
     command = [sys.executable, "-m", "flyball_runtime.cli", "serve", str(checkpoint), *flags]
     by_interval: dict[str, dict[str, Any]] = {str(interval): {} for interval in INTERVALS}
-    seed = 0
+    seeds = itertools.count(1)
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {
@@ -82,15 +68,9 @@ def main() -> None:
             for interval in INTERVALS
         }
         for clients in args.clients:
-            seen: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-            for name, one in in_turns(servers, args.runs + 1):
-                seed += 1
-                seen[name].append(bench(one, checkpoint, clients, seed))
-            for name, runs in seen.items():
-                del runs[0]  # warms up
-                figures = by_interval[name][str(clients)] = {
-                    key: median_of(run[key] for run in runs) for key in runs[0]
-                }
+            bench_in_turns(servers, checkpoint, seeds, clients, 1, bench)  # warms up
+            for name, runs in bench_in_turns(servers, checkpoint, seeds, clients, args.runs, bench).items():
+                figures = by_interval[name][str(clients)] = medians(runs)
                 shown = ", ".join(f"{key} {value['median']:.4g}" for key, value in figures.items())
                 print(f"{clients} clients, tokens sent {name} at a time: {shown}", flush=True)
     lengths = {"input_len": INPUT_LEN, "output_len": OUTPUT_LEN}

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ PREFIX_HITS = re.compile(
 MAX_WARNINGS, MAX_WARNING_CHARS = 20, 200
 
 Engines = Mapping[str, Any]
+Bench = Callable[["Server", Path, int, int], dict[str, float]]
+"""The figures of a load: server, checkpoint, clients, seed."""
 
 
 def in_turns(engines: Engines, runs: int) -> Iterator[tuple[str, Any]]:
@@ -51,10 +53,15 @@ class Server:
     group: int
     log: Path
 
+    def metrics(self) -> str:
+        """Return the metrics of a server that is awake."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            return str(response.read().decode())
+
     def num_prefix_hits(self) -> int:
         """Return how many prompt tokens the server has found in its prefix cache."""
-        with awake(self.group), urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-            found = PREFIX_HITS.findall(response.read().decode())
+        with awake(self.group):
+            found = PREFIX_HITS.findall(self.metrics())
         if not found:
             raise RuntimeError(f"{self.url}/metrics has no count of prefix cache hits")
         return round(sum(map(float, found)))
@@ -136,24 +143,21 @@ def measure(
     }
 
 
-def bench_in_turns(
-    servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int], concurrency: int, runs: int
-) -> dict[str, list[dict[str, float]]]:
-    """Return what the clients of each server see in ``runs`` loads, each with a seed of its own and sent to all of them."""
-    seen: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-    seed_of_run = [next(seeds) for _ in range(runs)]
-    for name, one in in_turns(servers, runs):
-        seen[name].append(bench(one, checkpoint, concurrency, seed_of_run[len(seen[name])]))
-    return seen
-
-
 def bench(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict[str, float]:
     with awake(server.group):
         return asyncio.run(load(server, checkpoint, concurrency, seed, num_requests=max(12, 4 * concurrency)))
 
 
 async def load(
-    server: Server, checkpoint: Path, concurrency: int, seed: int, *, num_requests: int, keep_alive: bool = False
+    server: Server,
+    checkpoint: Path,
+    concurrency: int,
+    seed: int,
+    *,
+    num_requests: int,
+    input_len: int = INPUT_LEN,
+    output_len: int = OUTPUT_LEN,
+    keep_alive: bool = False,
 ) -> dict[str, float]:
     """Send requests in a closed loop to a server that is awake, and return what its clients see.
 
@@ -170,8 +174,8 @@ async def load(
         tokenizer=str(checkpoint),
         num_requests=num_requests,
         concurrency=concurrency,
-        input_len=str(INPUT_LEN),
-        output_len=str(OUTPUT_LEN),
+        input_len=str(input_len),
+        output_len=str(output_len),
         ignore_eos=True,
         keep_alive=keep_alive,
         seed=seed,
@@ -179,7 +183,7 @@ async def load(
     result = await run_benchmark(settings)
     if result.requests.failed:
         raise RuntimeError(f"{server.url}: {result.requests.errors}")
-    if result.throughput.output_tokens != OUTPUT_LEN * settings.num_requests:
+    if result.throughput.output_tokens != output_len * num_requests:
         raise RuntimeError(f"{server.url}: {result.throughput.output_tokens} tokens, so some streams ended early")
     return {
         "output_tokens_per_s": result.throughput.output_tokens_per_s,
@@ -188,6 +192,30 @@ async def load(
         "itl_p95_ms": 1000 * result.latency.itl_s.p95,
         "itl_p99_ms": 1000 * result.latency.itl_s.p99,
     }
+
+
+def bench_in_turns(
+    servers: Mapping[str, Server],
+    checkpoint: Path,
+    seeds: Iterator[int],
+    concurrency: int,
+    runs: int,
+    bench: Bench = bench,
+) -> dict[str, list[dict[str, float]]]:
+    """Return the figures of each server in ``runs`` loads, each with a seed of its own and sent to all of them.
+
+    Args:
+        bench: gives the figures of one load.
+    """
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+    seed_of_run = [next(seeds) for _ in range(runs)]
+    for name, one in in_turns(servers, runs):
+        seen[name].append(bench(one, checkpoint, concurrency, seed_of_run[len(seen[name])]))
+    return seen
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {figure: median_of(run[figure] for run in runs) for figure in runs[0]}
 
 
 def summary(values: dict[str, list[float]], *, higher_is_better: bool) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common import make_checkpoint, save
-from machine import median_of
-from servers import bench_in_turns, server, warm_up
+from servers import bench_in_turns, medians, server, warm_up
 
 CONCURRENCIES = (8, 32)
 MAX_NUM_SEQS = 64
@@ -50,10 +49,6 @@ def main() -> None:
                 shown = ", ".join(f"{figure} {value['median']:.1f}" for figure, value in figures.items())
                 print(f"{concurrency} clients, {budget} tokens a step: {shown}", flush=True)
     save("step_tokens", {"shape": args.shape, "flags": flags, "by_concurrency": by_concurrency})
-
-
-def medians(runs: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    return {figure: median_of(run[figure] for run in runs) for figure in runs[0]}
 
 
 if __name__ == "__main__":

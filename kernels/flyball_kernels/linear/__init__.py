@@ -218,15 +218,15 @@ class GroupedLinear:
                 f"input_bits is {input_bits} beside weights of {grouped.bits} bits; it may be 16, or 8 beside weights of 4."
             )
         self.out_features, self.in_features = grouped.values.shape
+        grouped = grouped.without_needless_zeros()
         self._input_bits, self._group_size = input_bits, grouped.group_size
-        has_zeros = grouped.zeros is not None and not bool((grouped.zeros == grouped.middle).all())
-        self._settings = (grouped.bits, grouped.group_size, has_zeros, input_bits)  # what the C++ op has to know
+        self._settings = (grouped.bits, grouped.group_size, grouped.zeros is not None, input_bits)  # of the C++ op
         if self._is_triton:
             from flyball_kernels.linear import kernel  # triton is there on Linux only
 
             self._weight = kernel.pack_groups(grouped)
         else:
-            self._weight = self._packed(grouped, has_zeros) if self._is_cpp else reference.unrounded(grouped)
+            self._weight = self._packed(grouped) if self._is_cpp else reference.unrounded(grouped)
         self._bias = None if bias is None else bias.detach().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -260,10 +260,9 @@ class GroupedLinear:
             self._weight, self._bias, self.out_features, self.in_features, *self._settings
         )
 
-    def _packed(self, grouped: Grouped, has_zeros: bool) -> Tensor:
+    def _packed(self, grouped: Grouped) -> Tensor:
         offsets = None
-        if has_zeros:
-            assert grouped.zeros is not None
+        if grouped.zeros is not None:
             offsets = grouped.scales * (grouped.zeros.float() - grouped.middle)
         settings = (grouped.bits, grouped.group_size, self._dtype, self._input_bits)
         return torch.ops.flyball.linear_grouped_pack(grouped.values, grouped.scales, offsets, *settings)

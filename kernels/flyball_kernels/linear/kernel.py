@@ -229,8 +229,7 @@ def pack_groups(weight: Grouped) -> Packed:
     chunks = F.pad(weight.values, (0, -in_features % (at_once * chunk)), value=weight.middle)
     chunks = chunks.view(out_features, -1, at_once, chunk)
     values = chunks[:, :, 0] if at_once == 1 else chunks[:, :, 0] | chunks[:, :, 1] << 4
-    has_zeros = weight.zeros is not None and not bool((weight.zeros == weight.middle).all())
-    zeros = weight.zeros.T.contiguous() if weight.zeros is not None and has_zeros else None
+    zeros = None if weight.zeros is None else weight.zeros.T.contiguous()
     scales = _shortest(weight.scales).T.contiguous()
     return Packed(values.flatten(1).contiguous(), scales, zeros, weight.bits, chunk, group_size // chunk)
 

@@ -51,6 +51,11 @@ class Grouped(NamedTuple):
         """Half of the numbers: 8, or 128."""
         return 1 << (self.bits - 1)
 
+    def without_needless_zeros(self) -> "Grouped":
+        """Return the same matrix, without zeros if all of them are the middle."""
+        is_needed = self.zeros is not None and not bool((self.zeros == self.middle).all())
+        return self if is_needed else self._replace(zeros=None)
+
 
 def round_groups(matrix: Tensor, group_size: int, bits: int = 4) -> Grouped:
     """Round groups of each row to numbers of so many bits, whose zeros are the middle. That of largest magnitude becomes 0."""

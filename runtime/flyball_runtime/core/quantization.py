@@ -12,6 +12,9 @@ Quantization = Literal["none", "int8", "w8a16", "int4", "w4a8"]
 ``w8a16``: weights are 8 bits with a scale for each group of input features, and inputs have 16. ``int4``: the same with weights
 of 4 bits. ``w4a8``: inputs beside them have 8, with a scale for each group."""
 
+WORD_BITS = 32
+"""Of a word that has several weights."""
+
 Layout = Literal["compressed-tensors", "gptq", "awq"]
 
 
@@ -34,7 +37,7 @@ class Packing(NamedTuple):
     @property
     def per_word(self) -> int:
         """Weights in a word of 32 bits."""
-        return 32 // self.bits
+        return WORD_BITS // self.bits
 
 
 class Stored(NamedTuple):

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flyball_kernels.linear.reference import Grouped
 from flyball_runtime.core.errors import ConfigError
-from flyball_runtime.core.quantization import Packing
+from flyball_runtime.core.quantization import WORD_BITS, Packing
 
-WORD_BITS = 32
 WORDS = frozenset({"weight_packed", "qweight"})
 BESIDE = frozenset({"weight_scale", "weight_shape", "weight_zero_point", "scales", "qzeros", "g_idx"})
 """What tensors with weights are called, and those beside them."""
