@@ -30,7 +30,7 @@ BITS = {
 }
 LOADS = {"64_decodes": "64 decodes", "prefill_16_x_128": "prompts of 128", "prefill_16_x_1024": "prompts of 1,024"}
 PARTS = {"linear": "linear layers", "paged_attention": "attention", "outside any op": "outside ops", "": "other ops"}
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#999999")  # Okabe and Ito
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#999999")  # Okabe and Ito
 
 Result = dict[str, Any]
 
@@ -356,8 +356,9 @@ def draw_openvino(new_figure: Callable[..., Any]) -> Any:
 
 
 def draw_linear(new_figure: Callable[..., Any]) -> Any:
-    measured = {bits: [one for one in linear_layers(bits) if one["layer"] == "gate_up"] for bits in BITS}
-    if not any(measured.values()):
+    layers = {bits: [one for one in linear_layers(bits) if one["layer"] == "gate_up"] for bits in BITS}
+    measured = {bits: rows for bits, rows in layers.items() if rows}
+    if not measured:
         return None
     figure = new_figure(figsize=(10, 3.6), layout="constrained")
     for axes, (share, title) in zip(
