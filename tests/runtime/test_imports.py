@@ -10,7 +10,7 @@ import pytest
 from checkpoints import make_checkpoint
 from replicas import environment
 
-SERVER_PACKAGES = ("fastapi", "uvicorn", "starlette", "zmq", "prometheus_client", "aiohttp", "rich")
+SERVER_PACKAGES = ("fastapi", "uvicorn", "starlette", "prometheus_client", "aiohttp", "rich")
 
 SCRIPT = f"""
 import sys

@@ -1,4 +1,4 @@
-"""The API process's end of the engine: spawns the engine process and speaks to it over ZeroMQ."""
+"""The API process's side of the engine: spawns the engine process and exchanges messages with it."""
 
 import asyncio
 import itertools
@@ -6,14 +6,13 @@ import logging
 import math
 import multiprocessing
 import os
-import shutil
+import socket
 import time
 import traceback
+from contextlib import suppress
 from typing import Self
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
 from flyball_runtime.core.clock import Clock, MonotonicClock
@@ -33,12 +32,12 @@ from flyball_runtime.core.errors import (
 from flyball_runtime.core.request import Prompt, Request, validate_prompt, validate_settings
 from flyball_runtime.core.stats import EngineInfo, StepOutput, StepStats
 from flyball_runtime.engine.adapters import AdapterAnswer, Adapters
+from flyball_runtime.engine.channel import ApiEnd
 from flyball_runtime.engine.front import EngineObserver, RequestStream, RetryAfter, Router
 from flyball_runtime.engine.heartbeat import Heartbeat
 from flyball_runtime.engine.process import (
     STACKS_SIGNAL,
     Abort,
-    Addresses,
     Died,
     FromEngine,
     LimitsAnswer,
@@ -50,7 +49,6 @@ from flyball_runtime.engine.process import (
     ToEngine,
     decode_from_engine,
     encode_message,
-    make_socket_folder,
     run_engine,
 )
 from flyball_runtime.kv_cache import hash_prompt
@@ -60,8 +58,8 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 
-MESSAGES_A_TURN = 8
-"""Of the engine. They seldom wait for each other; streams and new requests have a turn in between."""
+LAST_WORDS_S = 0.2
+"""How long to read on when the engine process has ended, should another process hold its end of the channel open."""
 
 
 class EngineClient:
@@ -91,35 +89,24 @@ class EngineClient:
         self._stopping = False
         self._acks: dict[int, asyncio.Future[LimitsAck]] = {}  # by post_id
         self._post_ids = itertools.count()
+        self._channel = ApiEnd(self._read, self._cannot_read)
         self.adapters = Adapters(config.lora, self._post)
         self._started = asyncio.Event()
         self._drained = asyncio.Event()
         self.died = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._folder = make_socket_folder()
-        addresses = Addresses(
-            to_engine=f"ipc://{self._folder}/to", from_engine=f"ipc://{self._folder}/from", folder=self._folder
-        )
-        self._context = zmq.asyncio.Context()
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._inbox = self._context.socket(zmq.PULL, socket_class=zmq.Socket)
-        for socket in (self._outbox, self._inbox):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-        self._outbox.bind(addresses.to_engine)
-        self._inbox.bind(addresses.from_engine)
+        ours, theirs = socket.socketpair()
+        await self._channel.open(ours)
         self._process = multiprocessing.get_context("spawn").Process(
             target=run_engine,
-            args=(self._config, addresses, self._heartbeat, os.getpid(), time.time()),
+            args=(self._config, theirs, self._heartbeat, os.getpid(), time.time()),
             name="flyball-engine",
             daemon=False,
         )
         self._process.start()
+        theirs.close()  # else the channel would stay open when the engine is gone
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._process_ended)
-        # pyzmq's own way to wait takes 60 to 80 us longer for a message, one of which comes with every step
-        asyncio.get_running_loop().add_reader(self._inbox, self._read)
-        self._read()  # the socket's descriptor tells only of what comes after a look at it
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -133,10 +120,8 @@ class EngineClient:
             self._process.kill()
             await asyncio.to_thread(self._process.join)
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        asyncio.get_running_loop().remove_reader(self._inbox)
         self._fail_everything(EngineError("it was stopped"))
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._channel.close()
 
     async def wait_ready(self) -> EngineInfo:
         """Return once the model is loaded. Raises ConfigError or EngineError when it cannot be."""
@@ -320,24 +305,15 @@ class EngineClient:
 
     def _post(self, message: ToEngine) -> None:
         """Send a message. Nothing is sent, and the encoder's error raised, if it cannot be encoded."""
-        # Not awaited: without a high-water mark it is done at once, unless the engine is gone, when it never is.
-        self._outbox.send(encode_message(message))
+        self._channel.send(encode_message(message))
 
-    def _read(self) -> None:
-        """Take in the messages that are there, some of them in each turn of the event loop."""
-        if self._inbox.closed:
-            return
-        try:
-            for _ in range(MESSAGES_A_TURN):
-                if not self._inbox.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                    return
-                self._handle(decode_from_engine(self._inbox.recv(zmq.NOBLOCK)))
-        except Exception as error:  # noqa: BLE001 - the loop's boundary: unread, every stream would hang
-            asyncio.get_running_loop().remove_reader(self._inbox)
-            logger.critical("cannot read messages of the engine:\n%s", traceback.format_exc())
-            self._fail_everything(EngineError(f"reading its messages failed: {type(error).__name__}: {error}"))
-            return
-        asyncio.get_running_loop().call_soon(self._read)
+    def _read(self, frame: bytes) -> None:
+        self._handle(decode_from_engine(frame))
+
+    def _cannot_read(self, error: Exception) -> None:
+        """Fail what is open: unread, every stream would hang."""
+        logger.critical("cannot read messages of the engine:\n%s", "".join(traceback.format_exception(error)))
+        self._fail_everything(EngineError(f"reading its messages failed: {type(error).__name__}: {error}"))
 
     def _handle(self, message: FromEngine) -> None:
         match message:
@@ -396,9 +372,10 @@ class EngineClient:
             asyncio.create_task(self._fail_after_last_words())  # noqa: RUF006 - ends by itself, at once
 
     async def _fail_after_last_words(self) -> None:
-        """The process is gone, but what it sent last (a reason, perhaps) may still be on its way."""
-        await asyncio.sleep(0.2)
-        self._process.join(0)
+        """The process is gone, but what it sent last (a reason, perhaps) may not have been read yet."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._channel.closed.wait(), LAST_WORDS_S)
+        await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)  # its files close first, then it has an exit code
         self._fail_everything(EngineError(f"the engine process ended with exit code {self._process.exitcode}"))
 
     def _fail_everything(self, error: Exception) -> None:

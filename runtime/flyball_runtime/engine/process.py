@@ -1,21 +1,18 @@
-"""The engine process: the messages that it exchanges with the API process, their sockets, and its loop."""
+"""The engine process: the messages that it exchanges with the API process, and its loop."""
 
 import faulthandler
 import logging
 import os
-import shutil
 import signal
-import tempfile
+import socket
 import time
 import traceback
 from collections import OrderedDict
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
 from msgspec import Struct, structs
 
 from flyball_protocol import LimitsAck, LimitsReport, LimitsUpdate
@@ -26,6 +23,7 @@ from flyball_runtime.core.memory import freeze_startup_objects
 from flyball_runtime.core.request import Failed, Finished, Request
 from flyball_runtime.core.stats import EngineInfo, StepOutput
 from flyball_runtime.engine.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
+from flyball_runtime.engine.channel import Disconnected, EngineEnd
 from flyball_runtime.engine.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -116,30 +114,6 @@ def decode_from_engine(frame: bytes) -> FromEngine:
     return _from_engine.decode(frame)
 
 
-SHORT_FOLDER = Path("/tmp")
-_FOLDER_PREFIX = "flyball-"
-_MAX_PARENT_BYTES = zmq.IPC_PATH_MAX_LEN - len(f"/{_FOLDER_PREFIX}12345678/from")
-
-
-def make_socket_folder() -> Path:
-    """Make a folder that only this user can open, in TMPDIR, or in /tmp when TMPDIR leaves no room for a socket's path.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
-    parent = Path(tempfile.gettempdir())
-    if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
-        logger.warning("TMPDIR has more than %d bytes; sockets are in %s", _MAX_PARENT_BYTES, SHORT_FOLDER)
-        parent = SHORT_FOLDER
-    try:
-        return Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make a folder for sockets in {parent} ({error.strerror}). Set TMPDIR to a folder that can be written "
-            f"and has a path of at most {_MAX_PARENT_BYTES} bytes."
-        ) from None
-
-
 IDLE_S = 0.5
 """How long an idle engine waits for a message before it looks after leases and its parent and sends its state."""
 
@@ -154,24 +128,13 @@ ARRIVALS_S = 0.005
 microseconds, a prompt of 100,000 tokens some milliseconds; a burst of them would stop every stream."""
 
 
-@dataclass(frozen=True)
-class Addresses:
-    """ZeroMQ endpoints, both bound by the client, and the folder with their sockets.
-
-    The client removes the folder; the engine does when the client has gone.
-    """
-
-    to_engine: str
-    from_engine: str
-    folder: Path | None = None
-
-
 def run_engine(
-    config: EngineConfig, addresses: Addresses, heartbeat: Heartbeat, parent_pid: int, spawned_at_s: float
+    config: EngineConfig, connection: socket.socket, heartbeat: Heartbeat, parent_pid: int, spawned_at_s: float
 ) -> None:
     """Entry point of the process. Its last message is Died when it ends for any reason but StopEngine.
 
     Args:
+        connection: to the API process, by the frames of ``channel.py``.
         parent_pid: the API process; the engine ends when that is gone, also if it went while the model was loading.
         spawned_at_s: ``time.time()`` when the process was asked for; what passed since then went into imports.
     """
@@ -185,38 +148,33 @@ def run_engine(
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    context = zmq.Context()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.set_hwm(0)
-    outbox.set_hwm(0)
-    inbox.connect(addresses.to_engine)
-    outbox.connect(addresses.from_engine)
+    channel = EngineEnd(connection)
     try:
         engine = start_engine(config, import_s=import_s, on_progress=heartbeat.beat, owns_process=True)
         freeze_startup_objects()
-        EngineProcess(engine, inbox, outbox, heartbeat, parent_pid).serve()
+        EngineProcess(engine, channel, heartbeat, parent_pid).serve()
+    except Disconnected:
+        return  # the API process is gone, and with it whoever would want an answer
     except ConfigError as error:
-        outbox.send(encode_message(Died(str(error), is_config_error=True)))
+        _say_last(channel, Died(str(error), is_config_error=True))
         raise SystemExit(1) from None
     except Exception as error:  # noqa: BLE001 - the loop's boundary: say why, then die loudly
         logger.critical("the engine died:\n%s", traceback.format_exc())
-        outbox.send(encode_message(Died(f"{type(error).__name__}: {error}", is_config_error=False)))
+        _say_last(channel, Died(f"{type(error).__name__}: {error}", is_config_error=False))
         raise SystemExit(1) from None
-    finally:
-        context.destroy(linger=1000)
-        if addresses.folder is not None and os.getppid() != parent_pid:
-            shutil.rmtree(addresses.folder, ignore_errors=True)
+
+
+def _say_last(channel: EngineEnd, died: Died) -> None:
+    with suppress(Disconnected):
+        channel.send(encode_message(died))
 
 
 class EngineProcess:
-    """Serves an engine over two sockets until StopEngine, or until the API process is gone."""
+    """Serves an engine over a channel until StopEngine, or until the API process is gone."""
 
-    def __init__(
-        self, engine: "Engine", inbox: zmq.Socket, outbox: zmq.Socket, heartbeat: Heartbeat, parent_pid: int
-    ) -> None:
+    def __init__(self, engine: "Engine", channel: EngineEnd, heartbeat: Heartbeat, parent_pid: int) -> None:
         self._engine = engine
-        self._inbox = inbox
-        self._outbox = outbox
+        self._channel = channel
         self._heartbeat = heartbeat
         self._parent_pid = parent_pid
         self._arrivals: OrderedDict[str, bytes] = OrderedDict()  # Submit frames by request id
@@ -230,7 +188,7 @@ class EngineProcess:
         self._send(Ready(self._engine.info, self._engine.limits()))
         while not self._stopped and os.getppid() == self._parent_pid:
             self._heartbeat.beat()
-            self._read_inbox()
+            self._receive()
             if not self._stopped:
                 self._turn()
 
@@ -246,14 +204,12 @@ class EngineProcess:
         elif not self._arrivals:
             self._idle()
 
-    def _read_inbox(self) -> None:
+    def _receive(self) -> None:
         """Take every message. New requests are put aside, so that what comes behind them does not wait for them."""
-        while not self._stopped:
-            try:
-                frame = self._inbox.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frame in self._channel.receive():
             self._handle(decode_head_to_engine(frame), frame)
+            if self._stopped:
+                return
 
     def _handle(self, head: SubmitHead | ToEngine, frame: bytes) -> None:
         match head:
@@ -306,7 +262,7 @@ class EngineProcess:
         if time.monotonic() >= self._next_state_s:
             self._send_state()
             self._next_state_s = time.monotonic() + IDLE_S
-        self._inbox.poll((LOADING_S if self._loading else IDLE_S) * 1000)
+        self._channel.wait(LOADING_S if self._loading else IDLE_S)
 
     def _send_state(self) -> None:
         self._send_output(StepOutput([], [], [], self._engine.state()))
@@ -319,7 +275,7 @@ class EngineProcess:
         self._send(output)
 
     def _send(self, message: FromEngine) -> None:
-        self._outbox.send(encode_message(message))
+        self._channel.send(encode_message(message))
 
 
 def _why_not(loading: Future[None]) -> str | None:

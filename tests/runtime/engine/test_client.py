@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from checkpoints import make_checkpoint
 from engines import kv_block_bytes
@@ -38,6 +37,7 @@ from flyball_runtime.core.request import Failed, Finished, Hypotheses, Request, 
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import StepStats
 from flyball_runtime.engine import client as client_module
+from flyball_runtime.engine.channel import packed
 from flyball_runtime.engine.client import EngineClient
 
 Scenario = Callable[[EngineClient], Coroutine[Any, Any, None]]
@@ -186,10 +186,8 @@ def test_a_message_that_cannot_be_read_fails_every_request(path: Path) -> None:
         await client.wait_ready()
         streams = [client.submit(request(name, max_tokens=500)) for name in "abc"]
         await anext(streams[0])
-        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-            stranger.connect(client._inbox.getsockopt(zmq.LAST_ENDPOINT))
-            stranger.send(b"no message")
-            endings = [(await collect(stream))[1] for stream in streams]
+        client._channel.data_received(packed(b"no message"))
+        endings = [(await collect(stream))[1] for stream in streams]
         assert {ending.code for ending in endings if isinstance(ending, Failed)} == {"engine_dead"}
         assert client.died.is_set()
         assert "reading its messages failed" in str(client.dead_reason)

@@ -1,14 +1,14 @@
-"""What the engine process does between two steps, over an inbox and an outbox in memory."""
+"""What the engine process does between two steps, over a channel in memory."""
 
 import gc
 import os
 import signal
-from collections import deque
+import socket
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import zmq
 
 from flyball_protocol import LimitsAck, LimitsChange, LimitsReport, LimitsStatus, LimitsUpdate
 from flyball_runtime.core.clock import FakeClock
@@ -22,7 +22,6 @@ from flyball_runtime.engine.adapters import AdapterAnswer, LoadAdapter, UnloadAd
 from flyball_runtime.engine.heartbeat import Heartbeat
 from flyball_runtime.engine.process import (
     Abort,
-    Addresses,
     EngineProcess,
     FromEngine,
     LimitsAnswer,
@@ -40,27 +39,22 @@ from runtime.fake_engine import ENVELOPE, LIMITS, FakeEngine, step_stats
 REPORT = LimitsReport(revision=0, target=LIMITS, effective=LIMITS, envelope=ENVELOPE, last_known_good=LIMITS)
 
 
-class Inbox:
-    """Frames that have arrived."""
+class Channel:
+    """Frames that have arrived, and messages that were sent."""
 
     def __init__(self) -> None:
-        self.frames: deque[bytes] = deque()
+        self.arrived: list[bytes] = []
+        self.sent: list[FromEngine] = []
 
     def put(self, *arrived: ToEngine) -> None:
-        self.frames += [encode_message(message) for message in arrived]
+        self.arrived += [encode_message(message) for message in arrived]
 
-    def recv(self, flags: int) -> bytes:
-        if not self.frames:
-            raise zmq.Again
-        return self.frames.popleft()
+    def receive(self) -> list[bytes]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
-    def poll(self, timeout_ms: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         self.put(StopEngine())  # nothing else will come
-
-
-class Outbox:
-    def __init__(self) -> None:
-        self.sent: list[FromEngine] = []
 
     def send(self, frame: bytes) -> None:
         self.sent.append(decode_from_engine(frame))
@@ -133,14 +127,14 @@ def test_the_heartbeat_is_fresh_when_the_engine_says_that_it_is_ready() -> None:
     heartbeat = Heartbeat(clock)
     clock.advance(600)
 
-    class Timed(Outbox):
+    class Timed(Channel):
         def send(self, frame: bytes) -> None:
             ages.append(heartbeat.age_s())
             super().send(frame)
 
-    outbox = Timed()
-    EngineProcess(StubEngine(), Inbox(), outbox, heartbeat, os.getppid()).serve()  # type: ignore[arg-type]
-    assert isinstance(outbox.sent[0], Ready)
+    channel = Timed()
+    EngineProcess(StubEngine(), channel, heartbeat, os.getppid()).serve()  # type: ignore[arg-type]
+    assert isinstance(channel.sent[0], Ready)
     assert ages[0] == 0
 
 
@@ -148,12 +142,12 @@ def submit(name: str) -> Submit:
     return Submit(Request(request_id=name, prompt_token_ids=[5, 6, 7], sampling=SamplingParams()))
 
 
-def serve(*arrived: ToEngine) -> tuple[StubEngine, Outbox]:
+def serve(*arrived: ToEngine) -> tuple[StubEngine, Channel]:
     """Serve what has arrived until there is nothing left to do."""
-    engine, inbox, outbox = StubEngine(), Inbox(), Outbox()
-    inbox.put(*arrived)
-    EngineProcess(engine, inbox, outbox, Heartbeat(), os.getppid()).serve()  # type: ignore[arg-type]
-    return engine, outbox
+    engine, channel = StubEngine(), Channel()
+    channel.put(*arrived)
+    EngineProcess(engine, channel, Heartbeat(), os.getppid()).serve()  # type: ignore[arg-type]
+    return engine, channel
 
 
 @pytest.fixture
@@ -164,10 +158,10 @@ def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_time")
 def test_a_flood_of_requests_does_not_hold_up_steps() -> None:
-    engine, outbox = serve(*[submit(name) for name in "abc"])
+    engine, channel = serve(*[submit(name) for name in "abc"])
     assert engine.events == ["submit a", "step", "submit b", "step", "submit c", "step"]
-    assert [ending.request_id for ending in outbox.endings] == ["a", "b", "c"]
-    steps = [message for message in outbox.sent if isinstance(message, StepOutput) and message.endings]
+    assert [ending.request_id for ending in channel.endings] == ["a", "b", "c"]
+    steps = [message for message in channel.sent if isinstance(message, StepOutput) and message.endings]
     assert [message.stats.num_waiting for message in steps] == [2, 1, 0], "those that are not taken yet"
 
 
@@ -185,18 +179,18 @@ def test_aborts_and_limits_overtake_requests_that_wait_to_be_taken() -> None:
         Abort("b"),
         Abort("x"),
     ]
-    engine, outbox = serve(*arrived)
+    engine, channel = serve(*arrived)
     assert engine.events == ["limits 3", "abort x", "submit a", "step", "submit c", "step"]
-    assert outbox.endings[0] == Finished("b", "abort", 3, 0)
-    assert [ending.request_id for ending in outbox.endings] == ["b", "a", "c"]
-    (answer,) = [message for message in outbox.sent if isinstance(message, LimitsAnswer)]
+    assert channel.endings[0] == Finished("b", "abort", 3, 0)
+    assert [ending.request_id for ending in channel.endings] == ["b", "a", "c"]
+    (answer,) = [message for message in channel.sent if isinstance(message, LimitsAnswer)]
     assert (answer.post_id, answer.ack.revision) == (7, 3)
 
 
 @pytest.mark.usefixtures("no_time")
 def test_adapters_are_loaded_beside_the_steps_and_none_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     arrived = [LoadAdapter(number, path) for number, path in enumerate(("slow", "fine", "broken", "odd"))]
-    engine, outbox = serve(*arrived, submit("a"), submit("b"), UnloadAdapter(1))
+    engine, channel = serve(*arrived, submit("a"), submit("b"), UnloadAdapter(1))
     assert engine.events == [
         *(f"load {number}" for number in range(4)),
         "unload 1",
@@ -205,7 +199,7 @@ def test_adapters_are_loaded_beside_the_steps_and_none_ends_the_engine(caplog: p
         "submit b",
         "step",
     ]
-    answers = {message.number: message.error for message in outbox.sent if isinstance(message, AdapterAnswer)}
+    answers = {message.number: message.error for message in channel.sent if isinstance(message, AdapterAnswer)}
     odd = answers.pop(3)
     broken = answers.pop(2)
     assert answers == {1: None}, "the slow one is not there yet"
@@ -216,23 +210,41 @@ def test_adapters_are_loaded_beside_the_steps_and_none_ends_the_engine(caplog: p
 
 @pytest.mark.usefixtures("no_time")
 def test_stop_overtakes_everything() -> None:
-    engine, outbox = serve(*[submit(name) for name in "abc"], StopEngine())
-    assert (engine.events, outbox.endings) == ([], [])
+    engine, channel = serve(*[submit(name) for name in "abc"], StopEngine())
+    assert (engine.events, channel.endings) == ([], [])
 
 
 @pytest.mark.usefixtures("no_time")
 def test_a_refused_request_does_not_leave_the_next_one_waiting() -> None:
     """Nothing runs after the refusal, and the engine must not take that for idleness."""
-    engine, outbox = serve(submit("bad"), submit("good"))
+    engine, channel = serve(submit("bad"), submit("good"))
     assert engine.events == ["submit bad", "submit good", "step"]
-    assert [ending.request_id for ending in outbox.endings] == ["bad", "good"]
+    assert [ending.request_id for ending in channel.endings] == ["bad", "good"]
 
 
 def test_endings_between_two_steps_are_one_message_with_the_state_they_leave() -> None:
     aborts = [Abort(name) for name in "abc"]
-    _, outbox = serve(*[submit(name) for name in "abc"], *aborts)
-    (message,) = [one for one in outbox.sent if isinstance(one, StepOutput) and one.endings]
+    _, channel = serve(*[submit(name) for name in "abc"], *aborts)
+    (message,) = [one for one in channel.sent if isinstance(one, StepOutput) and one.endings]
     assert (len(message.endings), message.stats) == (3, step_stats())
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("of its own")])
+def test_an_engine_whose_api_process_is_gone_ends(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
+    """Quietly, unless something else went wrong too."""
+
+    def start(*_: Any, **__: Any) -> StubEngine:
+        if error is not None:
+            raise error
+        return StubEngine()
+
+    monkeypatch.setattr(runner, "start_engine", start)
+    monkeypatch.setattr(process, "freeze_startup_objects", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs, nullcontext() if error is None else pytest.raises(SystemExit):
+        run_engine(EngineConfig(model="", served_model_name=""), theirs, Heartbeat(), os.getppid(), 0.0)
 
 
 def test_what_loading_made_is_left_out_of_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +261,9 @@ def test_what_loading_made_is_left_out_of_garbage_collections(monkeypatch: pytes
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     gc.unfreeze()
     try:
-        addresses = Addresses(to_engine="inproc://to", from_engine="inproc://from")
-        run_engine(EngineConfig(model="", served_model_name=""), addresses, Heartbeat(), os.getppid(), 0.0)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            run_engine(EngineConfig(model="", served_model_name=""), theirs, Heartbeat(), os.getppid(), 0.0)
     finally:
         gc.unfreeze()
     assert frozen[0] > 1000
