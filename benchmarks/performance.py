@@ -223,15 +223,31 @@ def time_table() -> str:
 def shares_of_time() -> dict[str, dict[str, float]] | None:
     """Return how much of the time each part takes, by load."""
     result = read("versus_vllm")
+    return result and {load: parts_of(result["share_of_time"][load]) for load in LOADS}
+
+
+def parts_of(ops: dict[str, float]) -> dict[str, float]:
+    """Return the share of each part from those of ops."""
+    parts = dict.fromkeys(PARTS.values(), 0.0)
+    for op, share in ops.items():
+        if op != "tokens_per_s":
+            parts[next(name for key, name in PARTS.items() if key in op)] += share
+    return parts
+
+
+def before_table() -> str:
+    result = read("versus_checkout_profile_avx2")
     if result is None:
-        return None
-    shares: dict[str, dict[str, float]] = {}
-    for load in LOADS:
-        shares[load] = parts = dict.fromkeys(PARTS.values(), 0.0)
-        for op, share in result["share_of_time"][load].items():
-            if op != "tokens_per_s":
-                parts[next(name for key, name in PARTS.items() if key in op)] += share
-    return shares
+        return NOT_MEASURED
+    rows = []
+    for load in result["share_of_time"]["now"]:
+        for side in ("before", "now"):
+            ops = result["share_of_time"][side][load]
+            token_us = 1e6 / ops["tokens_per_s"]
+            times = [number(share * token_us) for share in parts_of(ops).values()]
+            rows.append([LOADS[load], side, number(ops["tokens_per_s"]), *times])
+    head = ("", f"{result['before']} and now", "tokens a second", *(f"{part}, us a token" for part in PARTS.values()))
+    return markdown(head, rows) + f"\n\n{where(result)}"
 
 
 def instruction_sets_table() -> str:
@@ -266,6 +282,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "step-tokens": step_tokens_table,
     "time": time_table,
+    "time-before": before_table,
     "instruction-sets": instruction_sets_table,
 }
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

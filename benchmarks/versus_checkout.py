@@ -22,7 +22,7 @@ from typing import Any
 from common import make_checkpoint, save
 from machine import commit_of, median_of
 from servers import OURS, measure_all, server
-from versus_vllm import OfflineEngine, offline_speeds
+from versus_vllm import NUM_PROFILES, PROFILES, OfflineEngine, offline_speeds
 
 HERE = Path(__file__).parent
 FLAGS = ["--dtype", "bfloat16", "--max-model-len", "4096", "--served-model-name", "m"]
@@ -60,17 +60,19 @@ def online(before: Path, checkpoint: Path, runs: int) -> dict[str, Any]:
         return measure_all("online", servers, checkpoint, runs)
 
 
-def profiles(before: Path, checkpoint: Path) -> dict[str, Any]:
-    """Return for both checkouts the share of each op in the time of some loads."""
-    script = "import json, pathlib, sys, versus_vllm; print(json.dumps(versus_vllm.profile(pathlib.Path(sys.argv[1]))))"
+def profiles(before: Path, checkpoint: Path, loads: list[str], times: int) -> dict[str, Any]:
+    """Return for both checkouts the share of each op in the time of these loads."""
+    script = (
+        "import json, pathlib, sys, versus_vllm; checkpoint, times, *loads = sys.argv[1:]; "
+        "print(json.dumps(versus_vllm.profile(pathlib.Path(checkpoint), loads, int(times))))"
+    )
     found = {}
     for name, python in (("before", str(before / ".venv/bin/python")), ("now", sys.executable)):
         variables = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
         }
-        done = subprocess.run(
-            [python, "-c", script, str(checkpoint)], check=True, stdout=subprocess.PIPE, text=True, env=variables
-        )
+        command = [python, "-c", script, str(checkpoint), str(times), *loads]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables)
         found[name] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -85,13 +87,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", default="small")
     parser.add_argument("--part", choices=list(PARTS), action="append", help="default: all")
+    parser.add_argument("--profile-load", choices=list(PROFILES), action="append", help="default: all")
+    parser.add_argument("--profile-times", type=int, default=NUM_PROFILES, help="of which the quickest is kept")
     args = parser.parse_args()
     before = args.before.absolute()
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
     measure = {
         "offline": lambda: offline(before, checkpoint, args.runs),
         "online": lambda: {"flags": FLAGS, "by_concurrency": online(before, checkpoint, args.runs)},
-        "profile": lambda: profiles(before, checkpoint),
+        "profile": lambda: profiles(before, checkpoint, args.profile_load or list(PROFILES), args.profile_times),
     }
     result: dict[str, Any] = {"shape": args.shape, "before": commit_of(before)}
     save("versus_checkout", result | {PARTS[part]: measure[part]() for part in args.part or PARTS})

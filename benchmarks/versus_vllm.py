@@ -148,8 +148,10 @@ NUM_PROFILES = 5
 """Of each, the quickest is kept: whatever else ran meanwhile would count as time outside any op."""
 
 
-def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
-    """Return the share of self CPU time by op, for each load of PROFILES, and its tokens per second.
+def profile(
+    checkpoint: Path, loads: Sequence[str] = tuple(PROFILES), times: int = NUM_PROFILES
+) -> dict[str, dict[str, float]]:
+    """Return the share of self CPU time by op, for each of these loads of PROFILES, and its tokens per second.
 
     The ops of a decoder layer run one by one here, so that each has its share.
     """
@@ -159,15 +161,15 @@ def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
     import torch
     from torch.profiler import ProfilerActivity
 
-    from flyball_runtime.core.sampling_params import SamplingParams
-    from flyball_runtime.llm import LLM
+    from flyball_runtime.llm import LLM, SamplingParams
     from flyball_runtime.model.transformer import DecoderLayer
 
     with mock.patch.object(DecoderLayer, "_as_op", create=True, return_value=None):  # older checkouts have none
         llm = LLM(checkpoint, dtype=DTYPE, max_model_len=4096, enable_prefix_caching=False)
     rng = random.Random(0)
     result = {}
-    for name, (num, num_input, num_output) in PROFILES.items():
+    for name in loads:
+        num, num_input, num_output = PROFILES[name]
         prompts = [[rng.randrange(10, 8000) for _ in range(num_input)] for _ in range(num)]
         sampling = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
         llm.generate(prompts, sampling)
@@ -175,7 +177,7 @@ def profile(checkpoint: Path) -> dict[str, dict[str, float]]:
         llm.generate(prompts, sampling)
         wall_s = time.perf_counter() - start_s
         taken = []
-        for _ in range(NUM_PROFILES):
+        for _ in range(times):
             with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as recorded:
                 start_s = time.perf_counter()
                 llm.generate(prompts, sampling)
