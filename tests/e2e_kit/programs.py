@@ -18,12 +18,7 @@ CONTAINERD = GoProgram(
     ),
     tags="no_btrfs,no_devmapper,no_zfs",
 )
-COREDNS = GoProgram(
-    "coredns",
-    _MODULES / "coredns",
-    versioned_by="github.com/coredns/coredns",
-    packages=("github.com/coredns/coredns",),
-)
+COREDNS = GoProgram("coredns", _MODULES / "coredns", versioned_by="github.com/coredns/coredns")
 HELM = GoProgram("helm", _MODULES / "helm", versioned_by="helm.sh/helm/v4", packages=("helm.sh/helm/v4/cmd/helm",))
 KEDA = GoProgram(
     "keda",
