@@ -213,11 +213,11 @@ def attention_table() -> str:
 
 
 def time_table() -> str:
-    shares = shares_of_time()
-    if shares is None:
+    result, shares = read("versus_vllm"), shares_of_time()
+    if result is None or shares is None:
         return NOT_MEASURED
     rows = [[LOADS[load], *(f"{share:.0%}" for share in parts.values())] for load, parts in shares.items()]
-    return markdown(("", *PARTS.values()), rows)
+    return markdown(("", *PARTS.values()), rows) + f"\n\n{where(result)}"
 
 
 def shares_of_time() -> dict[str, dict[str, float]] | None:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -134,7 +135,8 @@ def build_variants(names: Sequence[str], folder: Path) -> list[Path]:
             f"There is no variant {', '.join(sorted(unknown)) or 'at all'} for {platform.machine()}, which has "
             f"{', '.join(variant.name for variant in known) or 'none'}. Use --march to compile for one kind of CPU."
         )
-    return [_build_variant(variant, folder) for variant in chosen]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(lambda variant: _build_variant(variant, folder), chosen))
 
 
 def _build_variant(variant: Variant, folder: Path) -> Path:

@@ -10,7 +10,7 @@ from flyball_runtime import __version__
 from flyball_runtime.core.request import Failed, Finished, Hypothesis, TokenLogprobs
 
 
-class StepStats(Struct, frozen=True, kw_only=True):
+class StepStats(Struct, frozen=True, kw_only=True, array_like=True):
     """State after one step, and what that step did. An idle engine sends one every half second with ``num_tokens`` 0.
 
     Attributes:
