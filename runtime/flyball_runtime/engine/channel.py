@@ -1,32 +1,17 @@
-"""Frames between the API process and the engine process, over a pair of sockets that no file names.
-
-A frame is its length, four bytes, little-endian, and its bytes.
-"""
+"""Frames between the API process and the engine process, over a pair of sockets that no file names."""
 
 import asyncio
 import select
 import socket
-import struct
 from collections.abc import Callable
 
-_LENGTH = struct.Struct("<I")
-MAX_FRAME_BYTES = 2**32 - 1
+from flyball_runtime.core.frames import LENGTH, packed
+
 _READ_BYTES = 1 << 18  # as much as asyncio reads at once
 
 
 class Disconnected(Exception):
     """The process at the other end is gone."""
-
-
-def packed(frame: bytes) -> bytes:
-    """Return a frame as it is sent.
-
-    Raises:
-        ValueError: it is longer than ``MAX_FRAME_BYTES``.
-    """
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message has {len(frame)} bytes; the most is {MAX_FRAME_BYTES}.")
-    return _LENGTH.pack(len(frame)) + frame
 
 
 class Unpacker:
@@ -40,12 +25,12 @@ class Unpacker:
         rest = self._rest
         rest += data
         frames, begin = [], 0
-        while len(rest) - begin >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(rest, begin)
-            end = begin + _LENGTH.size + length
+        while len(rest) - begin >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(rest, begin)
+            end = begin + LENGTH.size + length
             if end > len(rest):
                 break
-            frames.append(bytes(memoryview(rest)[begin + _LENGTH.size : end]))
+            frames.append(bytes(memoryview(rest)[begin + LENGTH.size : end]))
             begin = end
         del rest[:begin]
         return frames

@@ -15,8 +15,9 @@ from threading import BoundedSemaphore, Lock
 import msgspec
 
 from flyball_runtime.core.errors import GrammarsBusy, GrammarsUnavailable, InvalidRequest
+from flyball_runtime.core.frames import LENGTH, packed
 from flyball_runtime.core.grammar import Grammar
-from flyball_runtime.grammar.verdict import LENGTH, Verdict
+from flyball_runtime.grammar.verdict import Verdict
 
 MAX_WORKERS = 2
 """Grammars that are tried at once. Each worker has the vocabulary in memory, and is started when it is first needed."""
@@ -141,7 +142,7 @@ class _Worker:
         frame = msgspec.msgpack.encode(grammar)
         stdin = self._process.stdin
         assert stdin is not None, "it is a pipe"
-        stdin.write(LENGTH.pack(len(frame)) + frame)
+        stdin.write(packed(frame))
         return msgspec.msgpack.decode(self._receive(time.monotonic() + BUSY * self._timeout_s), type=Verdict)
 
     def has_ended(self) -> bool:

@@ -1,13 +1,8 @@
 """What the processes that try out grammars answer."""
 
-import struct
-
 from msgspec import Struct
 
 from flyball_runtime.core.grammar import Grammar
-
-LENGTH = struct.Struct("<I")
-"""Before each message."""
 
 
 class Verdict(Struct, frozen=True):

@@ -16,9 +16,10 @@ from typing import BinaryIO
 import msgspec
 
 from flyball_runtime.core.errors import FlyballError
+from flyball_runtime.core.frames import LENGTH, packed
 from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.grammar.compiler import GrammarCompiler, no_vocabulary
-from flyball_runtime.grammar.verdict import LENGTH, Verdict
+from flyball_runtime.grammar.verdict import Verdict
 
 STACK_BYTES = 1024 * 1024
 """Smaller than the stack of any thread that compiles the same grammar later, so that what fits here fits there."""
@@ -75,7 +76,7 @@ def _receive(inbox: BinaryIO) -> bytes:
 
 
 def _send(outbox: BinaryIO, frame: bytes) -> None:
-    outbox.write(LENGTH.pack(len(frame)) + frame)
+    outbox.write(packed(frame))
     outbox.flush()
 
 

@@ -10,23 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball_runtime.engine import channel
-from flyball_runtime.engine.channel import ApiEnd, Disconnected, EngineEnd, Unpacker, packed
+from flyball_runtime.core import frames
+from flyball_runtime.core.frames import packed
+from flyball_runtime.engine.channel import ApiEnd, Disconnected, EngineEnd, Unpacker
 
 FRAMES = [b"", b"a", b"x" * 70_000, b"last"]
 
 
 @given(st.lists(st.binary(max_size=300)), st.lists(st.integers(min_value=0, max_value=1200)))
-def test_frames_are_the_same_however_the_bytes_come(frames: list[bytes], cuts: list[int]) -> None:
-    stream = b"".join(map(packed, frames))
+def test_frames_are_the_same_however_the_bytes_come(sent: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(map(packed, sent))
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     unpacker = Unpacker()
     found = [frame for begin, end in itertools.pairwise(edges) for frame in unpacker.feed(stream[begin:end])]
-    assert found == frames
+    assert found == sent
 
 
 def test_a_frame_longer_than_its_length_can_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MAX_FRAME_BYTES", 10)
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 10)
     assert packed(b"x" * 10)
     with pytest.raises(ValueError, match="11 bytes; the most is 10"):
         packed(b"x" * 11)

@@ -33,11 +33,11 @@ from flyball_runtime.core.errors import (
     TokenOutOfVocabulary,
     TooManyPromptTokens,
 )
+from flyball_runtime.core.frames import packed
 from flyball_runtime.core.request import Failed, Finished, Hypotheses, Request, RequestEvent, Tokens
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.core.stats import StepStats
 from flyball_runtime.engine import client as client_module
-from flyball_runtime.engine.channel import packed
 from flyball_runtime.engine.client import EngineClient
 
 Scenario = Callable[[EngineClient], Coroutine[Any, Any, None]]
