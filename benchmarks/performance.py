@@ -213,17 +213,16 @@ def attention_table() -> str:
 
 
 def time_table() -> str:
-    result, shares = read("versus_vllm"), shares_of_time()
-    if result is None or shares is None:
+    result = read("versus_vllm")
+    if result is None:
         return NOT_MEASURED
-    rows = [[LOADS[load], *(f"{share:.0%}" for share in parts.values())] for load, parts in shares.items()]
+    rows = [[LOADS[load], *(f"{x:.0%}" for x in parts.values())] for load, parts in shares_of_time(result).items()]
     return markdown(("", *PARTS.values()), rows) + f"\n\n{where(result)}"
 
 
-def shares_of_time() -> dict[str, dict[str, float]] | None:
+def shares_of_time(result: Result) -> dict[str, dict[str, float]]:
     """Return how much of the time each part takes, by load."""
-    result = read("versus_vllm")
-    return result and {load: parts_of(result["share_of_time"][load]) for load in LOADS}
+    return {load: parts_of(result["share_of_time"][load]) for load in LOADS}
 
 
 def parts_of(ops: dict[str, float]) -> dict[str, float]:
@@ -419,9 +418,10 @@ def draw_attention(new_figure: Callable[..., Any]) -> Any:
 
 
 def draw_time(new_figure: Callable[..., Any]) -> Any:
-    shares = shares_of_time()
-    if shares is None:
+    result = read("versus_vllm")
+    if result is None:
         return None
+    shares = shares_of_time(result)
     figure = new_figure(figsize=(10, 2.4), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(shares)
