@@ -16,6 +16,7 @@ PACKAGES = {
     "numpy": "numpy",
     "msgspec": "msgspec",
     "pytest": "pytest",
+    "xdist": "pytest-xdist",
 }
 
 

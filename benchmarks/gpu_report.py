@@ -87,7 +87,8 @@ def _rate_lines(result: dict[str, Any] | None) -> list[str]:
         return ["Rates of the kernels: not measured on a GPU."]
     copy, matmul = result["rates"]["copy_bytes_per_s"] * 1e-12, result["rates"]["matmul_flops_per_s"] * 1e-12
     lines = [
-        f"Kernels in {result['dtype'].removeprefix('torch.')}, with cold caches. A copy of 1 GiB reaches {copy:.2f} TB/s, "
+        f"Kernels in {result['dtype'].removeprefix('torch.')}, with cold caches, from a CUDA graph; where one cannot be made "
+        f"(marked *), the time has that of launching them. A copy of 1 GiB reaches {copy:.2f} TB/s, "
         f"a matrix product {matmul:.0f} TFLOP/s; a kernel's bound is the slower of moving its bytes and multiplying its "
         "matrices at these rates.",
         "",
@@ -95,7 +96,11 @@ def _rate_lines(result: dict[str, Any] | None) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for row in result["kernels"]:
-        timed = f"{row['us']:.1f} | {row['bound']} | {row['share']:.0%}" if "us" in row else "wrong | |"
+        timed = (
+            f"{row['us']:.1f}{'' if row['is_graph'] else '*'} | {row['bound']} | {row['share']:.0%}"
+            if "us" in row
+            else "wrong | |"
+        )
         lines.append(f"| {row['kernel']} | {row['load']} | {row['largest_error']:.1e} | {timed} |")
     return lines
 

@@ -23,10 +23,11 @@ def round_rows(matrix: Tensor) -> Rounded:
     """Round each row to numbers from -127 to 127. A row with a value that is not finite has the scale NaN."""
     most = matrix.float().abs().amax(dim=1)
     most = torch.where(most.isfinite(), most, torch.nan)
-    # a number divided by a tensor is the tensor's reciprocal, rounded, times the number
-    units = torch.where(most > 1e-30, torch.full_like(most, 127.0) / most, 0.0)
+    # with a number in place of a tensor, torch multiplies by a rounded reciprocal: on either side, on some devices
+    largest = torch.full_like(most, 127.0)
+    units = torch.where(most > 1e-30, largest / most, 0.0)
     values = (matrix.float() * units[:, None]).round().nan_to_num()
-    return Rounded(values.to(torch.int8), most / 127.0)
+    return Rounded(values.to(torch.int8), most / largest)
 
 
 class Grouped(NamedTuple):
@@ -112,9 +113,10 @@ def round_to_float8(matrix: Tensor) -> Rounded:
     """Round each row to e4m3, its largest magnitude to MAX_FLOAT8. A row with a value that is not finite has the scale NaN."""
     most = matrix.float().abs().amax(dim=1)
     most = torch.where(most.isfinite(), most, torch.nan)
-    units = torch.where(most > 1e-30, torch.full_like(most, MAX_FLOAT8) / most, 0.0)
+    largest = torch.full_like(most, MAX_FLOAT8)
+    units = torch.where(most > 1e-30, largest / most, 0.0)
     values = (matrix.float() * units[:, None]).nan_to_num().clamp(-MAX_FLOAT8, MAX_FLOAT8)
-    return Rounded(values.to(torch.float8_e4m3fn), most / MAX_FLOAT8)
+    return Rounded(values.to(torch.float8_e4m3fn), most / largest)
 
 
 def float8_linear(x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:
