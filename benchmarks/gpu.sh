@@ -57,7 +57,7 @@ part kernels "$KERNELS_S" "${tests[@]}" --junitxml="$PARTS/kernels.xml" -m "gpu 
 part rates "$RATES_S" "$PYTHON" benchmarks/gpu_kernels.py --out "$PARTS/rates.json"
 part tokens "$TOKENS_S" "${tests[@]}" --junitxml="$PARTS/tokens.xml" -m gpu tests/runtime/engine/test_tokens.py
 part throughput "$THROUGHPUT_S" "$PYTHON" benchmarks/engine_throughput.py --out "$PARTS/throughput.json" \
-  --time-limit-s $((THROUGHPUT_S - 50)) "$@"
+  --max-len 512 --time-limit-s $((THROUGHPUT_S - 40)) "$@"
 
 "$PYTHON" benchmarks/gpu_report.py "$PARTS" --results "$RESULTS"
 if ((${#failed[@]})); then

@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
         "instruction_sets": _instruction_sets(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "triton", "transformers")},
-        "commit": commit_of(ROOT) or os.environ.get("FLYBALL_COMMIT", "unknown"),
+        "commit": os.environ.get("FLYBALL_COMMIT") or commit_of(ROOT) or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
