@@ -46,7 +46,7 @@ TOLERANCE = {torch.bfloat16: (2**-6, 2**-7), torch.float32: (1e-4, 1e-4)}[DTYPE]
 """Relative and absolute, as in tests/kernels: results and softmax weights are rounded to the dtype."""
 
 BLOCK_SIZE = 16
-COPY_BYTES, MATMUL_SIZE = 2**30, 8192
+COPY_BYTES, MATMUL_SIZE = 2**33, 8192
 
 
 @dataclass(frozen=True)
