@@ -268,7 +268,7 @@ def choose_tile(num_rows: int, dtype: torch.dtype, bits: int | None = None) -> T
         sizes, num_warps = (16, 32, 256), 2
     elif num_rows <= SOME_ROWS:
         sizes, num_warps = (64, 64, 64), 4
-    elif bits == 8:
+    elif bits is not None:
         sizes, num_warps = (128, 64, 64), 4
     else:
         sizes, num_warps = (128, 128, 128 if dtype == torch.int8 else 64), 8
