@@ -266,9 +266,9 @@ def choose_tile(num_rows: int, dtype: torch.dtype, bits: int | None = None) -> T
         sizes, num_warps = (16, 32, 64), 4
     elif num_rows <= FEW_ROWS:
         sizes, num_warps = (16, 32, 256), 2
-    elif num_rows <= SOME_ROWS:
+    elif num_rows <= SOME_ROWS or bits == 4:  # larger ones of 4 bits need more shared memory than sm_86 has
         sizes, num_warps = (64, 64, 64), 4
-    elif bits is not None:
+    elif bits == 8:
         sizes, num_warps = (128, 64, 64), 4
     else:
         sizes, num_warps = (128, 128, 128 if dtype == torch.int8 else 64), 8
