@@ -90,7 +90,7 @@ def _rate_lines(result: dict[str, Any] | None) -> list[str]:
         f"Kernels in {result['dtype'].removeprefix('torch.')}, with cold caches, from a CUDA graph; where one cannot be made "
         f"(marked *), the time has that of launching them. A copy of 4 GiB reaches {copy:.2f} TB/s, "
         f"a matrix product {matmul:.0f} TFLOP/s; a kernel's bound is the slower of moving its bytes and multiplying its "
-        "matrices at these rates. What only reads can be faster than a copy, and int8 is multiplied faster than bf16.",
+        "matrices at these rates. int8 is multiplied faster than bf16.",
         "",
         "| kernel | load | largest error | µs | bound | share of the bound |",
         "|---|---|---|---|---|---|",

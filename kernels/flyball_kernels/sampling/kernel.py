@@ -181,9 +181,8 @@ def _first_past(row, threshold, last_equal, target, COUNT_EQUAL: tl.constexpr, B
     that equal it, each a weight of 1.
     """
     before = tl.zeros([], tl.float64)
-    before_used = tl.zeros(
-        [], tl.float64
-    )  # not `before`: Triton takes two names of one value for one variable of the loop
+    # not `before`: Triton takes two names of one value for one variable of the loop
+    before_used = tl.zeros([], tl.float64)
     used = 0
     start = 0
     is_past = False
