@@ -87,7 +87,9 @@ def test_report_joins_the_parts(tmp_path: Path) -> None:
     (tmp_path / "throughput.json").write_text(json.dumps(throughput))
     rows = [
         {"kernel": "swiglu", "load": "8 tokens", "is_right": True, "largest_error": 1e-3}
-        | {"us": 12.34, "bound": "copy", "share": 0.876},
+        | {"us": 12.34, "is_graph": True, "bound": "copy", "share": 0.876},
+        {"kernel": "rope", "load": "8 tokens", "is_right": True, "largest_error": 0.0}
+        | {"us": 20.0, "is_graph": False, "bound": "copy", "share": 0.5},
         {"kernel": "add_rms_norm", "load": "8 tokens", "is_right": False, "largest_error": 2.0},
     ]
     rates = {"copy_bytes_per_s": 2.6e12, "matmul_flops_per_s": 7e14}
@@ -108,8 +110,9 @@ def test_report_joins_the_parts(tmp_path: Path) -> None:
     page = path.with_suffix(".md").read_text()
     assert "1 passed, 1 failed, 1 skipped (exit code 1" in page
     assert "fp32: broke off (exit code 124; 124 is out of time)" in page
-    assert "A copy of 1 GiB reaches 2.60 TB/s, a matrix product 700 TFLOP/s" in page
+    assert "A copy of 4 GiB reaches 2.60 TB/s, a matrix product 700 TFLOP/s" in page
     assert "| swiglu | 8 tokens | 1.0e-03 | 12.3 | copy | 88% |" in page
+    assert "| rope | 8 tokens | 0.0e+00 | 20.0* | copy | 50% |" in page
     assert "| add_rms_norm | 8 tokens | 2.0e+00 | wrong | | |" in page
     assert "| flyball | 2000 | 1900 | 2100 | 3 |" in page
     assert "Ratio of the medians: 2.50." in page
