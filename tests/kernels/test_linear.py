@@ -21,7 +21,7 @@ def layer(in_features, out_features, dtype, bias):
 def test_any_number_of_rows(num_rows, dtype):
     weight, bias = layer(96, 80, dtype, bias=True)
     x = torch.randn(num_rows, 96, dtype=dtype)
-    assert_close(PackedLinear(weight, bias)(x), reference.linear(x, weight, bias))
+    assert_close(PackedLinear(weight, bias)(x), expected_of(x, weight, bias))
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), [(1, 1), (7, 31), (33, 33), (768, 1280), (5, 640)])
@@ -29,35 +29,109 @@ def test_any_number_of_rows(num_rows, dtype):
 def test_any_weight(in_features, out_features, bias, dtype):
     weight, b = layer(in_features, out_features, dtype, bias)
     x = torch.randn(9, in_features, dtype=dtype)
-    assert_close(PackedLinear(weight, b)(x), reference.linear(x, weight, b))
+    assert_close(PackedLinear(weight, b)(x), expected_of(x, weight, b))
 
 
-@pytest.mark.parametrize("dot", [False, True])
+ARITHMETICS = pytest.mark.parametrize("arithmetic", ["fma", "dot", "blocks"])
+
+
+@pytest.fixture
+def only_where_it_is(arithmetic):
+    reasons = {
+        "dot": None if torch.ops.flyball.has_dot() else "has no bf16 dot product instruction",
+        "blocks": None if torch.ops.flyball.has_blocks() else "multiplies no numbers of 16 bits in pairs",
+    }
+    if reason := reasons.get(arithmetic):
+        pytest.skip(f"this CPU {reason}")
+
+
+@ARITHMETICS
 @pytest.mark.parametrize(
-    ("num_rows", "in_features", "out_features"), [(1, 7, 31), (3, 96, 80), (14, 33, 33), (40, 301, 700)]
+    ("num_rows", "in_features", "out_features"),
+    [(0, 8, 8), (1, 7, 31), (2, 64, 16), (3, 96, 80), (14, 33, 33), (40, 301, 700), (113, 768, 64)],
 )
-def test_either_arithmetic_of_bf16(num_rows, in_features, out_features, dot):
-    if dot and not has_dot():
-        pytest.skip("this CPU has no bf16 dot product instruction")
+@pytest.mark.usefixtures("only_where_it_is")
+def test_any_arithmetic_of_bf16(num_rows, in_features, out_features, arithmetic):
     weight, bias = layer(in_features, out_features, torch.bfloat16, bias=True)
     x = torch.randn(num_rows, in_features, dtype=torch.bfloat16)
-    linear = PackedLinear(weight, bias, dot=dot)
-    assert_close(linear(x), reference.linear(x, weight, bias))
-    torch.testing.assert_close(linear(x), torch.cat([linear(row[None]) for row in x]), rtol=0, atol=0)
+    linear = PackedLinear(weight, bias, arithmetic=arithmetic)
+    assert_close(linear(x), expected_of(x, weight, bias, arithmetic))
+    alone = torch.cat([linear(row[None]) for row in x.split(1) if len(row)] or [linear(x)])
+    torch.testing.assert_close(linear(x), alone.view_as(linear(x)), rtol=0, atol=0)
 
 
-def has_dot():
-    return torch.ops.flyball.has_dot()
+def expected_of(x, weight, bias, arithmetic=None):
+    """What the layer computes of numbers as its arithmetic takes them."""
+    if (arithmetic or torch.ops.flyball.linear_arithmetic(weight.dtype)) == "blocks":
+        x, weight = as_blocks(x, 13), as_blocks(weight, 12)
+    return reference.linear(x, weight, bias)
 
 
-def test_dot_is_refused_where_there_is_none():
+BLOCK_SIZE = 64
+
+
+def as_blocks(matrix, bits):
+    """Round each block of a row to multiples of the power of two that gives the largest magnitude so many bits."""
+    padded = torch.nn.functional.pad(matrix.double(), (0, -matrix.shape[1] % BLOCK_SIZE))
+    blocks = padded.unflatten(1, (padded.shape[1] // BLOCK_SIZE, BLOCK_SIZE))
+    largest = blocks.abs().amax(dim=2, keepdim=True)
+    units = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - bits)
+    rounded = torch.where(largest < 2.0**-100, 0.0, (blocks / units).round() * units)
+    return rounded.flatten(1)[:, : matrix.shape[1]].to(matrix.dtype)  # the same numbers
+
+
+@pytest.mark.parametrize("bits", [12, 13])
+def test_blocks_are_off_by_less_than_the_rounding_to_bf16(bits):
+    x = torch.randn(50, 768, dtype=torch.bfloat16) * torch.logspace(-30, 30, 50)[:, None].bfloat16()
+    x[3, 7], x[4, 5], x[5] = 1.9921875, 3e38, 1e-40
+    rounded = as_blocks(x, bits)
+    largest = x.double().view(50, -1, BLOCK_SIZE).abs().amax(dim=2).repeat_interleave(BLOCK_SIZE, dim=1)
+    assert ((rounded.double() - x.double()).abs() <= (largest / 2**bits).clamp(min=1e-30)).all()
+    kept = (x.double().abs() >= largest / 2 ** (bits - 8)) & (largest > 1e-30)
+    assert kept.float().mean() > 0.8
+    torch.testing.assert_close(rounded[kept], x[kept], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("arithmetic", ["blocks"])
+@pytest.mark.usefixtures("only_where_it_is")
+def test_blocks_take_numbers_as_they_say():
+    """The largest products, numbers too small for a unit, and blocks that have nothing in common."""
+    x = torch.randn(40, 300, dtype=torch.bfloat16) * torch.logspace(-20, 10, 40)[:, None].bfloat16()
+    x[:3], x[3, ::2], x[4], x[5] = 1.9921875, -1.9921875, 0.0, 1e-40
+    x[6, :64] *= 2**20
+    weight = torch.randn(70, 300, dtype=torch.bfloat16)
+    weight[:3], weight[3, ::2], weight[4], weight[5] = -1.9921875, 1.9921875, 0.0, 1e-40
+    weight[6, 64:128] *= 2**-20
+    out = PackedLinear(weight, arithmetic="blocks")(x).double()
+    exact = as_blocks(x, 13).double() @ as_blocks(weight, 12).double().T
+    error = (out - exact).abs()
+    scale = x.double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
+    assert (error <= exact.abs() * 2**-8 + scale * 2**-20).all()
+    assert (out[4:6] == 0).all()
+    assert (out[:, 4:6] == 0).all()
+
+
+@pytest.mark.parametrize("arithmetic", ["blocks"])
+@pytest.mark.usefixtures("only_where_it_is")
+def test_blocks_that_are_no_numbers():
+    weight, _ = layer(130, 80, torch.bfloat16, bias=False)
+    x = torch.randn(9, 130, dtype=torch.bfloat16)
+    weight[4, 129], weight[6, 0], x[3, 5], x[7, 129] = float("inf"), float("nan"), float("nan"), -float("inf")
+    out = PackedLinear(weight, arithmetic="blocks")(x)
+    assert out.isnan().all(dim=0).nonzero().flatten().tolist() == [4, 6]
+    assert out.isnan().all(dim=1).nonzero().flatten().tolist() == [3, 7]
+    assert int(out.isnan().sum()) == 2 * 9 + 2 * 80 - 4
+
+
+def test_an_arithmetic_is_refused_where_there_is_none():
     with pytest.raises(ValueError, match="takes bfloat16 and a CPU with AVX512_BF16"):
-        PackedLinear(torch.ones(4, 8), dot=True)
-
-
-def test_dot_is_refused_where_torch_multiplies():
-    with pytest.raises(ValueError, match="dot=True is for the cpp backend; this is torch"):
-        PackedLinear(torch.ones(4, 8, dtype=torch.bfloat16), dot=True, backend=Backend("torch"))
+        PackedLinear(torch.ones(4, 8), arithmetic="dot")
+    with pytest.raises(ValueError, match="blocks of whole numbers take bfloat16 and a CPU with AVX2"):
+        PackedLinear(torch.ones(4, 8), arithmetic="blocks")
+    with pytest.raises(ValueError, match="arithmetic is fast; it must be fma, dot or blocks"):
+        PackedLinear(torch.ones(4, 8), arithmetic="fast")
+    with pytest.raises(ValueError, match="arithmetic='fma' is for the cpp backend; this is torch"):
+        PackedLinear(torch.ones(4, 8, dtype=torch.bfloat16), arithmetic="fma", backend=Backend("torch"))
 
 
 def test_leading_dimensions_and_strides():

@@ -18,6 +18,9 @@ MAX_INT8_FEATURES = 65536
 """With more in_features, sums of products of bytes do not fit 32 bits."""
 
 
+Arithmetic = Literal["fma", "dot", "blocks"]
+
+
 class PackedLinear:
     """``x @ weight.T + bias`` for inference.
 
@@ -25,46 +28,52 @@ class PackedLinear:
     this packed copy is the only one held: drop your own reference to ``weight``. Its out_features are rounded up to the
     panel's (32 with AVX-512, 16 with AVX2, else 8), its in_features to 2. Elsewhere, and with the ``torch`` backend, the
     weight is kept as it is for ``torch.nn.functional.linear``; so it is where torch's linear layers are chosen (see
-    ``backend.py``) and ``dot`` is None.
+    ``backend.py``) and ``arithmetic`` is None.
 
     Args:
         weight: ``[out_features, in_features]`` bf16, fp16 or fp32.
         bias: ``[out_features]`` or None, dtype of ``weight``.
-        dot: whether bf16 weights use the CPU's bf16 dot product instructions, AMX or AVX512_BF16; None: where that is
-            the faster way.
+        arithmetic: of the ``cpp`` backend; None chooses the fastest. ``"fma"`` multiplies in fp32. For bf16 there are
+            ``"dot"``, the CPU's bf16 dot product (AMX, AVX512_BF16, Arm's BF16), and ``"blocks"``, whole numbers that share an
+            exponent in blocks of 64 features (AVX2, AVX512_VNNI).
     Raises:
-        ValueError: the shapes or dtypes do not fit, or there is no dot product for this backend, dtype or CPU.
+        ValueError: the shapes or dtypes do not fit, or this backend, dtype or CPU does not have the arithmetic.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, backend: Backend, dot: bool | None = None
+        self, weight: Tensor, bias: Tensor | None = None, *, backend: Backend, arithmetic: Arithmetic | None = None
     ) -> None:
         _check(weight, bias)
         self.out_features, self.in_features = weight.shape
         is_cpp = backend.name == "cpp"
-        if dot and not is_cpp:
+        if arithmetic is not None and not is_cpp:
             raise ValueError(
-                f"dot=True is for the cpp backend; this is {backend.name}. Leave dot out, or choose cpp on a CPU."
+                f"arithmetic={arithmetic!r} is for the cpp backend; this is {backend.name}. Leave it out, or choose cpp on a CPU."
             )
-        self._dot = is_cpp and self._uses_dot(weight.dtype) if dot is None else dot
-        self._packed = is_cpp and (dot is not None or backend.linear == "cpp")
-        self._weight = torch.ops.flyball.linear_pack(weight.detach(), self._dot) if self._packed else weight.detach()
+        self._dtype = weight.dtype
+        self._packed = is_cpp and (arithmetic is not None or backend.linear == "cpp")
+        self._weight = weight.detach()
+        if self._packed:
+            self._arithmetic = arithmetic or torch.ops.flyball.linear_arithmetic(weight.dtype)
+            self._weight = torch.ops.flyball.linear_pack(self._weight, self._arithmetic)
         self._bias = None if bias is None else bias.detach().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[..., out_features]`` of ``x`` ``[..., in_features]``, in the dtype of the weight.
 
-        Products and sums are fp32, rounded once. With the ``cpp`` backend a row's result is the same to the last bit
-        whatever rows stand beside it and however many.
+        Products and sums are fp32, rounded once. In blocks, weights of less than 1/16 of the largest of their block are off
+        by at most 1/4096 of that, inputs of less than 1/32 by at most 1/8192, where bf16 had rounded the largest itself by up
+        to 1/512; and a row with a value that is not finite gives NaN. With the ``cpp`` backend a row's result is the same to the last bit whatever rows stand beside it and however
+        many.
 
         Raises:
             ValueError: the last dimension of ``x`` is not in_features, or its dtype is not the weight's.
         """
-        _check_input(x, self.in_features, self._weight.dtype)
+        _check_input(x, self.in_features, self._dtype)
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
         rows = x.reshape(-1, self.in_features)
-        out = torch.ops.flyball.linear(rows, self._weight, self._bias, self.out_features, self._dot)
+        out = torch.ops.flyball.linear(rows, self._weight, self._bias, self.out_features, self._arithmetic)
         return out.view(*x.shape[:-1], self.out_features)
 
     @property
@@ -73,12 +82,8 @@ class PackedLinear:
         if not self._packed:
             return None
         return torch.classes.flyball.Linear.packed(
-            self._weight, self._bias, self.out_features, self.in_features, self._dot
+            self._weight, self._bias, self.out_features, self.in_features, self._arithmetic
         )
-
-    @staticmethod
-    def _uses_dot(dtype: torch.dtype) -> bool:
-        return dtype == torch.bfloat16 and bool(torch.ops.flyball.linear_prefers_dot())
 
 
 class Int8Linear:
@@ -164,11 +169,11 @@ class GroupedLinear:
     Groups of each row of the weight have a scale of their own. Sums are fp32, and the result is rounded once. A row with a
     value that is not finite gives NaN or infinity.
 
-    With inputs of 16 bits, products are exact, but for the C++ kernel with bf16 on a CPU that multiplies bytes (AVX512_VNNI,
-    SDOT, beside weights of 4 bits AVX2): there inputs of less than 1/64 of the largest one of their group (or 4,096 features of
-    it; beside weights of 8 bits 256) are off by at most 1/32640 of that. With inputs of 8 bits, those of a group, or of equal
-    parts of one with at most 128 features, are rounded to multiples of their largest magnitude over 127, as llama.cpp does for
-    Q4_0. That is for weights of 4 bits, and for the ``cpp`` and ``torch`` backends.
+    With inputs of 16 bits, products are exact, but for the C++ kernel with bf16 on a CPU with AVX2 or SDOT, which multiplies
+    whole numbers: there inputs of less than 1/64 of the largest one of their group (or 4,096 features of it; beside weights of
+    8 bits 256) are off by at most 1/32640 of that. With inputs of 8 bits, those of a group, or of equal parts of one with at
+    most 128 features, are rounded to multiples of their largest magnitude over 127, as llama.cpp does for Q4_0. That is for
+    weights of 4 bits, and for the ``cpp`` and ``torch`` backends.
 
     Weights of 4 bits take little more than a quarter of the memory of bf16, those of 8 bits half of it, and on a CPU few rows
     about as much less time. Many rows take about half the time with inputs of 8 bits; ``Int8Linear`` has both in 8.

@@ -24,11 +24,14 @@ struct Runs {
     return std::max<int64_t>(0, std::min({features, (run / of_group + 1) * group - first(run), k - first(run)}));
   }
   int64_t num_steps() const { return num * steps; }
-  int64_t header_bytes() const { return (has_zeros ? 2 : 1) * kPanel * sizeof(float); }
+  template <class A>
+  int64_t header_bytes() const {
+    return (has_zeros ? 2 : 1) * kPanel * sizeof(typename A::Scale);
+  }
 
   template <class A>
   int64_t panel_bytes() const {
-    return num * (header_bytes() + steps * A::kWidth);
+    return num * (header_bytes<A>() + steps * A::kWidth);
   }
 };
 
@@ -60,6 +63,8 @@ struct GroupedFma {
   using Input = float;
   using Sum = Vec;
   using Scales = RunScales;
+  using Scale = float;  // of a group
+  static constexpr bool kCanHaveZeros = true;  // others than the middle
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8;
   static constexpr int64_t kPairSteps = 0;
@@ -86,7 +91,9 @@ struct GroupedFma {
   static Vec broadcast(Input x) { return splat(x); }
   static Vec add(Vec sum, Vec w, Vec x) { return add_product(sum, x, w); }
   static Vec first_sum(const RunInputs&) { return Vec{}; }
-  static Vec value(const Vec (&sums)[kPlanes], const RunInputs&) { return sums[0]; }
+  static Vec add_sums(Vec total, const Vec (&sums)[kPlanes], const RunInputs&, Vec scales) {
+    return add_product(total, sums[0], scales);
+  }
 
   static void pack(const T* x, int64_t rows, const RunScales& scales, Input* packed) {
     const auto& [inputs, runs] = scales;
@@ -118,14 +125,14 @@ struct GroupedBytes {
   using Input = uint32_t;  // four features
   using Sum = VecI;
   using Scales = RunScales;
+  using Scale = float;  // of a group
+  static constexpr bool kCanHaveZeros = true;  // others than the middle
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8 && kZero == 0;  // what the instruction takes beside signed inputs
   static constexpr int64_t kPairSteps = has_byte_pairs() ? 8 : 0;  // so many times two products of 15 and 128 fit 16 bits
   static constexpr int64_t kDepth = 4, kPlanes = Planes, kWidth = kDepth * kPanel * Bits / 8;
   static constexpr int64_t kMaxFeatures = Planes == 1 ? 128 : Bits == 4 ? 4096 : 256;  // with one, more lose more; sums have 32 bits
   static constexpr int64_t kTileRows = Planes == 1 ? kRegisters / 2 - 4 : kRegisters / 4 - 2;
-  static constexpr int32_t kInfinity = 0x7f800000, kMantissaBits = 23, kZeroExponent = 127;  // of fp32
-  static constexpr int32_t kLeastExponent = 27;  // smaller inputs are 0
 
   static Halves<VecI> weights(const Weight* from) {
     if constexpr (Bits == 8) return {load_raw<VecI>(from), load_raw<VecI>(from + kWidth / 2)};
@@ -135,9 +142,9 @@ struct GroupedBytes {
   static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
   static VecI add(VecI sum, VecI w, VecI x) { return kPairSteps > 0 ? add_byte_pairs(sum, w, x) : add_bytes(sum, w, x); }
   static VecI first_sum(const RunInputs& inputs) { return inputs.zero - VecI{}; }
-  static Vec value(const VecI (&sums)[kPlanes], const RunInputs& inputs) {
+  static Vec add_sums(Vec total, const VecI (&sums)[kPlanes], const RunInputs& inputs, Vec scales) {
     const VecI sum = Planes == 1 ? sums[0] : sums[0] + (sums[kPlanes - 1] << 8);
-    return __builtin_convertvector(sum, Vec) * splat(inputs.unit);
+    return add_product(total, __builtin_convertvector(sum, Vec) * splat(inputs.unit), scales);
   }
 
   static void pack(const T* x, int64_t rows, const RunScales& scales, Input* packed) {
@@ -154,12 +161,7 @@ struct GroupedBytes {
 
   // The values of a run -> for each step its bytes in each plane
   static RunInputs round_run(const T* x, int64_t size, Input* planes, const Runs& runs) {
-    VecI largest = {};  // the bits of magnitudes, which are in their order, with what is not finite above all
-    for (int64_t j = 0; j < size; j += kLanes) {
-      const VecI bits = (VecI)load_up_to(x + j, size - j) & 0x7fffffff;
-      largest = largest > bits ? largest : bits;
-    }
-    const int32_t most = fold(largest, [](auto a, auto b) { return a > b ? a : b; });
+    const int32_t most = magnitude_bits(x, size);
     if (most >= kInfinity) return {std::numeric_limits<float>::quiet_NaN(), 0, 0.0f};
     const auto [unit, factor] = unit_of(most);
     VecI total = {};
@@ -182,8 +184,7 @@ struct GroupedBytes {
       const float magnitude = std::bit_cast<float>(most);
       return {magnitude / 127.0f, units(magnitude)};
     } else {
-      // the exponent of 255/128 times a power of two is that of the next one: its upper byte would be 128
-      const int32_t exponent = std::max((most + 0x10000) >> kMantissaBits, kLeastExponent) - 14;
+      const int32_t exponent = unit_exponent<15>(most);
       return {from_exponent(exponent), from_exponent(2 * kZeroExponent - exponent)};
     }
   }
@@ -210,8 +211,6 @@ struct GroupedBytes {
 #endif
     return out;
   }
-
-  static float from_exponent(int32_t biased) { return std::bit_cast<float>(biased << kMantissaBits); }
 };
 
 // values [n, k], of_groups [n, groups] each -> panels
@@ -296,9 +295,9 @@ template <class A, int Rows>
   const Runs& runs = out.scales.runs;
   Vec low[Rows] = {}, high[Rows] = {};
   for (int64_t run = 0; run < runs.num; ++run) {
-    const float* header = reinterpret_cast<const float*>(panel);
-    for (int64_t line = 0; line < runs.header_bytes(); line += 64) __builtin_prefetch(panel + kAheadBytes + line);
-    panel += runs.header_bytes();
+    const auto* header = reinterpret_cast<const typename A::Scale*>(panel);
+    for (int64_t line = 0; line < runs.header_bytes<A>(); line += 64) __builtin_prefetch(panel + kAheadBytes + line);
+    panel += runs.header_bytes<A>();
     RunSums<A, Rows> sums = {};
 #pragma GCC unroll 16
     for (int row = 0; row < Rows; ++row)
@@ -311,9 +310,9 @@ template <class A, int Rows>
 #pragma GCC unroll 16
     for (int row = 0; row < Rows; ++row) {
       const RunInputs& inputs = out.scales.inputs[row * runs.num + run];
-      low[row] = add_product(low[row], A::value(sums.low[row], inputs), low_scales);
-      high[row] = add_product(high[row], A::value(sums.high[row], inputs), high_scales);
-      if (!runs.has_zeros) continue;
+      low[row] = A::add_sums(low[row], sums.low[row], inputs, low_scales);
+      high[row] = A::add_sums(high[row], sums.high[row], inputs, high_scales);
+      if (!A::kCanHaveZeros || !runs.has_zeros) continue;
       low[row] = add_product(low[row], load(header + kPanel), splat(-inputs.sum));
       high[row] = add_product(high[row], load(header + kPanel + kLanes), splat(-inputs.sum));
     }

@@ -4,8 +4,8 @@
 // hundreds. There are several arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
 // dot product instruction of AVX512_BF16 or Arm's BF16, which does twice the work of an FMA where a core issues two of them a
 // cycle (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
-// exact in all. Int8 (int8.h), and GroupedFma and GroupedBytes (grouped.h), are for weights that have been rounded. See
-// benchmarks/linear.py.
+// exact in these. Blocks (shorts.h): bf16 become whole numbers with a common exponent for each 64. Int8 (int8.h), GroupedFma and
+// GroupedBytes (grouped.h), and GroupedShorts (shorts.h) are for weights that have been rounded. See benchmarks/linear.py.
 #include <array>
 #include <bit>
 
@@ -221,6 +221,7 @@ void pack_rows(const typename A::Value* x, int64_t stride, int64_t rows, int64_t
 
 #include "int8.h"
 #include "grouped.h"
+#include "shorts.h"
 #include "tiles.h"
 
 // Panels panels times a tile of Rows rows. Every sum runs over the steps in order, whatever Rows and Panels are, so a row's
@@ -373,11 +374,29 @@ Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typenam
           }};
 }
 
-bool prefers_dot() { return has_amx() || has_fast_dot(); }
+// How weights of 16 bits are multiplied; Dot is by matrix units where there are any.
+enum class Arithmetic { kFma, kDot, kBlocks };
+
+constexpr std::array<std::pair<const char*, Arithmetic>, 3> kArithmetics = {
+    {{"fma", Arithmetic::kFma}, {"dot", Arithmetic::kDot}, {"blocks", Arithmetic::kBlocks}}};
+
+Arithmetic arithmetic_of(const std::string& wanted) {
+  for (const auto& [name, arithmetic] : kArithmetics)
+    if (wanted == name) return arithmetic;
+  TORCH_CHECK_VALUE(false, "arithmetic is ", wanted, "; it must be fma, dot or blocks.");
+}
+
+// The fastest.
+std::string linear_arithmetic(at::ScalarType type) {
+  if (type != at::kBFloat16) return "fma";
+  if (has_amx() || has_fast_dot()) return "dot";
+  return prefers_blocks() ? "blocks" : "fma";
+}
 
 // What multiplies weights of 16, 8 and 4 bits by inputs of bf16, for people.
 std::string bf16_arithmetic() {
   if (has_amx()) return "AMX";
+  if (prefers_blocks() && !has_fast_dot()) return has_short_dot() ? "AVX512_VNNI" : "pairs of 16 bits";
   if (!has_fast_dot()) return "fp32 FMA";
 #if defined(__x86_64__)
   return "AVX512_BF16";
@@ -405,50 +424,65 @@ std::string int8_arithmetic() {
 constexpr bool has_planes(int bits) { return has_byte_dot() || (has_byte_pairs() && bits == 4); }
 
 std::string grouped_arithmetic(int64_t bits) {
-  if (!has_planes(bits)) return "fp32 FMA";
-  return has_byte_pairs() ? "pairs of bytes" : byte_arithmetic();
+  if (has_planes(bits)) return has_byte_pairs() ? "pairs of bytes" : byte_arithmetic();
+  return has_short_pairs() ? "pairs of 16 bits" : "fp32 FMA";
 }
 
 // Call f with the arithmetic for tensors of this type.
 template <class F>
-void with_arithmetic(const Tensor& tensor, bool dot, F f) {
+void with_arithmetic(at::ScalarType type, Arithmetic arithmetic, F f) {
+  const bool is_bf16 = type == at::kBFloat16;
 #if FLYBALL_AMX
-  if (dot && has_amx() && tensor.scalar_type() == at::kBFloat16) return f(Amx{});
+  if (arithmetic == Arithmetic::kDot && has_amx() && is_bf16) return f(Amx{});
 #endif
 #if FLYBALL_DOT
-  if (dot && tensor.scalar_type() == at::kBFloat16) return f(Dot{});
+  if (arithmetic == Arithmetic::kDot && is_bf16) return f(Dot{});
 #endif
-  TORCH_CHECK_VALUE(!dot, "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16, or Arm's BF16");
-  dispatch(tensor, "linear", [&]<class T>(T*) { f(Fma<T>{}); });
+  TORCH_CHECK_VALUE(arithmetic != Arithmetic::kDot,
+                    "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16, or Arm's BF16");
+  if constexpr (has_short_pairs())
+    if (arithmetic == Arithmetic::kBlocks && is_bf16) return f(Blocks{});
+  TORCH_CHECK_VALUE(arithmetic != Arithmetic::kBlocks, "blocks of whole numbers take bfloat16 and a CPU with AVX2");
+  dispatch(type, "linear", [&]<class T>(T*) { f(Fma<T>{}); });
 }
 
-Tensor linear_pack(const Tensor& unpacked, bool dot) {
+Tensor linear_pack(const Tensor& unpacked, const std::string& arithmetic) {
   const Tensor weight = unpacked.contiguous();
-  const int64_t n = weight.size(0), k = weight.size(1);
+  const int64_t n = weight.size(0), k = weight.size(1), num_panels = round_up(n, kPanel) / kPanel;
   Tensor packed;
-  with_arithmetic(weight, dot, [&]<class A>(A) {
-    using T = typename A::Weight;
-    packed = at::empty({round_up(n, kPanel) / kPanel, num_steps<A>(k), A::kWidth}, weight.options());
-    prefer_huge_pages(packed.data_ptr(), packed.nbytes());
-    pack_weight<A>(data<const T>(weight), n, k, data<T>(packed));
+  with_arithmetic(weight.scalar_type(), arithmetic_of(arithmetic), [&]<class A>(A) {
+    using T = typename A::Value;
+    if constexpr (kHasRuns<A>) {
+      packed = at::empty({num_panels, A::runs(k).template panel_bytes<A>()}, weight.options().dtype(at::kByte));
+      prefer_huge_pages(packed.data_ptr(), packed.nbytes());
+      pack_blocks(data<const T>(weight), n, A::runs(k), data<uint8_t>(packed));
+    } else {
+      packed = at::empty({num_panels, num_steps<A>(k), A::kWidth}, weight.options());
+      prefer_huge_pages(packed.data_ptr(), packed.nbytes());
+      pack_weight<A>(data<const T>(weight), n, k, data<T>(packed));
+    }
   });
   return packed;
 }
 
-Work linear_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, bool dot, const Tensor& out) {
+Work linear_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Arithmetic arithmetic,
+                 const Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
   Work work;
-  with_arithmetic(x, dot, [&]<class A>(A) {
+  with_arithmetic(x.scalar_type(), arithmetic, [&]<class A>(A) {
     using T = typename A::Value;
-    work = linear_work<A>(data<const T>(x), m, k, data<const T>(packed), n,
-                          {data<T>(out), n, n, data_or_null<T>(bias), {}});
+    typename A::Scales scales{};
+    if constexpr (kHasRuns<A>) scales = {nullptr, A::runs(k)};
+    work = linear_work<A>(data<const T>(x), m, k, data<const typename A::Weight>(packed), n,
+                          {data<T>(out), n, n, data_or_null<T>(bias), scales});
   });
   return work;
 }
 
-Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, bool dot) {
+Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n,
+              const std::string& arithmetic) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_work(x, packed, bias, dot, out)});
+  run_in_team({linear_work(x, packed, bias, arithmetic_of(arithmetic), out)});
   return out;
 }
 
@@ -513,6 +547,8 @@ void with_groups(at::ScalarType type, int64_t bits, int64_t input_bits, F f) {
     const auto with_bits = [&]<int Bits>(std::integral_constant<int, Bits>) {
       if constexpr (has_planes(Bits) && std::is_same_v<T, c10::BFloat16>)
         f(GroupedBytes<T, Bits, 2>{});
+      else if constexpr (has_short_pairs() && Bits == 8 && std::is_same_v<T, c10::BFloat16>)
+        f(GroupedShorts{});
       else
         f(GroupedFma<T, Bits>{});
     };
@@ -561,11 +597,12 @@ Tensor linear_grouped(const Tensor& input, const Tensor& packed, const std::opti
 }
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
-  m.def("linear_prefers_dot() -> bool", &prefers_dot);
+  m.def("linear_arithmetic(ScalarType weights) -> str", &linear_arithmetic);
+  m.def("has_blocks() -> bool", &has_short_pairs);
   m.def("linear_bf16_arithmetic() -> str", &bf16_arithmetic);
   m.def("linear_int8_arithmetic() -> str", &int8_arithmetic);
   m.def("linear_grouped_arithmetic(int bits) -> str", &grouped_arithmetic);
-  m.def("linear_pack(Tensor weight, bool dot) -> Tensor");
+  m.def("linear_pack(Tensor weight, str arithmetic) -> Tensor");
   m.def("linear_int8_round(Tensor weight) -> (Tensor, Tensor)");
   m.def("linear_int8_pack(Tensor values, Tensor scales) -> (Tensor, Tensor, Tensor)");
   m.def("linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor sums, Tensor? bias, int out_features) -> Tensor");
@@ -573,7 +610,7 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
         "int input_bits) -> Tensor");
   m.def("linear_grouped(Tensor x, Tensor packed, Tensor? bias, int out_features, int bits, int group_size, bool has_zeros, "
         "int input_bits) -> Tensor");
-  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool dot) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, str arithmetic) -> Tensor");
   m.impl("linear_pack", c10::DispatchKey::CPU, TORCH_FN(linear_pack));
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
   m.impl("linear_int8_round", c10::DispatchKey::CPU, TORCH_FN(linear_int8_round));
@@ -585,9 +622,11 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 
 }  // namespace
 
-c10::intrusive_ptr<Linear> packed_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, bool dot) {
+c10::intrusive_ptr<Linear> packed_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, std::string arithmetic) {
   return c10::make_intrusive<Linear>(
-      k, n, [=](const Tensor& x, const Tensor& out) { return linear_work(x, packed, bias, dot, out); });
+      k, n, [=, arithmetic = arithmetic_of(arithmetic)](const Tensor& x, const Tensor& out) {
+        return linear_work(x, packed, bias, arithmetic, out);
+      });
 }
 
 c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums, OptionalTensor bias, int64_t n, int64_t k) {
