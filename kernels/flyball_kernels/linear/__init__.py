@@ -48,7 +48,8 @@ class PackedLinear:
         is_cpp = backend.name == "cpp"
         if arithmetic is not None and not is_cpp:
             raise ValueError(
-                f"arithmetic={arithmetic!r} is for the cpp backend; this is {backend.name}. Leave it out, or choose cpp on a CPU."
+                f"arithmetic={arithmetic!r} is for the cpp backend; this is {backend.name}. "
+                "Leave it out, or choose cpp on a CPU."
             )
         self._dtype = weight.dtype
         self._packed = is_cpp and (arithmetic is not None or backend.linear == "cpp")
@@ -62,9 +63,9 @@ class PackedLinear:
         """Return ``[..., out_features]`` of ``x`` ``[..., in_features]``, in the dtype of the weight.
 
         Products and sums are fp32, rounded once. In blocks, weights of less than 1/16 of the largest of their block are off
-        by at most 1/4096 of that, inputs of less than 1/32 by at most 1/8192, where bf16 had rounded the largest itself by up
-        to 1/512; and a row with a value that is not finite gives NaN. With the ``cpp`` backend a row's result is the same to the last bit whatever rows stand beside it and however
-        many.
+        by at most 1/4096 of that, and inputs of less than 1/32 by at most 1/8192, where bf16 had rounded the largest itself by
+        up to 1/512; and a row with a value that is not finite gives NaN. With the ``cpp`` backend a row's result is the same to
+        the last bit whatever rows stand beside it and however many.
 
         Raises:
             ValueError: the last dimension of ``x`` is not in_features, or its dtype is not the weight's.

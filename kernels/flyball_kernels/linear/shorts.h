@@ -1,5 +1,5 @@
-// Products of whole numbers of 16 bits, of bf16 inputs and weights. An instruction adds two of them to each lane, twice as many as
-// an fp32 FMA. Included by kernel.cpp, inside its namespace.
+// Products of whole numbers of 16 bits, of bf16 inputs and weights. An instruction adds two of them to each lane, twice as
+// many as an fp32 FMA. Included by kernel.cpp, inside its namespace.
 #pragma once
 
 constexpr bool has_short_dot() {
@@ -83,9 +83,9 @@ struct ShortInputs {
   }
 };
 
-// bf16 weights, in blocks that share a unit too (block floating point). Weights of at least 1/16 of the largest of their block are
-// the same numbers, and inputs of at least 1/32; the others are off by at most 1/4096 or 1/8192 of it, where rounding to bf16 had
-// moved the largest itself by up to 1/512. Sums of a block are exact: 64 * 4080 * 8160 fits 32 bits.
+// bf16 weights, in blocks that share a unit too (block floating point). Weights of at least 1/16 of the largest of their
+// block are the same numbers, and inputs of at least 1/32; the others are off by at most 1/4096 or 1/8192 of it, where
+// rounding to bf16 had moved the largest itself by up to 1/512. Sums of a block are exact: 64 * 4080 * 8160 fits 32 bits.
 struct Blocks : ShortInputs<13> {
   using Scale = c10::BFloat16;  // a power of two
   static constexpr int32_t kWeightBits = 12;
