@@ -65,6 +65,7 @@ struct GroupedFma {
   using Scales = RunScales;
   using Scale = float;  // of a group
   static constexpr bool kCanHaveZeros = true;  // others than the middle
+  static constexpr bool kIsUnrolled = false;   // too few registers are left where weights are unpacked
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8;
   static constexpr int64_t kPairSteps = 0;
@@ -127,6 +128,7 @@ struct GroupedBytes {
   using Scales = RunScales;
   using Scale = float;  // of a group
   static constexpr bool kCanHaveZeros = true;  // others than the middle
+  static constexpr bool kIsUnrolled = false;   // too few registers are left where weights are unpacked
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8 && kZero == 0;  // what the instruction takes beside signed inputs
   static constexpr int64_t kPairSteps = has_byte_pairs() ? 8 : 0;  // so many times two products of 15 and 128 fit 16 bits
@@ -251,23 +253,34 @@ struct RunSums {
   typename A::Sum low[Rows][A::kPlanes], high[Rows][A::kPlanes];
 };
 
+// Adds the products of a step, and goes on to the next.
+template <class A, int Rows>
+[[gnu::always_inline]] inline void add_step(const typename A::Input*& x, const uint8_t*& panel, RunSums<A, Rows>& sums) {
+#pragma GCC unroll 2
+  for (int64_t line = 0; line < A::kWidth; line += 64) __builtin_prefetch(panel + kAheadBytes + line);
+  const auto w = A::weights(panel);
+#pragma GCC unroll 16
+  for (int row = 0; row < Rows; ++row) {
+#pragma GCC unroll 2
+    for (int plane = 0; plane < A::kPlanes; ++plane) {
+      const auto value = A::broadcast(x[plane * Rows + row]);
+      sums.low[row][plane] = A::add(sums.low[row][plane], w.low, value);
+      sums.high[row][plane] = A::add(sums.high[row][plane], w.high, value);
+    }
+  }
+  x += A::kPlanes * Rows;
+  panel += A::kWidth;
+}
+
 // Adds the products of so many steps.
 template <class A, int Rows>
 [[gnu::always_inline]] inline void add_steps(int64_t steps, const typename A::Input*& x, const uint8_t*& panel,
                                              RunSums<A, Rows>& sums) {
-  for (int64_t step = 0; step < steps; ++step, x += A::kPlanes * Rows, panel += A::kWidth) {
+  if constexpr (A::kIsUnrolled) {
 #pragma GCC unroll 2
-    for (int64_t line = 0; line < A::kWidth; line += 64) __builtin_prefetch(panel + kAheadBytes + line);
-    const auto w = A::weights(panel);
-#pragma GCC unroll 16
-    for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 2
-      for (int plane = 0; plane < A::kPlanes; ++plane) {
-        const auto value = A::broadcast(x[plane * Rows + row]);
-        sums.low[row][plane] = A::add(sums.low[row][plane], w.low, value);
-        sums.high[row][plane] = A::add(sums.high[row][plane], w.high, value);
-      }
-    }
+    for (int64_t step = 0; step < steps; ++step) add_step<A, Rows>(x, panel, sums);
+  } else {
+    for (int64_t step = 0; step < steps; ++step) add_step<A, Rows>(x, panel, sums);
   }
 }
 
