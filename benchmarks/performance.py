@@ -150,11 +150,13 @@ def api_process_table() -> str:
 
 
 def llamacpp_table(*names: str) -> str:
+    """Return the table of several results; of a pair that two of them have, the first's."""
     results = [result for name in names if (result := read(name)) is not None]
     if not results:
         return NOT_MEASURED
-    pairs = [pair for result in results for pair in result["pairs"].items()]
-    rows = [row for bits, pair in pairs for row in clients_rows(pair["by_concurrency"], "llamacpp", bits)]
+    pairs = {bits: pair for result in reversed(results) for bits, pair in result["pairs"].items()}
+    bits_in_order = dict.fromkeys(bits for result in results for bits in result["pairs"])
+    rows = [row for bits in bits_in_order for row in clients_rows(pairs[bits]["by_concurrency"], "llamacpp", bits)]
     under = dict.fromkeys(
         f"llama.cpp {result['llamacpp'].removeprefix('version: ')}. {where(result)}" for result in results
     )
@@ -272,7 +274,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
     "llamacpp": partial(llamacpp_table, "versus_llamacpp"),
     "vllm-avx2": partial(vllm_table, "versus_vllm_avx2"),
-    "llamacpp-avx2": partial(llamacpp_table, "versus_llamacpp_avx2", "versus_llamacpp_avx2_w4a8"),
+    "llamacpp-avx2": partial(
+        llamacpp_table, "versus_llamacpp_avx2", "versus_llamacpp_avx2_4_bits", "versus_llamacpp_avx2_w4a8"
+    ),
     "perplexity": perplexity_table,
     "api-process": api_process_table,
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),
