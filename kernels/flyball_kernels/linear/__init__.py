@@ -26,9 +26,9 @@ class PackedLinear:
 
     On CPU the C++ kernel keeps the weight in panels of output features, whatever the number of rows it will meet, and
     this packed copy is the only one held: drop your own reference to ``weight``. Its out_features are rounded up to the
-    panel's (32 with AVX-512, 16 with AVX2, else 8), its in_features to 2. Elsewhere, and with the ``torch`` backend, the
-    weight is kept as it is for ``torch.nn.functional.linear``; so it is where torch's linear layers are chosen (see
-    ``backend.py``) and ``arithmetic`` is None.
+    panel's (32 with AVX-512, 16 with AVX2, else 8), its in_features to 2, or in blocks, from 64 on, to 64. Elsewhere, and with
+    the ``torch`` backend, the weight is kept as it is for ``torch.nn.functional.linear``; so it is where torch's linear layers
+    are chosen (see ``backend.py``) and ``arithmetic`` is None.
 
     Args:
         weight: ``[out_features, in_features]`` bf16, fp16 or fp32.
