@@ -64,7 +64,6 @@ struct GroupedFma {
   using Sum = Vec;
   using Scales = RunScales;
   using Scale = float;  // of a group
-  static constexpr bool kCanHaveZeros = true;  // others than the middle
   static constexpr bool kIsUnrolled = false;   // too few registers are left where weights are unpacked
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8;
@@ -111,6 +110,22 @@ struct GroupedFma {
   }
 };
 
+// rows of x [rows, k] as in pack_rows, whole numbers for each run, and what is known of each
+template <class A>
+void pack_runs(const typename A::Value* x, int64_t rows, const RunScales& scales, typename A::Input* packed) {
+  struct ByRow;
+  const auto& [inputs, runs] = scales;
+  const int64_t steps = A::kPlanes * runs.num_steps();
+  auto* by_row = reinterpret_cast<typename A::Input*>(scratch<ByRow>(rows * steps));
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t run = 0; run < runs.num; ++run) {
+      auto* to = by_row + row * steps + run * runs.steps * A::kPlanes;
+      inputs[row * runs.num + run] = A::round_run(x + row * runs.k + runs.first(run), runs.size(run), to, runs);
+    }
+  }
+  pack_rows<Rounded>(by_row, steps, rows, steps, packed);
+}
+
 // Inputs become whole numbers of one byte or two, with a unit for each run. Sums of a run are whole, thus exact. A step has four
 // features of each column.
 //
@@ -127,7 +142,6 @@ struct GroupedBytes {
   using Sum = VecI;
   using Scales = RunScales;
   using Scale = float;  // of a group
-  static constexpr bool kCanHaveZeros = true;  // others than the middle
   static constexpr bool kIsUnrolled = false;   // too few registers are left where weights are unpacked
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8 && kZero == 0;  // what the instruction takes beside signed inputs
@@ -150,15 +164,7 @@ struct GroupedBytes {
   }
 
   static void pack(const T* x, int64_t rows, const RunScales& scales, Input* packed) {
-    struct Planar;
-    const auto& [inputs, runs] = scales;
-    const int64_t steps = kPlanes * runs.num_steps();
-    auto* by_row = reinterpret_cast<Input*>(scratch<Planar>(rows * steps));
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t run = 0; run < runs.num; ++run)
-        inputs[row * runs.num + run] =
-            round_run(x + row * runs.k + runs.first(run), runs.size(run), by_row + row * steps + run * runs.steps * kPlanes, runs);
-    pack_rows<Rounded>(by_row, steps, rows, steps, packed);
+    pack_runs<GroupedBytes>(x, rows, scales, packed);
   }
 
   // The values of a run -> for each step its bytes in each plane
@@ -325,7 +331,7 @@ template <class A, int Rows>
       const RunInputs& inputs = out.scales.inputs[row * runs.num + run];
       low[row] = A::add_sums(low[row], sums.low[row], inputs, low_scales);
       high[row] = A::add_sums(high[row], sums.high[row], inputs, high_scales);
-      if (!A::kCanHaveZeros || !runs.has_zeros) continue;
+      if (!runs.has_zeros) continue;
       low[row] = add_product(low[row], load(header + kPanel), splat(-inputs.sum));
       high[row] = add_product(high[row], load(header + kPanel + kLanes), splat(-inputs.sum));
     }

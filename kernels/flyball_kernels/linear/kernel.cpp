@@ -386,18 +386,24 @@ Arithmetic arithmetic_of(const std::string& wanted) {
   TORCH_CHECK_VALUE(false, "arithmetic is ", wanted, "; it must be fma, dot or blocks.");
 }
 
-// The fastest.
+Arithmetic fastest_arithmetic(at::ScalarType type) {
+  if (type != at::kBFloat16) return Arithmetic::kFma;
+  if (has_amx() || has_fast_dot()) return Arithmetic::kDot;
+  return prefers_blocks() ? Arithmetic::kBlocks : Arithmetic::kFma;
+}
+
 std::string linear_arithmetic(at::ScalarType type) {
-  if (type != at::kBFloat16) return "fma";
-  if (has_amx() || has_fast_dot()) return "dot";
-  return prefers_blocks() ? "blocks" : "fma";
+  return std::find_if(kArithmetics.begin(), kArithmetics.end(), [fastest = fastest_arithmetic(type)](const auto& each) {
+           return each.second == fastest;
+         })->first;
 }
 
 // What multiplies weights of 16, 8 and 4 bits by inputs of bf16, for people.
 std::string bf16_arithmetic() {
   if (has_amx()) return "AMX";
-  if (prefers_blocks() && !has_fast_dot()) return has_short_dot() ? "AVX512_VNNI" : "pairs of 16 bits";
-  if (!has_fast_dot()) return "fp32 FMA";
+  const Arithmetic fastest = fastest_arithmetic(at::kBFloat16);
+  if (fastest == Arithmetic::kFma) return "fp32 FMA";
+  if (fastest == Arithmetic::kBlocks) return has_short_dot() ? "AVX512_VNNI" : "pairs of 16 bits";
 #if defined(__x86_64__)
   return "AVX512_BF16";
 #else
@@ -446,6 +452,12 @@ void with_arithmetic(at::ScalarType type, Arithmetic arithmetic, F f) {
   dispatch(type, "linear", [&]<class T>(T*) { f(Fma<T>{}); });
 }
 
+Tensor empty_panels(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const Tensor panels = at::empty(sizes, options);
+  prefer_huge_pages(panels.data_ptr(), panels.nbytes());
+  return panels;
+}
+
 Tensor linear_pack(const Tensor& unpacked, const std::string& arithmetic) {
   const Tensor weight = unpacked.contiguous();
   const int64_t n = weight.size(0), k = weight.size(1), num_panels = round_up(n, kPanel) / kPanel;
@@ -453,12 +465,10 @@ Tensor linear_pack(const Tensor& unpacked, const std::string& arithmetic) {
   with_arithmetic(weight.scalar_type(), arithmetic_of(arithmetic), [&]<class A>(A) {
     using T = typename A::Value;
     if constexpr (kHasRuns<A>) {
-      packed = at::empty({num_panels, A::runs(k).template panel_bytes<A>()}, weight.options().dtype(at::kByte));
-      prefer_huge_pages(packed.data_ptr(), packed.nbytes());
+      packed = empty_panels({num_panels, A::runs(k).template panel_bytes<A>()}, weight.options().dtype(at::kByte));
       pack_blocks(data<const T>(weight), n, A::runs(k), data<uint8_t>(packed));
     } else {
-      packed = at::empty({num_panels, num_steps<A>(k), A::kWidth}, weight.options());
-      prefer_huge_pages(packed.data_ptr(), packed.nbytes());
+      packed = empty_panels({num_panels, num_steps<A>(k), A::kWidth}, weight.options());
       pack_weight<A>(data<const T>(weight), n, k, data<T>(packed));
     }
   });
@@ -502,10 +512,9 @@ std::tuple<Tensor, Tensor, Tensor> linear_int8_pack(const Tensor& unpacked, cons
   const Tensor values = unpacked.contiguous(), given = unpadded.contiguous();
   const int64_t n = values.size(0), k = values.size(1), columns = round_up(n, kPanel);
   using A = Int8<float>;  // the layout does not depend on the type of inputs
-  const Tensor packed = at::empty({columns / kPanel, num_steps<A>(k), A::kWidth}, values.options());
+  const Tensor packed = empty_panels({columns / kPanel, num_steps<A>(k), A::kWidth}, values.options());
   const Tensor scales = at::empty({columns}, given.options()).zero_();
   const Tensor sums = at::empty({columns}, values.options().dtype(at::kInt)).zero_();
-  prefer_huge_pages(packed.data_ptr(), packed.nbytes());
   pack_weight<A>(data<const int8_t>(values), n, k, data<int8_t>(packed));
   std::copy_n(data<const float>(given), n, data<float>(scales));
   sum_rows(data<const int8_t>(values), n, k, data<int32_t>(sums));
@@ -567,8 +576,7 @@ Tensor linear_grouped_pack(const Tensor& unpacked, const Tensor& scales, const s
   Tensor packed;
   with_groups(type, bits, input_bits, [&]<class A>(A) {
     const Runs runs = Runs::make<A>(k, group_size, offsets.has_value());
-    packed = at::empty({round_up(n, kPanel) / kPanel, runs.panel_bytes<A>()}, values.options());
-    prefer_huge_pages(packed.data_ptr(), packed.nbytes());
+    packed = empty_panels({round_up(n, kPanel) / kPanel, runs.panel_bytes<A>()}, values.options());
     pack_groups<A>(data<const uint8_t>(values), data<const float>(of_groups), data_or_null<float>(others), n, runs,
                    data<uint8_t>(packed));
   });

@@ -21,13 +21,18 @@ class Rounded(NamedTuple):
 
 def round_rows(matrix: Tensor) -> Rounded:
     """Round each row to numbers from -127 to 127. A row with a value that is not finite has the scale NaN."""
+    values, scales = _scale_rows(matrix, 127.0)
+    return Rounded(values.round().nan_to_num().to(torch.int8), scales)
+
+
+def _scale_rows(matrix: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Return the rows, each with this as its largest magnitude, and what a 1 in them stands for."""
     most = matrix.float().abs().amax(dim=1)
     most = torch.where(most.isfinite(), most, torch.nan)
     # with a number in place of a tensor, torch multiplies by a rounded reciprocal: on either side, on some devices
-    largest = torch.full_like(most, 127.0)
-    units = torch.where(most > 1e-30, largest / most, 0.0)
-    values = (matrix.float() * units[:, None]).round().nan_to_num()
-    return Rounded(values.to(torch.int8), most / largest)
+    new_most = torch.full_like(most, largest)
+    units = torch.where(most > 1e-30, new_most / most, 0.0)
+    return matrix.float() * units[:, None], most / new_most
 
 
 class Grouped(NamedTuple):
@@ -111,12 +116,8 @@ MAX_FLOAT8 = 448.0
 
 def round_to_float8(matrix: Tensor) -> Rounded:
     """Round each row to e4m3, its largest magnitude to MAX_FLOAT8. A row with a value that is not finite has the scale NaN."""
-    most = matrix.float().abs().amax(dim=1)
-    most = torch.where(most.isfinite(), most, torch.nan)
-    largest = torch.full_like(most, MAX_FLOAT8)
-    units = torch.where(most > 1e-30, largest / most, 0.0)
-    values = (matrix.float() * units[:, None]).nan_to_num().clamp(-MAX_FLOAT8, MAX_FLOAT8)
-    return Rounded(values.to(torch.float8_e4m3fn), most / largest)
+    values, scales = _scale_rows(matrix, MAX_FLOAT8)
+    return Rounded(values.nan_to_num().clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn), scales)
 
 
 def float8_linear(x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:

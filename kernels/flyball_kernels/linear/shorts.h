@@ -52,31 +52,21 @@ struct ShortInputs {
   }
 
   static void pack(const Value* x, int64_t rows, const RunScales& scales, Input* packed) {
-    struct Whole;
-    const auto& [inputs, runs] = scales;
-    const int64_t steps = runs.num_steps();
-    auto* by_row = reinterpret_cast<Input*>(scratch<Whole>(rows * steps));
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t run = 0; run < runs.num; ++run) {
-        auto* whole = reinterpret_cast<int16_t*>(by_row + row * steps + run * runs.steps);
-        inputs[row * runs.num + run] = round_run(x + row * runs.k + runs.first(run), runs.size(run), whole, runs.features);
-      }
-    }
-    pack_rows<Rounded>(by_row, steps, rows, steps, packed);
+    pack_runs<ShortInputs>(x, rows, scales, packed);
   }
 
-  // The values of a run -> whole numbers, and zeros up to so many features
-  static RunInputs round_run(const Value* x, int64_t size, int16_t* whole, int64_t features) {
+  // The values of a run -> its steps
+  static RunInputs round_run(const Value* x, int64_t size, Input* steps, const Runs& runs) {
     typedef int16_t Shorts __attribute__((vector_size(kLanes * sizeof(int16_t))));  // GCC 12 ignores the attribute in a using
     const int32_t most = magnitude_bits(x, size);
     const bool is_finite = most < kInfinity;
     const int32_t exponent = unit_exponent<Bits>(most);
     const float factor = from_exponent(2 * kZeroExponent - exponent);
     VecI total = {};
-    for (int64_t j = 0; j < features; j += kLanes) {
+    for (int64_t j = 0; j < runs.features; j += kLanes) {
       const VecI all = j < size && is_finite ? rounded(x + j, size - j, factor) : VecI{};
       const Shorts shorts = __builtin_convertvector(all, Shorts);
-      std::memcpy(whole + j, &shorts, std::min(kLanes, features - j) * sizeof(int16_t));
+      std::memcpy(steps + j / kDepth, &shorts, std::min(kLanes, runs.features - j) * sizeof(int16_t));
       total += all;
     }
     const float unit = is_finite ? from_exponent(exponent) : std::numeric_limits<float>::quiet_NaN();
@@ -90,7 +80,6 @@ struct ShortInputs {
 struct Blocks : ShortInputs<13> {
   using Scale = c10::BFloat16;  // a power of two
   static constexpr int32_t kWeightBits = 12;
-  static constexpr bool kCanHaveZeros = false;
   static constexpr int64_t kWidth = kPanel * kDepth * sizeof(int16_t), kMaxFeatures = 64;
 
   static Runs runs(int64_t k) { return Runs::make<Blocks>(k, kMaxFeatures, false); }
@@ -106,16 +95,15 @@ inline void pack_blocks(const c10::BFloat16* weight, int64_t n, const Runs& runs
     for (int64_t run = 0; run < runs.num; ++run, to += header_bytes + runs.steps * Blocks::kWidth) {
       for (int64_t i = 0; i < kPanel; ++i) {
         const int64_t column = panel * kPanel + i;
-        int16_t whole[Blocks::kMaxFeatures] = {};
+        Blocks::Input whole[Blocks::kMaxFeatures / Blocks::kDepth] = {};
         Blocks::Scale scale = 0.0f;
         if (column < n) {
           const c10::BFloat16* values = weight + column * runs.k + runs.first(run);
-          scale = ShortInputs<Blocks::kWeightBits>::round_run(values, runs.size(run), whole, runs.features).unit;
+          scale = ShortInputs<Blocks::kWeightBits>::round_run(values, runs.size(run), whole, runs).unit;
         }
         std::memcpy(to + i * sizeof(scale), &scale, sizeof(scale));
         for (int64_t step = 0; step < runs.steps; ++step)
-          std::memcpy(to + header_bytes + step * Blocks::kWidth + i * sizeof(Blocks::Input), whole + step * Blocks::kDepth,
-                      sizeof(Blocks::Input));
+          std::memcpy(to + header_bytes + step * Blocks::kWidth + i * sizeof(whole[step]), &whole[step], sizeof(whole[step]));
       }
     }
   }
@@ -125,7 +113,7 @@ inline void pack_blocks(const c10::BFloat16* weight, int64_t n, const Runs& runs
 struct GroupedShorts : ShortInputs<15> {
   using Scale = float;
   static constexpr int kBits = 8;
-  static constexpr bool kIsSigned = true, kCanHaveZeros = true;
+  static constexpr bool kIsSigned = true;
   static constexpr int64_t kWidth = kPanel * kDepth, kMaxFeatures = 256;
 
   static Halves<VecI> weights(const Weight* from) {

@@ -93,5 +93,5 @@ def specs() -> Iterator[Spec]:
     """Yield the variants to compile ahead of time."""
     types = {"rows_ptr": "*i64", "counts_ptr": "*i32", "num_rows": "i32", "vocab": "i32"}
     yield Spec("penalties count", count_kernel, types, {"BLOCK": BLOCK}, OPTIONS)
-    types |= {"settings_ptr": "*fp32", "logits_ptr": "*fp32"}
+    types = types | {"settings_ptr": "*fp32", "logits_ptr": "*fp32"}
     yield Spec("penalties", penalize_kernel, types, {"BLOCK": BLOCK}, OPTIONS)
