@@ -8,8 +8,18 @@ import torch
 from torch import Tensor
 
 from attention_inputs import attention_inputs, ordered_for
-from flyball_kernels import Backend, DecoderLayer, GroupedLinear, Int8Linear, PackedLinear, decoder_layers, kv_cache
+from flyball_kernels import (
+    Backend,
+    DecoderHead,
+    DecoderLayer,
+    GroupedLinear,
+    Int8Linear,
+    PackedLinear,
+    decoder_layers,
+    kv_cache,
+)
 from flyball_kernels.decoder_layer import reference
+from flyball_kernels.rms_norm import add_rms_norm
 from kernel_checks import CPP
 
 TORCH = Backend("torch")
@@ -107,8 +117,13 @@ def run(
     layers: list[DecoderLayer],
     given: dict[str, Any],
     *others: dict[str, Any],
+    **ends: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run layers as one op; caches, slots and block tables of those but the first are in ``others``."""
+    """Run layers as one op; caches, slots and block tables of those but the first are in ``others``.
+
+    Args:
+        ends: embedding and head.
+    """
     each = [given, *others]
     return decoder_layers(
         layers,
@@ -120,6 +135,7 @@ def run(
         [one["block_tables"] for one in each],
         given["cu_query_lens"],
         given["context_lens"],
+        **ends,
     )
 
 
@@ -201,6 +217,58 @@ def test_several_layers_give_the_bits_of_one_after_another(batch, kind):
     for name in ("k_cache", "v_cache"):
         for one, other in zip(at_once, given, strict=True):
             torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_embedding_and_head_give_the_bits_of_their_ops(batch, kind, dtype):
+    vocab = 4133  # no multiple of anything
+    settings: dict[str, Any] = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+    layers = [DecoderLayer(**with_linears(layer_weights(dtype), kind, CPP), **settings) for _ in range(2)]
+    embedding = torch.randn(vocab, 96).to(dtype)
+    norm, linear = torch.randn(96).to(dtype), KINDS[kind](torch.randn(vocab, 96).to(dtype), backend=CPP)
+    head = DecoderHead(norm=norm, linear=linear, eps=1e-3, norm_offset=1.0)
+    given = [step(batch, dtype) | {"residual": None} for _ in layers]
+    token_ids = torch.randint(vocab, given[0]["positions"].shape)
+    token_ids[0] = vocab - 1
+
+    whole = [copied(one) for one in given]
+    whole[0]["x"] = token_ids
+    logits, _ = run(layers, *whole, embedding=embedding, head=head)
+    given[0]["x"] = embedding[token_ids]
+    out, residual = run(layers, *given)
+    hidden, _ = add_rms_norm(out, residual, norm, 1e-3, offset=1.0, backend=CPP)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, linear(hidden).float(), rtol=0, atol=0)
+    for one, other in zip(whole, given, strict=True):
+        torch.testing.assert_close(one["k_cache"], other["k_cache"], rtol=0, atol=0, equal_nan=True)
+
+
+def test_embedding_and_head_are_checked():
+    settings: dict[str, Any] = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+    layer = DecoderLayer(**with_linears(layer_weights(torch.bfloat16), "plain", CPP), **settings)
+    given = step("decodes", torch.bfloat16) | {"x": torch.arange(9)}
+    first, table = given | {"residual": None}, torch.randn(9, 96).bfloat16()
+    with pytest.raises(ValueError, match="with an embedding, which has 2 dimensions, there is no residual"):
+        run([layer], given, embedding=table)
+    with pytest.raises(ValueError, match="token ids is Int of shape"):
+        run([layer], first | {"x": torch.arange(9).int()}, embedding=table)
+    with pytest.raises(ValueError, match=r"embedding is Float of shape \[9, 96\].*must be BFloat16"):
+        run([layer], first, embedding=table.float())
+    for ids in (torch.arange(9) + 1, torch.arange(9) - 1):
+        with pytest.raises(IndexError, match=r"token ids holds .*; its values must be at least 0 and below 9"):
+            run([layer], first | {"x": ids}, embedding=table)
+    with pytest.raises(ValueError, match=r"linear has no C\+\+ weights"):
+        DecoderHead(norm=torch.ones(96), linear=PackedLinear(torch.ones(50, 96), backend=TORCH), eps=1e-5)
+    narrow = PackedLinear(torch.ones(50, 95).bfloat16(), backend=CPP)
+    with pytest.raises(ValueError, match=r"norm has shape \[96\]; it must be \[95\]"):
+        DecoderHead(norm=torch.ones(96), linear=narrow, eps=1e-5)
+    with pytest.raises(ValueError, match="the head takes 95 features; the layers give 96"):
+        head = DecoderHead(norm=torch.ones(95).bfloat16(), linear=narrow, eps=1e-5)
+        run([layer], first, embedding=table, head=head)
+    with pytest.raises(ValueError, match="the head's norm is Float"):
+        wide = PackedLinear(torch.ones(50, 96).bfloat16(), backend=CPP)
+        run([layer], first, embedding=table, head=DecoderHead(norm=torch.ones(96), linear=wide, eps=1e-5))
 
 
 def test_layers_that_cannot_run_as_one_are_refused():

@@ -342,9 +342,13 @@ def test_large_vocabulary_on_a_gpu():
     assert (sample_by_triton(logits, **rows) != expected).sum() <= 1
 
 
-def test_refuses_what_does_not_fit():
+@pytest.mark.parametrize("backend", [CPP, flyball_kernels.Backend("torch")], ids=["op", "reference"])
+def test_refuses_what_does_not_fit(backend):
+    sample = partial(flyball_kernels.sample, backend=backend)
     with pytest.raises(ValueError, match=r"logits has shape \[2, 0\]; a row needs at least 1 logit"):
         sample(torch.zeros(2, 0), **settings(2))
+    with pytest.raises(ValueError, match=r"logits has shape \[8\]; it must be \[any, any\]"):
+        sample(torch.zeros(8), **settings(2))
     logits, rows = torch.zeros(2, 8), settings(2)
     with pytest.raises(ValueError, match=r"logits is torch\.bfloat16; it must be torch\.float32"):
         sample(logits.bfloat16(), **rows)

@@ -42,6 +42,27 @@ const T* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? data<const T>(*tensor) : nullptr;
 }
 
+// The checks of checks.py, in its words: each of that takes microseconds, as many as some ops. They raise ValueError; a length of
+// -1 stands for any.
+inline void check_shape(const char* name, const Tensor& tensor, at::IntArrayRef shape) {
+  bool fits = tensor.dim() == static_cast<int64_t>(shape.size());
+  for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || tensor.size(i) == shape[i];
+  if (fits) return;
+  std::string wanted;
+  for (const int64_t length : shape) wanted += (wanted.empty() ? "" : ", ") + (length < 0 ? "any" : std::to_string(length));
+  TORCH_CHECK_VALUE(false, name, " has shape ", tensor.sizes(), "; it must be [", wanted, "].");
+}
+
+inline void check_dtype(const char* name, const Tensor& tensor, at::ScalarType type) {
+  const auto called = [](at::ScalarType one) { return "torch." + std::string(c10::getDtypeNames(one).first); };
+  TORCH_CHECK_VALUE(tensor.scalar_type() == type, name, " is ", called(tensor.scalar_type()), "; it must be ", called(type), ".");
+}
+
+inline void check_contiguous(const char* name, const Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " has strides ", tensor.strides(),
+                    "; it must be contiguous. Call .contiguous() on it.");
+}
+
 // Raise IndexError unless each value is in [0, limit). Ids that come from the scheduler are cheap to check, and a wrong one
 // would read or overwrite another sequence's tokens.
 template <class I>

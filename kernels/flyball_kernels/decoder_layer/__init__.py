@@ -76,6 +76,24 @@ class DecoderLayer:
         )
 
 
+class DecoderHead:
+    """What makes logits of the last layer's output: a norm and a linear layer; see ``decoder_layers``.
+
+    Args:
+        norm: ``[hidden]`` RMSNorm weights.
+        linear: with C++ weights, see ``Linear.kernel``.
+        eps, norm_offset: see ``rms_norm``.
+    Raises:
+        ValueError: the weights do not fit each other, or the linear layer has no C++ weights.
+    """
+
+    def __init__(self, *, norm: Tensor, linear: Linear, eps: float, norm_offset: float = 0.0) -> None:
+        check_shape("norm", norm, linear.in_features)
+        check_contiguous("norm", norm)
+        _check_is_packed("linear", linear)
+        self.kernel: Any = torch.classes.flyball.DecoderHead(norm, eps, norm_offset, linear.kernel)
+
+
 def decoder_layers(
     layers: Sequence[DecoderLayer],
     x: Tensor,
@@ -86,8 +104,11 @@ def decoder_layers(
     block_tables: Sequence[Tensor],
     cu_query_lens: Tensor,
     context_lens: Tensor,
+    *,
+    embedding: Tensor | None = None,
+    head: DecoderHead | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run layers that follow each other: ``reference.decoder_layer`` of each.
+    """Run layers that follow each other: ``reference.decoder_layer`` of each; with what comes before and behind, if wanted.
 
     They run the C++ kernels of the ops that they contain, so they give their bits. Threads are started once for all.
 
@@ -99,11 +120,14 @@ def decoder_layers(
         caches, slot_mappings: K and V cache and slots of each layer, see ``rope_kv_write``; contiguous.
         block_tables: of each layer, see ``paged_attention``.
         cu_query_lens, context_lens: see ``paged_attention``.
+        embedding: ``[vocab, hidden]``; ``x`` is then ``[num_tokens]`` int64, whose rows are taken, and ``residual`` None.
+        head: of whose logits there shall be those of all tokens.
     Returns:
-        The last layer's output, which is still to be added, and the running sum of the residual: both new tensors.
+        The last layer's output, which is still to be added, and the running sum of the residual: both new tensors. With a
+        head its logits, fp32, in the place of the output.
     Raises:
         ValueError: a shape, dtype or layout is not as above.
-        IndexError: a position, slot, length or block id is out of range.
+        IndexError: a token id, position, slot, length or block id is out of range.
     """
     out: tuple[Tensor, Tensor] = _run()(
         [layer.kernel for layer in layers],
@@ -116,6 +140,8 @@ def decoder_layers(
         list(block_tables),
         cu_query_lens,
         context_lens,
+        embedding,
+        None if head is None else head.kernel,
     )
     return out
 
@@ -136,5 +162,9 @@ def _check_sizes(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> 
         if actual != wanted:
             raise ValueError(f"{name} is {actual}; beside the other layers it must be {wanted}.")
     for name, linear in (("qkv", qkv), ("output", output), ("gate_up", gate_up), ("down", down)):
-        if linear.kernel is None:
-            raise ValueError(f"{name} has no C++ weights. Use a Backend whose name and linear are cpp.")
+        _check_is_packed(name, linear)
+
+
+def _check_is_packed(name: str, linear: Linear) -> None:
+    if linear.kernel is None:
+        raise ValueError(f"{name} has no C++ weights. Use a Backend whose name and linear are cpp.")

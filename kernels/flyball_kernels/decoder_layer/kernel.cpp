@@ -1,4 +1,4 @@
-// Dense decoder layers in one parallel region: the other ops' work, one after another.
+// Dense decoder layers in one parallel region, with embedding and head if wanted: the other ops' work, one after another.
 #include "../cpu/kv_cache.h"
 #include "../cpu/works.h"
 #include "../linear/linear.h"
@@ -66,6 +66,50 @@ struct DecoderLayer : torch::CustomClassHolder {
 
 using Layer = c10::intrusive_ptr<DecoderLayer>;
 
+// What makes logits of the last layer's output: a norm and a linear layer.
+struct DecoderHead : torch::CustomClassHolder {
+  Tensor norm;
+  double eps, norm_offset;
+  Part linear;
+
+  DecoderHead(Tensor norm, double eps, double norm_offset, Part linear)
+      : norm(std::move(norm)), eps(eps), norm_offset(norm_offset), linear(std::move(linear)) {}
+
+  void check(const Tensor& x) const {
+    TORCH_CHECK_VALUE(linear->in_features == x.size(1), "the head takes ", linear->in_features, " features; the layers give ",
+                      x.size(1), ".");
+    check_tensor("the head's norm", norm, x.scalar_type(), {x.size(1)});
+  }
+};
+
+using Head = c10::intrusive_ptr<DecoderHead>;
+
+// rows of table [n, columns] -> out [ids, columns]
+Work embedding_work(const Tensor& ids, const Tensor& table, const Tensor& out) {
+  const auto* wanted = data<const int64_t>(ids);
+  const auto* from = static_cast<const char*>(table.data_ptr());
+  auto* to = static_cast<char*>(out.data_ptr());
+  const int64_t rows = ids.numel(), bytes = table.size(1) * table.element_size();
+  return {0, [=](const Team& team, float*) {
+            team.share(rows, [&](int64_t row) { std::memcpy(to + row * bytes, from + wanted[row] * bytes, bytes); });
+          }};
+}
+
+// x -> out in fp32, of the same size
+Work widen_work(const Tensor& x, const Tensor& out) {
+  constexpr int64_t kRun = 4096;
+  Work work;
+  dispatch(x, "decoder_layers", [&]<class T>(T*) {
+    work.run = [from = data<const T>(x), to = data<float>(out), n = x.numel()](const Team& team, float*) {
+      team.share(round_up(n, kRun) / kRun, [&](int64_t run) {
+        for (int64_t i = run * kRun, end = std::min(n, i + kRun); i < end; i += kLanes)
+          store_up_to(to + i, load_up_to(from + i, end - i), end - i);
+      });
+    };
+  });
+  return work;
+}
+
 // Layers of one size, one after another. Those but the first begin with what the one before them left.
 class Stretch {
  public:
@@ -75,6 +119,8 @@ class Stretch {
         query_(empty(first.output->in_features).view({rows_, first.output->in_features / head_dim_, head_dim_})),
         attended_(at::empty_like(query_)), inner_(empty(first.gate_up->out_features)), gated_(empty(first.down->in_features)),
         out_(empty(x.size(1))), total_(empty(x.size(1))) {}
+
+  void embed(const Tensor& ids, const Tensor& table, const Tensor& x) { works_.push_back(embedding_work(ids, table, x)); }
 
   void add(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs) {
     const auto& [positions, k_cache, v_cache, slot_mapping, block_tables, cu_query_lens, context_lens] = inputs;
@@ -93,6 +139,19 @@ class Stretch {
     work(layer.gate_up->work(normed_, inner_));
     work(swiglu_work(inner_, layer.is_gelu, gated_));
     work(layer.down->work(gated_, out_));
+  }
+
+  // What the layers gave -> logits, in fp32
+  Tensor finish(const DecoderHead& head) {
+    head.check(out_);
+    const Tensor logits = empty(head.linear->out_features);
+    works_.push_back(rms_norm_work(out_, total_, head.norm, head.eps, head.norm_offset, normed_, entered_));
+    works_.push_back(head.linear->work(normed_, logits));
+    if (logits.scalar_type() == at::kFloat) return logits;
+    const Tensor wide = at::empty(logits.sizes(), logits.options().dtype(at::kFloat));
+    works_.push_back(widen_work(logits, wide));
+    narrow_ = logits;
+    return wide;
   }
 
   const Tensor& out() const { return out_; }
@@ -114,32 +173,45 @@ class Stretch {
   const int64_t rows_, head_dim_;
   const at::TensorOptions options_;
   const Tensor normed_, projected_, added_, entered_, query_, attended_, inner_, gated_, out_, total_;
+  Tensor narrow_;  // logits, until they are wide
   std::vector<Work> works_;
 };
 
-// Caches, slots and block tables are those of each layer.
+// Caches, slots and block tables are those of each layer. With an embedding, x are token ids; with a head, logits are returned
+// in the place of what is still to be added.
 std::tuple<Tensor, Tensor> run_layers(const c10::List<Layer>& layers, const Tensor& x, const OptionalTensor& residual,
                                       const Tensor& positions, const std::vector<Tensor>& k_caches,
                                       const std::vector<Tensor>& v_caches, const std::vector<Tensor>& slot_mappings,
                                       const std::vector<Tensor>& block_tables, const Tensor& cu_query_lens,
-                                      const Tensor& context_lens) {
+                                      const Tensor& context_lens, const OptionalTensor& embedding,
+                                      const std::optional<Head>& head) {
   const size_t num = layers.size();
   TORCH_CHECK_VALUE(num > 0, "there are no layers to run");
   for (const auto& [name, tensors] : {std::pair("k_caches", &k_caches), std::pair("v_caches", &v_caches),
                                       std::pair("slot_mappings", &slot_mappings), std::pair("block_tables", &block_tables)})
     TORCH_CHECK_VALUE(tensors->size() == num, name, " has ", tensors->size(), " tensors; there are ", num, " layers.");
+  Tensor begin = x;
+  if (embedding) {
+    TORCH_CHECK_VALUE(!residual && embedding->dim() == 2, "with an embedding, which has 2 dimensions, there is no residual");
+    check_tensor("token ids", x, at::kLong, {positions.numel()});
+    check_tensor("embedding", *embedding, layers.get(0)->attention_norm.scalar_type(), {-1, layers.get(0)->qkv->in_features});
+    check_below("token ids", data<const int64_t>(x), x.numel(), embedding->size(0));
+    begin = at::empty({x.numel(), embedding->size(1)}, embedding->options());
+  }
   std::optional<Stretch> stretch;
   for (size_t i = 0; i < num; ++i) {
     const DecoderLayer& layer = *layers.get(i);
-    const Tensor& from = i == 0 ? x : stretch->out();
+    const Tensor& from = i == 0 ? begin : stretch->out();
     const OptionalTensor before = i == 0 ? residual : OptionalTensor(stretch->total());
     const Inputs inputs{positions, k_caches[i], v_caches[i], slot_mappings[i], block_tables[i], cu_query_lens, context_lens};
     layer.check(from, before, inputs);
-    if (i == 0) stretch.emplace(layer, x, k_caches[0]);
+    if (i == 0) stretch.emplace(layer, from, k_caches[0]);
+    if (i == 0 && embedding) stretch->embed(x, *embedding, from);
     stretch->add(layer, from, before, inputs);
   }
+  const Tensor out = head ? stretch->finish(**head) : stretch->out();
   stretch->run();
-  return {stretch->out(), stretch->total()};
+  return {out, stretch->total()};
 }
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
@@ -147,6 +219,7 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
       .def_static("packed", &packed_linear)
       .def_static("int8", &int8_linear)
       .def_static("grouped", &grouped_linear);
+  m.class_<DecoderHead>("DecoderHead").def(torch::init<Tensor, double, double, Part>());
   m.class_<DecoderLayer>("DecoderLayer")
       .def(torch::init<Part, Part, Part, Part, Tensor, Tensor, OptionalTensor, OptionalTensor, double, double, Tensor, double,
                        std::optional<int64_t>, std::optional<double>, bool>())

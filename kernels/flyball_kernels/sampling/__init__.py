@@ -45,14 +45,14 @@ def sample(
     Raises:
         ValueError: a shape or dtype is not as above.
     """
+    if backend.name == "cpp":  # which makes these checks itself
+        return torch.ops.flyball.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
     check_shape("logits", logits, None, None)
     check_dtype("logits", logits, torch.float32)
     if logits.shape[1] == 0:
         raise ValueError(f"logits has shape {list(logits.shape)}; a row needs at least 1 logit.")
     _check_rows(logits.shape[0], torch.float32, temperature=temperature, top_p=top_p, min_p=min_p)
     _check_rows(logits.shape[0], torch.int64, top_k=top_k, seeds=seeds, positions=positions)
-    if backend.name == "cpp":
-        return torch.ops.flyball.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
     if backend.name == "triton":
         from flyball_kernels.sampling import kernel  # triton is there on Linux only
 

@@ -165,6 +165,12 @@ int64_t sample_row(const float* logits, int64_t n, const Settings& s, float* wei
   return s.ranks() ? choose_among(rank_tokens(logits, weights, n, s), weights, u) : choose(weights, n, u);
 }
 
+void check_setting(const char* name, const std::optional<Tensor>& setting, int64_t rows, at::ScalarType type) {
+  if (!setting) return;
+  check_shape(name, *setting, {rows});
+  check_dtype(name, *setting, type);
+}
+
 template <class T>
 T value_or(const std::optional<Tensor>& setting, int64_t row, T otherwise) {
   return setting.has_value() ? setting->data_ptr<T>()[row * setting->stride(0)] : otherwise;
@@ -174,8 +180,17 @@ Tensor sample(const Tensor& all_logits, const std::optional<Tensor>& temperature
               const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p, const Tensor& seeds,
               const Tensor& positions) {
   struct Weights;
+  check_shape("logits", all_logits, {-1, -1});
+  check_dtype("logits", all_logits, at::kFloat);
   const Tensor logits = all_logits.contiguous();
   const int64_t rows = logits.size(0), n = logits.size(1);
+  TORCH_CHECK_VALUE(n > 0, "logits has shape ", logits.sizes(), "; a row needs at least 1 logit.");
+  check_setting("temperature", temperature, rows, at::kFloat);
+  check_setting("top_p", top_p, rows, at::kFloat);
+  check_setting("min_p", min_p, rows, at::kFloat);
+  check_setting("top_k", top_k, rows, at::kLong);
+  check_setting("seeds", seeds, rows, at::kLong);
+  check_setting("positions", positions, rows, at::kLong);
   Tensor ids = at::empty({rows}, seeds.options());
 #pragma omp parallel for schedule(dynamic, 1) if (rows > 1 && rows * n > kParallelGrain)
   for (int64_t row = 0; row < rows; ++row) {

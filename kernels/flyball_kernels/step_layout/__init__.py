@@ -62,6 +62,10 @@ def step_layout(
         ValueError: a shape or dtype is not as above, or there are more or fewer token ids than tokens.
         IndexError: an entry has a row that is not there, or no tokens, or its blocks go past the tables.
     """
+    if backend.name == "cpp":  # which makes these checks itself
+        return StepLayout(
+            *torch.ops.flyball.step_layout(entries, num_decodes, token_ids, block_tables, last_token_ids, block_size)
+        )
     check_shape("entries", entries, 4, None)
     check_dtype("entries", entries, torch.int64)
     check_contiguous("entries", entries)
@@ -72,5 +76,5 @@ def step_layout(
     check_contiguous("block_tables", block_tables)
     check_shape("last_token_ids", last_token_ids, block_tables.shape[1])
     check_dtype("last_token_ids", last_token_ids, torch.int64)
-    op = torch.ops.flyball.step_layout if backend.name == "cpp" else reference.step_layout
-    return StepLayout(*op(entries, num_decodes, token_ids, block_tables, last_token_ids, block_size))
+    check_contiguous("last_token_ids", last_token_ids)
+    return StepLayout(*reference.step_layout(entries, num_decodes, token_ids, block_tables, last_token_ids, block_size))

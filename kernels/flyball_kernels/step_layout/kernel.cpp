@@ -38,6 +38,17 @@ Sums add_up(const Entries& entries, int64_t num_decodes, int64_t num_rows, int64
 
 Layout step_layout(const Tensor& of_entries, int64_t num_decodes, const Tensor& given_token_ids, const Tensor& block_tables,
                    const Tensor& last_token_ids, int64_t block_size) {
+  check_shape("entries", of_entries, {4, -1});
+  check_dtype("entries", of_entries, at::kLong);
+  check_contiguous("entries", of_entries);
+  check_shape("token_ids", given_token_ids, {-1});
+  check_dtype("token_ids", given_token_ids, at::kLong);
+  check_shape("block_tables", block_tables, {-1, -1, -1});
+  check_dtype("block_tables", block_tables, at::kInt);
+  check_contiguous("block_tables", block_tables);
+  check_shape("last_token_ids", last_token_ids, {block_tables.size(1)});
+  check_dtype("last_token_ids", last_token_ids, at::kLong);
+  check_contiguous("last_token_ids", last_token_ids);
   const int64_t n = of_entries.size(1), num_groups = block_tables.size(0), num_rows = block_tables.size(1),
                 stride = block_tables.size(2);
   TORCH_CHECK_VALUE(n > 0, "a step has at least one entry");

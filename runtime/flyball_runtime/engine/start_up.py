@@ -214,9 +214,9 @@ class WarmUp:
         """Estimate the longest time for which a step shows no progress (see ``Heartbeat``).
 
         It times one layer for a few tokens at the end of the longest context, and the head with the sampler for a few
-        rows, and scales both to the largest step, or to the most layers that few tokens run through at once. Many tokens
-        take less time each than a few do, so the result is rather too long. A GPU's host runs ahead of it and then waits,
-        so there the whole step is one pause.
+        rows, and scales both to the largest step, or to the most layers that few tokens run through at once, with the
+        head behind them. Many tokens take less time each than a few do, so the result is rather too long. A GPU's host
+        runs ahead of it and then waits, so there the whole step is one pause.
         """
         model, clock = self._model, clock or MonotonicClock()
         num_tokens = min(TIMED_TOKENS, self._max_tokens, self._max_model_len)
@@ -229,11 +229,11 @@ class WarmUp:
         layer, head = model.timed_parts(inputs, self._kv, num_rows)
         layer_s = self._least_s(layer, clock)
         head_s = self._least_s(lambda: self._sampling.sample(head(), rows, rows), clock)
-        layer_s *= max(self._max_tokens / num_tokens, model.layers_at_once)
-        head_s *= self._num_rows / num_rows
+        largest_s, head_s = layer_s * self._max_tokens / num_tokens, head_s * self._num_rows / num_rows
         if self._device.type == "cuda":
-            return len(model.config.sliding_windows) * layer_s + head_s
-        return max(layer_s, head_s)
+            return len(model.config.sliding_windows) * largest_s + head_s
+        at_once = model.layers_at_once
+        return max(largest_s, head_s if at_once == 1 else at_once * layer_s + head_s)
 
     def _least_s(self, part: Callable[[], object], clock: Clock) -> float:
         """Return the seconds of the fastest run."""

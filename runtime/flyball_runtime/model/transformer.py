@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flyball_kernels import DecoderHead, decoder_layers
 from flyball_kernels import DecoderLayer as DecoderLayerOp
-from flyball_kernels import decoder_layers
 from flyball_kernels.backend import Backend
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rope_kv_write import rope_kv_write
@@ -312,6 +312,8 @@ def _run_as_one(
     residual: Tensor | None,
     inputs: StepInputs,
     caches: Sequence[tuple[Tensor, Tensor]],
+    embedding: Tensor | None = None,
+    head: DecoderHead | None = None,
 ) -> tuple[Tensor, Tensor]:
     slots, tables = inputs.slot_mappings, inputs.block_tables
     return decoder_layers(
@@ -324,6 +326,8 @@ def _run_as_one(
         [tables[group] for group in groups],
         inputs.cu_query_lens,
         inputs.context_lens,
+        embedding=embedding,
+        head=head,
     )
 
 
@@ -349,6 +353,7 @@ class CausalLM:
         self.head_weight = self.embedding if config.tie_word_embeddings else place.empty(*self.embedding.shape)
         # Gemma rounds the factor to the dtype of the weights
         self.embedding_scale = float(torch.tensor(config.embedding_scale).to(place.dtype))
+        self._head_op: DecoderHead | None = None
         packing = place.stored.packing
         self.num_parameters = sum(num_weights(name, tensor, packing) for name, tensor in self.destinations())
 
@@ -380,6 +385,13 @@ class CausalLM:
             layer.pack()
         self.lm_head = self._place.of_head().linear(self.head_weight)
         del self.head_weight
+        if self.lm_head.kernel is not None:
+            self._head_op = DecoderHead(
+                norm=self.norm.weight,
+                linear=self.lm_head,
+                eps=self.config.rms_norm_eps,
+                norm_offset=self.config.norm_offset,
+            )
 
     @torch.inference_mode()
     def forward(
@@ -399,16 +411,20 @@ class CausalLM:
         Returns:
             Logits ``[num_sampled, vocab_size]`` fp32 of the tokens at ``inputs.logits_indices``.
         """
-        x, residual = self._embed(inputs.token_ids), None
+        x, residual, wanted = inputs.token_ids, None, inputs.logits_indices
+        wants_all = wanted.shape[0] == x.shape[0] and score is None and pool is None
         for start, end in self._stretches(inputs):
-            x, residual = self._run(start, end, x, residual, inputs, kv)
+            is_last = end == len(self.layers)
+            head = self._head_op if is_last and wants_all and end - start > 1 else None
+            x, residual = self._run(start, end, x, residual, inputs, kv, head)
             after_layer()
+            if head is not None:
+                return self._scaled(x)
         if score is not None:
             score(lambda wanted: self._logits(x[wanted], residual[wanted]))
         if pool is not None:
             pool(lambda wanted: self.norm.add(x[wanted], residual[wanted])[0])
         # most tokens of a prefill are not sampled from: drop them before the largest matmul of all
-        wanted = inputs.logits_indices
         if not wanted.shape[0]:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         if wanted.shape[0] == x.shape[0]:  # all, in their order
@@ -437,14 +453,32 @@ class CausalLM:
             start = end
 
     def _run(
-        self, start: int, end: int, x: Tensor, residual: Tensor | None, inputs: StepInputs, kv: KVTensors
+        self,
+        start: int,
+        end: int,
+        x: Tensor,
+        residual: Tensor | None,
+        inputs: StepInputs,
+        kv: KVTensors,
+        head: DecoderHead | None,
     ) -> tuple[Tensor, Tensor]:
+        """Run a stretch of layers; the first one's ``x`` are token ids, and with a head the last one's output is logits."""
+        embedding = self.embedding if start == 0 and end - start > 1 and self.embedding_scale == 1.0 else None
+        if start == 0 and embedding is None:
+            x = self._embed(x)
         places = self.layout.places[start:end]
         if end - start == 1:
             return self.layers[start](x, residual, inputs, kv[places[0][1]])
         ops = [layer.op for layer in self.layers[start:end] if layer.op is not None]
         return _run_as_one(
-            ops, [group for group, _ in places], x, residual, inputs, [kv[tensor] for _, tensor in places]
+            ops,
+            [group for group, _ in places],
+            x,
+            residual,
+            inputs,
+            [kv[tensor] for _, tensor in places],
+            embedding,
+            head,
         )
 
     def _logits(self, x: Tensor, residual: Tensor) -> Tensor:

@@ -152,7 +152,9 @@ def test_a_pause_of_a_step_with_few_tokens_is_not_scaled(model: CausalLM) -> Non
 def test_few_tokens_that_run_through_several_layers_at_once_may_take_longest(model: CausalLM) -> None:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 128}  # 4 times those that are timed
     assert SlowModel(model, 0.5, 0.1, layers_at_once=3).longest_pause_s(**settings) == pytest.approx(2.0)
-    assert SlowModel(model, 0.5, 0.1, layers_at_once=16).longest_pause_s(**settings) == pytest.approx(8.0)
+    assert SlowModel(model, 0.5, 0.1, layers_at_once=16).longest_pause_s(**settings) == pytest.approx(
+        8.1
+    )  # and the head
 
 
 @pytest.mark.parametrize(("windows", "layer"), [((None, None), 0), ((16, None), 1), ((16, 24), 1), ((24, 16), 0)])
