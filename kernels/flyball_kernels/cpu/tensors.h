@@ -42,8 +42,8 @@ const T* data_or_null(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? data<const T>(*tensor) : nullptr;
 }
 
-// The checks of checks.py, in its words: each of that takes microseconds, as many as some ops. They raise ValueError; a length of
-// -1 stands for any.
+// The checks of checks.py, in its words, for ops that are so short that checks in Python would take as long. They raise
+// ValueError; a length of -1 stands for any.
 inline void check_shape(const char* name, const Tensor& tensor, at::IntArrayRef shape) {
   bool fits = tensor.dim() == static_cast<int64_t>(shape.size());
   for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || tensor.size(i) == shape[i];

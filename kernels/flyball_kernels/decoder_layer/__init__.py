@@ -121,7 +121,7 @@ def decoder_layers(
         block_tables: of each layer, see ``paged_attention``.
         cu_query_lens, context_lens: see ``paged_attention``.
         embedding: ``[vocab, hidden]``; ``x`` is then ``[num_tokens]`` int64, whose rows are taken, and ``residual`` None.
-        head: of whose logits there shall be those of all tokens.
+        head: makes logits of all tokens.
     Returns:
         The last layer's output, which is still to be added, and the running sum of the residual: both new tensors. With a
         head its logits, fp32, in the place of the output.

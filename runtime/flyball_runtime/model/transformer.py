@@ -414,8 +414,8 @@ class CausalLM:
         x, residual, wanted = inputs.token_ids, None, inputs.logits_indices
         wants_all = wanted.shape[0] == x.shape[0] and score is None and pool is None
         for start, end in self._stretches(inputs):
-            is_last = end == len(self.layers)
-            head = self._head_op if is_last and wants_all and end - start > 1 else None
+            ends_here = wants_all and end == len(self.layers) and end - start > 1
+            head = self._head_op if ends_here else None
             x, residual = self._run(start, end, x, residual, inputs, kv, head)
             after_layer()
             if head is not None:
