@@ -1,4 +1,5 @@
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from flyball_kernels import Backend, GroupedLinear, Int8Linear
 from flyball_kernels.linear import reference
 from flyball_kernels.linear.reference import Grouped, Rounded
 from kernel_checks import CPP, assert_close
+from mappings import flags, needs_huge_pages
 
 PackedLinear = partial(flyball_kernels.PackedLinear, backend=CPP)
 
@@ -457,3 +459,26 @@ def test_what_groups_cannot_do_is_refused(backend):
         ValueError, match="input_bits is 8 beside weights of 8 bits; it may be 16, or 8 beside weights of 4"
     ):
         GroupedLinear(torch.ones(3, 8), backend=backend, bits=8, input_bits=8)
+
+
+@needs_huge_pages
+@pytest.mark.skipif("libasan" in Path("/proc/self/maps").read_text(), reason="each weight has memory of its own there")
+def test_weights_lie_in_huge_pages_however_small_they_are():
+    weights = [torch.randn(size, 64, dtype=torch.bfloat16) for size in (1, 3000, 500, 200_000)]
+    for packed in [torch.ops.flyball.linear_pack(weight, "fma") for weight in weights]:
+        assert "hg" in flags(packed.data_ptr())
+        assert "hg" in flags(packed.data_ptr() + packed.nbytes - 1)
+
+
+def test_weights_that_come_and_go_leave_others_alone():
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 64)
+    there = {}
+    for number in range(60):
+        size = 150_000 if number % 20 == 7 else int(torch.randint(1, 20_000, (), generator=rng))
+        weight = torch.randn(size, 64, generator=rng)
+        there[number] = PackedLinear(weight, None), reference.linear(x, weight, None)
+        for gone in [one for one in there if torch.rand((), generator=rng) < 0.3]:
+            del there[gone]
+        for linear, expected in there.values():
+            assert_close(linear(x), expected)

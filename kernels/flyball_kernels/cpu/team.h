@@ -5,6 +5,7 @@
 #include <atomic>
 #include <functional>
 #include <initializer_list>
+#include <vector>
 
 #include "tensors.h"
 
@@ -14,10 +15,19 @@ namespace flyball {
 // loops would do, but its barrier makes a system call each time, which takes longer than many of the loops.
 class Team {
  public:
+  // Of what share_runs shares, the runs that lie next to each other for one thread.
+  struct alignas(64) Part {
+    std::atomic<int64_t> num_taken[2] = {};  // in this call, and 0 for the next one
+    int64_t turn = 0;                        // which of them; of the part's thread
+  };
+
   struct Shared {
     alignas(64) std::atomic<uint32_t> num_arrived{0};
     alignas(64) std::atomic<uint32_t> num_barriers{0};
     alignas(64) std::atomic<int64_t> next{0};
+    std::vector<Part> parts;
+
+    explicit Shared(int64_t most_threads) : parts(most_threads) {}
   };
 
   Team(Shared& shared, int64_t index, int64_t size) : shared_(shared), index_(index), size_(size) {}
@@ -39,15 +49,19 @@ class Team {
     barrier();
   }
 
-  // Calls f(begin, end) for runs of numbers below n, which go to whichever thread is free. They begin at multiples of unit, and
-  // are ever shorter, so that threads end together.
+  // Calls f(begin, end) for runs of `unit` numbers below n. A thread has the same part of them in each call, and goes through it
+  // from its beginning; one that is done takes runs from the others' parts, so that threads end together.
   template <class F>
   void share_runs(int64_t n, int64_t unit, F f) const {
-    for (int64_t begin = shared_.next.load(std::memory_order_relaxed); begin < n;) {
-      const int64_t end = std::min(n, begin + std::max<int64_t>(1, (n - begin) / (2 * size_ * unit)) * unit);
-      if (!shared_.next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
-      f(begin, end);
-      begin = shared_.next.load(std::memory_order_relaxed);
+    Part& own = shared_.parts[index_];
+    const int64_t num_runs = round_up(n, unit) / unit, turn = own.turn;
+    own.turn = 1 - turn;
+    own.num_taken[own.turn].store(0, std::memory_order_relaxed);  // all are here, so none is in the call before
+    for (int64_t i = 0; i < size_; ++i) {
+      const int64_t part = (index_ + i) % size_, first = part * num_runs / size_, last = (part + 1) * num_runs / size_;
+      std::atomic<int64_t>& num_taken = shared_.parts[part].num_taken[turn];
+      for (int64_t run; (run = first + num_taken.fetch_add(1, std::memory_order_relaxed)) < last;)
+        f(run * unit, std::min(n, (run + 1) * unit));
     }
     barrier();
   }
@@ -108,7 +122,7 @@ void run_in_team(const Works& works, bool is_parallel = true) {
   int64_t num_floats = 0;
   for (const Work& work : works) num_floats = std::max(num_floats, work.num_floats);
   float* const memory = scratch<Memory>(num_floats);
-  Team::Shared shared;
+  Team::Shared shared(is_parallel ? omp_get_max_threads() : 1);
   const auto run = [&](int64_t index, int64_t size) {
     const Team team(shared, index, size);
     for (const Work& work : works) work.run(team, memory);

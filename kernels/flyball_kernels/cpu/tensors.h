@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <omp.h>
-#include <sys/mman.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -76,16 +75,6 @@ void check_below(const char* name, const I* values, int64_t count, int64_t limit
 
 // Work below this many elements is done by the calling thread: waking the others costs more.
 constexpr int64_t kParallelGrain = 16384;
-
-// Ask for huge pages before memory is first touched: prefetchers stop at page ends, and weights are read end to end.
-inline void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = 2 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: failing is harmless
-#endif
-}
 
 // A cache-line-aligned buffer that only grows, one per thread and per Tag, so that steady state allocates nothing.
 template <class Tag>

@@ -13,6 +13,7 @@
 #include "../cpu/dot.h"
 #include "../cpu/rounding.h"
 #include "../cpu/transpose.h"
+#include "../cpu/weights.h"
 #include "../cpu/works.h"
 #include "linear.h"
 
@@ -22,7 +23,6 @@ namespace {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kTileRows = kRegisters / 2 - 2;  // 2 sums for each row, 2 weights and a broadcast fill the registers
 constexpr int64_t kAheadBytes = 8192;  // of weights, to prefetch: what memory delivers while it fetches the first of them
-constexpr int64_t kRunBytes = 4 * kAheadBytes;  // of weights that a thread takes at least, unless they are few: most are fetched ahead
 constexpr int64_t kTilesOfBlock = 8;  // the copy of their rows stays in the second-level cache
 
 template <class V>
@@ -258,10 +258,11 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
 }
 
 // Few rows have too few sums in flight to hide the arithmetic's latency, so they take several panels at a time. Unpacking weights of
-// 4 bits takes as long as that latency.
+// 4 bits takes as long as that latency, and pairs of 16 bits are added to a sum without any.
 template <class A>
 constexpr int panels_at_once(int64_t rows) {
-  return kHasRuns<A> ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+  if (kHasRuns<A> || (kIsQuantized<A> && has_byte_pairs())) return 1;
+  return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
 
 template <class A, int Rows = A::kTileRows>
@@ -346,10 +347,10 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
   if constexpr (kHasTiles<A>) {
     run_tiles<A>({inputs, packed, rows, num_tiles, size.inputs, out, streams}, num_panels, team);
   } else {
-    // A panel's tiles stay on one thread, and so do panels that follow each other, since each fetches the beginning of the next.
-    const int64_t bytes = group * size.panel * sizeof(typename A::Weight);
-    const int64_t least = std::min(round_up(kRunBytes, bytes) / bytes, num_groups / (4 * num_threads));
-    team.share_runs(num_groups * num_tiles, std::max<int64_t>(1, least * num_tiles), [&](int64_t begin, int64_t end) {
+    // A thread's panels follow each other, since each fetches the beginning of the next. A panel's tiles stay on one thread,
+    // unless there are few panels.
+    const int64_t unit = num_groups < 4 * num_threads ? 1 : num_tiles;
+    team.share_runs(num_groups * num_tiles, unit, [&](int64_t begin, int64_t end) {
       int64_t panel = begin / num_tiles * group, tile = begin % num_tiles;
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = tile_start(tile), num_rows = tile_start(tile + 1) - row;
@@ -452,12 +453,6 @@ void with_arithmetic(at::ScalarType type, Arithmetic arithmetic, F f) {
   dispatch(type, "linear", [&]<class T>(T*) { f(Fma<T>{}); });
 }
 
-Tensor empty_panels(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const Tensor panels = at::empty(sizes, options);
-  prefer_huge_pages(panels.data_ptr(), panels.nbytes());
-  return panels;
-}
-
 Tensor linear_pack(const Tensor& unpacked, const std::string& arithmetic) {
   const Tensor weight = unpacked.contiguous();
   const int64_t n = weight.size(0), k = weight.size(1), num_panels = round_up(n, kPanel) / kPanel;
@@ -465,10 +460,10 @@ Tensor linear_pack(const Tensor& unpacked, const std::string& arithmetic) {
   with_arithmetic(weight.scalar_type(), arithmetic_of(arithmetic), [&]<class A>(A) {
     using T = typename A::Value;
     if constexpr (kHasRuns<A>) {
-      packed = empty_panels({num_panels, A::runs(k).template panel_bytes<A>()}, weight.options().dtype(at::kByte));
+      packed = empty_weight({num_panels, A::runs(k).template panel_bytes<A>()}, weight.options().dtype(at::kByte));
       pack_blocks(data<const T>(weight), n, A::runs(k), data<uint8_t>(packed));
     } else {
-      packed = empty_panels({num_panels, num_steps<A>(k), A::kWidth}, weight.options());
+      packed = empty_weight({num_panels, num_steps<A>(k), A::kWidth}, weight.options());
       pack_weight<A>(data<const T>(weight), n, k, data<T>(packed));
     }
   });
@@ -512,7 +507,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_int8_pack(const Tensor& unpacked, cons
   const Tensor values = unpacked.contiguous(), given = unpadded.contiguous();
   const int64_t n = values.size(0), k = values.size(1), columns = round_up(n, kPanel);
   using A = Int8<float>;  // the layout does not depend on the type of inputs
-  const Tensor packed = empty_panels({columns / kPanel, num_steps<A>(k), A::kWidth}, values.options());
+  const Tensor packed = empty_weight({columns / kPanel, num_steps<A>(k), A::kWidth}, values.options());
   const Tensor scales = at::empty({columns}, given.options()).zero_();
   const Tensor sums = at::empty({columns}, values.options().dtype(at::kInt)).zero_();
   pack_weight<A>(data<const int8_t>(values), n, k, data<int8_t>(packed));
@@ -576,7 +571,7 @@ Tensor linear_grouped_pack(const Tensor& unpacked, const Tensor& scales, const s
   Tensor packed;
   with_groups(type, bits, input_bits, [&]<class A>(A) {
     const Runs runs = Runs::make<A>(k, group_size, offsets.has_value());
-    packed = empty_panels({round_up(n, kPanel) / kPanel, runs.panel_bytes<A>()}, values.options());
+    packed = empty_weight({round_up(n, kPanel) / kPanel, runs.panel_bytes<A>()}, values.options());
     pack_groups<A>(data<const uint8_t>(values), data<const float>(of_groups), data_or_null<float>(others), n, runs,
                    data<uint8_t>(packed));
   });

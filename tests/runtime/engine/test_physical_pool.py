@@ -1,6 +1,5 @@
 """What happens to whole blocks."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from checkpoints import make_checkpoint
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.engine.physical_pool import MmapPool
+from mappings import flags, needs_huge_pages
 
 
 def test_more_addresses_than_there_are_is_a_config_error(tmp_path: Path) -> None:
@@ -37,17 +37,7 @@ def test_what_is_below_the_size_stays_and_what_is_above_is_gone(tmp_path: Path) 
         assert bool((tensor == 8).all())
 
 
-def flags(address: int) -> set[str]:
-    """Return what the kernel knows of the mapping there: proc_pid_smaps(5), VmFlags."""
-    smaps = Path("/proc/self/smaps").read_text()
-    for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps):
-        start, end = (int(one, 16) for one in mapping.split(maxsplit=1)[0].split("-"))
-        if start <= address < end:
-            return set(mapping.rpartition("VmFlags:")[2].split())
-    raise AssertionError(f"nothing is mapped at {address:x}")
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+@needs_huge_pages
 def test_huge_pages_are_asked_for_below_the_size_alone(tmp_path: Path) -> None:
     config = ModelConfig.from_dir(make_checkpoint(tmp_path, "qwen3"))
     pool = MmapPool(config, 1, 6000, 16, torch.float32)
