@@ -413,6 +413,16 @@ def test_groups_hold_whole_numbers_exactly(backend, bits):
         torch.testing.assert_close(out, x @ weight.T, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("num_rows", range(2, 13))
+@pytest.mark.parametrize(("bits", "input_bits"), [(4, 16), (4, 8), (8, 16)])
+@pytest.mark.parametrize("group_size", [32, 30, 5000])
+def test_few_rows_in_groups_have_the_bits_of_one(num_rows, bits, input_bits, group_size):
+    weight = grouped(5000, 40, group_size, zeros=True, bits=bits)
+    linear = GroupedLinear(weight, backend=CPP, dtype=torch.bfloat16, input_bits=input_bits)
+    x = torch.randn(num_rows, 5000, dtype=torch.bfloat16)
+    torch.testing.assert_close(linear(x), torch.cat([linear(row[None]) for row in x]), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("num_rows", [13, 14, 40, 120])  # one tile, several, and more than a block of them
 @pytest.mark.parametrize(("bits", "input_bits"), [(4, 16), (4, 8), (8, 16)])

@@ -68,7 +68,7 @@ struct GroupedFma {
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8;
   static constexpr int64_t kPairSteps = 0;
-  static constexpr int64_t kDepth = 1, kPlanes = 1, kWidth = kPanel * Bits / 8, kMaxFeatures = int64_t{1} << 40;
+  static constexpr int64_t kDepth = 1, kParts = 1, kPlanes = 1, kWidth = kPanel * Bits / 8, kMaxFeatures = int64_t{1} << 40;
   static constexpr int64_t kTileRows = kRegisters / 2 - 3;  // constants take registers too
 
   static Halves<Vec> weights(const Weight* from) {
@@ -115,11 +115,11 @@ template <class A>
 void pack_runs(const typename A::Value* x, int64_t rows, const RunScales& scales, typename A::Input* packed) {
   struct ByRow;
   const auto& [inputs, runs] = scales;
-  const int64_t steps = A::kPlanes * runs.num_steps();
+  const int64_t steps = A::kParts * runs.num_steps();
   auto* by_row = reinterpret_cast<typename A::Input*>(scratch<ByRow>(rows * steps));
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t run = 0; run < runs.num; ++run) {
-      auto* to = by_row + row * steps + run * runs.steps * A::kPlanes;
+      auto* to = by_row + row * steps + run * runs.steps * A::kParts;
       inputs[row * runs.num + run] = A::round_run(x + row * runs.k + runs.first(run), runs.size(run), to, runs);
     }
   }
@@ -146,7 +146,7 @@ struct GroupedBytes {
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8 && kZero == 0;  // what the instruction takes beside signed inputs
   static constexpr int64_t kPairSteps = has_byte_pairs() ? 8 : 0;  // so many times two products of 15 and 128 fit 16 bits
-  static constexpr int64_t kDepth = 4, kPlanes = Planes, kWidth = kDepth * kPanel * Bits / 8;
+  static constexpr int64_t kDepth = 4, kParts = Planes, kPlanes = Planes, kWidth = kDepth * kPanel * Bits / 8;
   static constexpr int64_t kMaxFeatures = Planes == 1 ? 128 : Bits == 4 ? 4096 : 256;  // with one, more lose more; sums have 32 bits
   static constexpr int64_t kTileRows = Planes == 1 ? kRegisters / 2 - 4 : kRegisters / 4 - 2;
 
@@ -169,13 +169,19 @@ struct GroupedBytes {
 
   // The values of a run -> for each step its bytes in each plane
   static RunInputs round_run(const T* x, int64_t size, Input* planes, const Runs& runs) {
+    return round_run(x, size, planes, runs, bytes_of);
+  }
+
+  // Pack makes inputs of kLanes whole numbers.
+  template <class Pack>
+  static RunInputs round_run(const T* x, int64_t size, Input* planes, const Runs& runs, Pack pack) {
     const int32_t most = magnitude_bits(x, size);
     if (most >= kInfinity) return {std::numeric_limits<float>::quiet_NaN(), 0, 0.0f};
     const auto [unit, factor] = unit_of(most);
     VecI total = {};
     for (int64_t j = 0; j < runs.features; j += kLanes) {
       const VecI whole = j < size ? rounded(x + j, size - j, factor) : VecI{};
-      const auto bytes = bytes_of(whole);
+      const auto bytes = pack(whole);
       if (runs.features - j >= kLanes)
         std::memcpy(planes + kPlanes * j / kDepth, bytes.data(), sizeof(bytes));
       else
@@ -221,6 +227,40 @@ struct GroupedBytes {
   }
 };
 
+// The same weights, and the inputs of two planes, for more rows, where products of bytes would have to be added in two steps: weights
+// become 16 bits in registers and meet the whole numbers, which are no planes then. So a row has one sum for each half of a
+// panel's columns and not two, and tiles have twice as many rows. Sums are the same numbers.
+struct GroupedWide : GroupedBytes<c10::BFloat16, 4, 2> {
+  using Bytes = GroupedBytes<c10::BFloat16, 4, 2>;
+  static constexpr int64_t kLeastRows = 3;  // fewer are as fast, or faster, by planes
+  static constexpr int64_t kPlanes = 1, kPairSteps = 0, kTileRows = kRegisters / 2 - 3;
+
+  // Of a step's first and third feature, and of the others.
+  static std::array<Halves<VecI>, 2> weights(const Weight* from) {
+    const VecU all = load_raw<VecU>(from);
+    const auto pairs = [](VecU bits) { return (VecI)(bits & 0x000f000fu); };
+    return {{{pairs(all), pairs(all >> 4)}, {pairs(all >> 8), pairs(all >> 12)}}};
+  }
+  static VecI add(VecI sum, VecI w, VecI x) { return add_short_pairs(sum, w, x); }
+  static Vec add_sums(Vec total, const VecI (&sums)[kPlanes], const RunInputs& inputs, Vec scales) {
+    return add_product(total, __builtin_convertvector(sums[0], Vec) * splat(inputs.unit), scales);
+  }
+
+  static void pack(const Value* x, int64_t rows, const RunScales& scales, Input* packed) {
+    pack_runs<GroupedWide>(x, rows, scales, packed);
+  }
+  static RunInputs round_run(const Value* x, int64_t size, Input* parts, const Runs& runs) {
+    return Bytes::round_run(x, size, parts, runs, shorts_of);
+  }
+  static std::array<Input, kParts * kLanes / kDepth> shorts_of(VecI whole) {
+    std::array<Input, kParts * kLanes / kDepth> out;
+    for (int64_t i = 0; i < kLanes; i += kDepth)
+      for (int64_t part = 0; part < kParts; ++part)
+        out[kParts * i / kDepth + part] = (whole[i + part] & 0xffff) | static_cast<uint32_t>(whole[i + part + 2]) << 16;
+    return out;
+  }
+};
+
 // values [n, k], of_groups [n, groups] each -> panels
 template <class A>
 void pack_groups(const uint8_t* values, const float* scales, const float* offsets, int64_t n, const Runs& runs, uint8_t* packed) {
@@ -259,6 +299,16 @@ struct RunSums {
   typename A::Sum low[Rows][A::kPlanes], high[Rows][A::kPlanes];
 };
 
+// The weights that meet a part of a step's inputs.
+template <class V>
+const Halves<V>& of_part(const Halves<V>& weights, int) {
+  return weights;
+}
+template <class V, size_t Parts>
+const Halves<V>& of_part(const std::array<Halves<V>, Parts>& weights, int part) {
+  return weights[part];
+}
+
 // Adds the products of a step, and goes on to the next.
 template <class A, int Rows>
 [[gnu::always_inline]] inline void add_step(const typename A::Input*& x, const uint8_t*& panel, RunSums<A, Rows>& sums) {
@@ -268,13 +318,14 @@ template <class A, int Rows>
 #pragma GCC unroll 16
   for (int row = 0; row < Rows; ++row) {
 #pragma GCC unroll 2
-    for (int plane = 0; plane < A::kPlanes; ++plane) {
-      const auto value = A::broadcast(x[plane * Rows + row]);
-      sums.low[row][plane] = A::add(sums.low[row][plane], w.low, value);
-      sums.high[row][plane] = A::add(sums.high[row][plane], w.high, value);
+    for (int part = 0; part < A::kParts; ++part) {
+      const int plane = part % A::kPlanes;
+      const auto value = A::broadcast(x[part * Rows + row]);
+      sums.low[row][plane] = A::add(sums.low[row][plane], of_part(w, part).low, value);
+      sums.high[row][plane] = A::add(sums.high[row][plane], of_part(w, part).high, value);
     }
   }
-  x += A::kPlanes * Rows;
+  x += A::kParts * Rows;
   panel += A::kWidth;
 }
 

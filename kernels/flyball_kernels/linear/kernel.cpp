@@ -4,8 +4,9 @@
 // hundreds. There are several arithmetics. Fma: weights become fp32 in registers and meet fp32 FMAs. Dot: bf16 pairs meet the
 // dot product instruction of AVX512_BF16 or Arm's BF16, which does twice the work of an FMA where a core issues two of them a
 // cycle (AMD's do; Intel's issue one, and there Fma was faster). Amx: the same weights meet Intel's matrix units. Products are
-// exact in these. Blocks (shorts.h): bf16 become whole numbers with a common exponent for each 64. Int8 (int8.h), GroupedFma and
-// GroupedBytes (grouped.h), and GroupedShorts (shorts.h) are for weights that have been rounded. See benchmarks/linear.py.
+// exact in these. Blocks (shorts.h): bf16 become whole numbers with a common exponent for each 64. Int8 (int8.h), GroupedFma,
+// GroupedBytes and GroupedWide (grouped.h), and GroupedShorts (shorts.h) are for weights that have been rounded. See
+// benchmarks/linear.py.
 #include <array>
 #include <bit>
 
@@ -290,7 +291,7 @@ template <class A>
 Sizes sizes(int64_t k, const Output<A>& out) {
   if constexpr (kHasRuns<A>) {
     const Runs& runs = out.scales.runs;
-    return {A::kPlanes * runs.num_steps(), runs.num * int64_t(sizeof(RunInputs) / sizeof(float)), runs.panel_bytes<A>()};
+    return {A::kParts * runs.num_steps(), runs.num * int64_t(sizeof(RunInputs) / sizeof(float)), runs.panel_bytes<A>()};
   }
   return {num_steps<A>(k), kIsQuantized<A>, num_steps<A>(k) * A::kWidth};
 }
@@ -583,11 +584,16 @@ Work linear_grouped_work(const Tensor& x, const Tensor& packed, const std::optio
                          int64_t group_size, bool has_zeros, int64_t input_bits, const Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
   Work work;
-  with_groups(x.scalar_type(), bits, input_bits, [&]<class A>(A) {
+  const auto with = [&]<class A>(A) {
     using T = typename A::Value;
     const RunScales scales{nullptr, Runs::make<A>(k, group_size, has_zeros)};
     work = linear_work<A>(data<const T>(x), m, k, data<const uint8_t>(packed), n,
                           {data<T>(out), n, n, data_or_null<T>(bias), scales});
+  };
+  with_groups(x.scalar_type(), bits, input_bits, [&]<class A>(A arithmetic) {
+    if constexpr (has_byte_pairs() && std::is_same_v<A, GroupedWide::Bytes>)
+      if (m >= GroupedWide::kLeastRows) return with(GroupedWide{});
+    with(arithmetic);
   });
   return work;
 }

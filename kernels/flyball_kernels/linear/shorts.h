@@ -35,7 +35,7 @@ struct ShortInputs {
   using Input = uint32_t;
   using Sum = VecI;
   using Scales = RunScales;
-  static constexpr int64_t kDepth = 2, kPlanes = 1, kPairSteps = 0, kTileRows = flyball::kTileRows;
+  static constexpr int64_t kDepth = 2, kParts = 1, kPlanes = 1, kPairSteps = 0, kTileRows = flyball::kTileRows;
   static constexpr bool kIsUnrolled = true;
 
   static VecI broadcast(Input x) { return static_cast<int32_t>(x) - VecI{}; }
