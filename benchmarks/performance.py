@@ -150,11 +150,11 @@ def api_process_table() -> str:
 
 
 def llamacpp_table(*names: str) -> str:
-    """Return the table of several results; of a pair that two of them have, the first's."""
+    """Return the table of several results; of a pair that two of them have, the last's."""
     results = [result for name in names if (result := read(name)) is not None]
     if not results:
         return NOT_MEASURED
-    pairs = {bits: pair for result in reversed(results) for bits, pair in result["pairs"].items()}
+    pairs = {bits: pair for result in results for bits, pair in result["pairs"].items()}
     bits_in_order = dict.fromkeys(bits for result in results for bits in result["pairs"])
     rows = [row for bits in bits_in_order for row in clients_rows(pairs[bits]["by_concurrency"], "llamacpp", bits)]
     under = dict.fromkeys(
@@ -274,9 +274,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
     "llamacpp": partial(llamacpp_table, "versus_llamacpp"),
     "vllm-avx2": partial(vllm_table, "versus_vllm_avx2"),
-    "llamacpp-avx2": partial(
-        llamacpp_table, "versus_llamacpp_avx2", "versus_llamacpp_avx2_4_bits", "versus_llamacpp_avx2_w4a8"
-    ),
+    "llamacpp-avx2": partial(llamacpp_table, "versus_llamacpp_avx2", "versus_llamacpp_avx2_4_bits"),
     "perplexity": perplexity_table,
     "api-process": api_process_table,
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),
