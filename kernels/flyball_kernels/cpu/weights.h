@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -19,7 +20,10 @@ class WeightMemory {
   std::shared_ptr<char> take(int64_t bytes) {
     if (bytes > kChunkBytes / 4) return allocate(bytes);
     const std::lock_guard lock(mutex_);
-    if (chunk_.use_count() == 1) used_ = 0;  // nobody else's any more
+    if (chunk_.use_count() == 1) {  // nobody else's any more
+      std::atomic_thread_fence(std::memory_order_acquire);  // behind what they did with it
+      used_ = 0;
+    }
     if (!chunk_ || used_ + bytes > kChunkBytes) {
       chunk_ = allocate(kChunkBytes);
       used_ = 0;

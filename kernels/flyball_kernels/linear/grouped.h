@@ -227,8 +227,8 @@ struct GroupedBytes {
   }
 };
 
-// The same weights, and the inputs of two planes, for more rows, where products of bytes would have to be added in two steps: weights
-// become 16 bits in registers and meet the whole numbers, which are no planes then. So a row has one sum for each half of a
+// The same weights and inputs as with two planes, for more rows, where the products of bytes have to be added as 16 bits first.
+// Weights become 16 bits in registers and meet the whole numbers, not cut into planes. So a row has one sum for each half of a
 // panel's columns and not two, and tiles have twice as many rows. Sums are the same numbers.
 struct GroupedWide : GroupedBytes<c10::BFloat16, 4, 2> {
   using Bytes = GroupedBytes<c10::BFloat16, 4, 2>;
