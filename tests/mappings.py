@@ -10,6 +10,12 @@ needs_huge_pages = pytest.mark.skipif(
 )
 
 
+def is_mapped(library: str) -> bool:
+    """Return whether a library of this name is loaded; False where there is no /proc."""
+    maps = Path("/proc/self/maps")
+    return maps.exists() and library in maps.read_text()
+
+
 def flags(address: int) -> set[str]:
     """Return what the kernel knows of the mapping there: proc_pid_smaps(5), VmFlags."""
     smaps = Path("/proc/self/smaps").read_text()

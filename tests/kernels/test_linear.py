@@ -1,5 +1,4 @@
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from flyball_kernels import Backend, GroupedLinear, Int8Linear
 from flyball_kernels.linear import reference
 from flyball_kernels.linear.reference import Grouped, Rounded
 from kernel_checks import CPP, assert_close
-from mappings import flags, needs_huge_pages
+from mappings import flags, is_mapped, needs_huge_pages
 
 PackedLinear = partial(flyball_kernels.PackedLinear, backend=CPP)
 
@@ -472,7 +471,7 @@ def test_what_groups_cannot_do_is_refused(backend):
 
 
 @needs_huge_pages
-@pytest.mark.skipif("libasan" in Path("/proc/self/maps").read_text(), reason="each weight has memory of its own there")
+@pytest.mark.skipif(is_mapped("libasan"), reason="each weight has memory of its own there")
 def test_weights_lie_in_huge_pages_however_small_they_are():
     weights = [torch.randn(size, 64, dtype=torch.bfloat16) for size in (1, 3000, 500, 200_000)]
     for packed in [torch.ops.flyball.linear_pack(weight, "fma") for weight in weights]:

@@ -315,9 +315,8 @@ class ModelRunner:
         )
         if not logits.shape[0]:
             return self._to_host(logits.new_empty(0, dtype=torch.int64), None, scores, pooled)
-        entries, starts, num_scheduled = np.array((plan.rows, plan.starts, plan.num_scheduled))[
-            :, np.array(plan.samples)
-        ]
+        samples = np.array(plan.samples)
+        entries, starts, num_scheduled = np.array((plan.rows, plan.starts, plan.num_scheduled))[:, samples]
         ends = starts + num_scheduled
         rows, positions = _each_draft(entries, ends, plan.num_drafts) if plan.num_drafts else (entries, ends)
         raw = self._sampling.raw_logprobs(logits, rows)
