@@ -92,9 +92,15 @@ def _device() -> str:
 
 
 def _cpu() -> str:
+    """Name the CPU; virtual machines have names as short as ``AMD EPYC``, which family and model tell apart."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = fields.get("model name") or platform.processor()
+    numbers = [
+        f"{word} {fields[field]}" for word, field in (("family", "cpu family"), ("model", "model")) if field in fields
+    ]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def _instruction_sets() -> str:
