@@ -2,7 +2,7 @@
 
 Weights rotate through copies that exceed the caches, as the layers of a model do. Each layer stands beside two bounds,
 measured just before it: the rate of torch's matrix product (in fp32 where a CPU has AVX2 alone, else in bf16), and the bytes a
-second that torch copies, read and written.
+second that torch copies, read and written. With AVX2 alone oneDNN has no bf16 either, so both others compute in fp32 then.
 
     python benchmarks/linear.py [--dtype bfloat16] [--quantization int8 | w8a16 | int4 | w4a8]
 
@@ -76,17 +76,19 @@ def main() -> None:
         others = {"F.linear": torchs, "oneDNN packed": prepacked}
     name = args.quantization or args.dtype
     bounds = Bounds()
+    has_torchs = dtype is not torch.bfloat16 or bounds.dtype is dtype
+    theirs = dtype if args.quantization or has_torchs else bounds.dtype
     print(f"C++ ops for {torch.ops.flyball.instruction_set()}, {torch.get_num_threads()} threads")
     measured = []
     for shape, (in_features, out_features) in SHAPES.items():
         weight = torch.randn(out_features, in_features, dtype=dtype) * 0.02
         layer = rotating(make, weight, bytes_per_weight)
-        rivals = {other: rotating(one, weight, dtype.itemsize) for other, one in others.items()}
+        rivals = {other: rotating(one, weight.to(theirs), theirs.itemsize) for other, one in others.items()}
         bound = bounds.measure()
         print(f"bounds: copies {bound['copy_gb_per_s']:.1f} GB/s, products {bound['matmul_gflop_per_s']:.0f} GFLOP/s")
         for num_rows in NUM_ROWS:
             x = torch.randn(num_rows, in_features, dtype=dtype)
-            row = measure(layer, rivals, x)
+            row = measure(layer, rivals, x, x.to(theirs))
             seconds = 1e-6 * row[OURS]
             gflop_per_s = 2e-9 * num_rows * weight.numel() / seconds
             gb_per_s = 1e-9 * bytes_per_weight * weight.numel() / seconds
@@ -104,6 +106,7 @@ def main() -> None:
         "ops": torch.ops.flyball.instruction_set(),
         "threads": torch.get_num_threads(),
         "dtype": args.dtype,
+        "dtype_of_others": str(theirs).removeprefix("torch."),
         "product_of_the_bound": str(bounds.dtype).removeprefix("torch."),
         "working_set_bytes": WORKING_SET_BYTES,
     }
@@ -113,11 +116,14 @@ def main() -> None:
 OURS = "us"
 
 
-def measure(layer: Layer, rivals: dict[str, Layer], x: Tensor) -> dict[str, float]:
-    """Return the microseconds of our layer, and how many times as long the others take, each in turns with ours."""
+def measure(layer: Layer, rivals: dict[str, Layer], x: Tensor, theirs: Tensor) -> dict[str, float]:
+    """Return the microseconds of our layer, and how many times as long the others take, each in turns with ours.
+
+    theirs: the same inputs in the others' dtype.
+    """
     row: dict[str, float] = {}
     for other, rival in rivals.items():
-        own_s, rival_s = compare(lambda: layer(x), lambda rival=rival: rival(x))
+        own_s, rival_s = compare(lambda: layer(x), lambda rival=rival: rival(theirs))
         row.setdefault(OURS, round(1e6 * own_s, 1))
         row[f"x_{other}"] = round(rival_s / own_s, 3)
     return row

@@ -176,14 +176,14 @@ def openvino_table() -> str:
     return markdown(header, rows) + f"\n\nOpenVINO GenAI {result['openvino']['openvino-genai']}. {where(result)}"
 
 
-def linear_layers(bits: str) -> list[Result]:
+def linear_layers(bits: str, machine: str = "") -> list[Result]:
     """Return the measurements that have their bounds beside them."""
-    result = read(f"linear_{bits}")
+    result = read(f"linear_{bits}{machine}")
     return [one for one in (result["layers"] if result else []) if "share_of_copy" in one]
 
 
-def linear_table() -> str:
-    measured = {bits: linear_layers(bits) for bits in BITS}
+def linear_table(machine: str = "") -> str:
+    measured = {bits: linear_layers(bits, machine) for bits in BITS}
     if not any(measured.values()):
         return NOT_MEASURED
     rows = []
@@ -193,7 +193,7 @@ def linear_table() -> str:
             cells = [f"{one['share_of_copy']:.0%} / {one['share_of_matmul']:.0%}" for one in of_layer]
             rows += [[shape, name, *cells]] if cells else []
     num_rows = dict.fromkeys(str(one["num_rows"]) for one in next(filter(None, measured.values())))
-    last = next(filter(None, (read(f"linear_{bits}") for bits in BITS if measured[bits])))
+    last = next(filter(None, (read(f"linear_{bits}{machine}") for bits in BITS if measured[bits])))
     return markdown(("Layer", "Weights", *num_rows), rows) + f"\n\n{last['threads']} threads. {where(last)}"
 
 
@@ -280,6 +280,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),
     "openvino": openvino_table,
     "linear": linear_table,
+    "linear-avx2": partial(linear_table, "_avx2"),
     "attention": attention_table,
     "step-tokens": step_tokens_table,
     "time": time_table,
