@@ -76,8 +76,7 @@ def main() -> None:
         others = {"F.linear": torchs, "oneDNN packed": prepacked}
     name = args.quantization or args.dtype
     bounds = Bounds()
-    has_torchs = dtype is not torch.bfloat16 or bounds.dtype is dtype
-    theirs = dtype if args.quantization or has_torchs else bounds.dtype
+    theirs = bounds.dtype if dtype is torch.bfloat16 and not args.quantization else dtype
     print(f"C++ ops for {torch.ops.flyball.instruction_set()}, {torch.get_num_threads()} threads")
     measured = []
     for shape, (in_features, out_features) in SHAPES.items():

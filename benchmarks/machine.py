@@ -97,10 +97,7 @@ def _cpu() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     name = fields.get("model name") or platform.processor()
-    numbers = [
-        f"{word} {fields[field]}" for word, field in (("family", "cpu family"), ("model", "model")) if field in fields
-    ]
-    return f"{name} ({', '.join(numbers)})" if numbers else name
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name
 
 
 def _instruction_sets() -> str:
