@@ -35,7 +35,8 @@ BATCHES = {
     "a long context": ([1], [1500]),  # its keys are split
     "decodes": ([1] * 9, [1, 16, 17, 40, 64, 65, 100, 3, 600]),
     "a prompt among decodes": ([40, 1, 1], [40, 90, 33]),
-    "more rows than a block": ([150, 1], [170, 20]),
+    "more rows than a linear layer takes at a time": ([150, 1], [170, 20]),
+    "more rows than a layer takes at a time": ([700, 1], [720, 20]),
 }
 
 

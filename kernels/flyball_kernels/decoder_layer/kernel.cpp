@@ -1,4 +1,5 @@
 // Dense decoder layers in one parallel region, with embedding and head if wanted: the other ops' work, one after another.
+#include "../cpu/amx.h"
 #include "../cpu/kv_cache.h"
 #include "../cpu/works.h"
 #include "../linear/linear.h"
@@ -110,15 +111,28 @@ Work widen_work(const Tensor& x, const Tensor& out) {
   return work;
 }
 
+// How many rows of a step go through the ops between two attentions together. Of what these ops leave to each other, no more
+// than that needs memory, and it is still in a cache when the next one reads it. A multiple of the rows that linear layers take
+// at a time, so that they read weights no more often. With AMX they take more, and no machine has measured it in blocks.
+int64_t rows_at_once() { return has_amx() ? std::numeric_limits<int64_t>::max() : 336; }
+
+// Of a tensor, so many rows from one on.
+struct Rows {
+  int64_t begin, num;
+
+  Tensor operator()(const Tensor& all) const { return num == all.size(0) ? all : all.narrow(0, begin, num); }
+};
+
 // Layers of one size, one after another. Those but the first begin with what the one before them left.
 class Stretch {
  public:
   Stretch(const DecoderLayer& first, const Tensor& x, const Tensor& k_cache)
-      : first_(first), rows_(x.size(0)), head_dim_(head_dim_of(k_cache)), options_(x.options()), normed_(empty(x.size(1))),
-        projected_(empty(first.qkv->out_features)), added_(empty(x.size(1))), entered_(empty(x.size(1))),
+      : first_(first), rows_(x.size(0)), block_rows_(std::min(rows_, rows_at_once())), head_dim_(head_dim_of(k_cache)),
+        options_(x.options()), entered_(empty(x.size(1))),
         query_(empty(first.output->in_features).view({rows_, first.output->in_features / head_dim_, head_dim_})),
-        attended_(at::empty_like(query_)), inner_(empty(first.gate_up->out_features)), gated_(empty(first.down->in_features)),
-        out_(empty(x.size(1))), total_(empty(x.size(1))) {}
+        attended_(at::empty_like(query_)), out_(empty(x.size(1))), total_(empty(x.size(1))), normed_(block(x.size(1))),
+        projected_(block(first.qkv->out_features)), added_(block(x.size(1))), inner_(block(first.gate_up->out_features)),
+        gated_(block(first.down->in_features)) {}
 
   void embed(const Tensor& ids, const Tensor& table, const Tensor& x) { works_.push_back(embedding_work(ids, table, x)); }
 
@@ -127,26 +141,36 @@ class Stretch {
     check_size(layer, k_cache);
     const Tensor& entered = residual ? entered_ : x;
     const auto work = [&](Work one) { works_.push_back(std::move(one)); };
-    work(rms_norm_work(x, residual, layer.attention_norm, layer.eps, layer.norm_offset, normed_,
-                       residual ? OptionalTensor(entered) : OptionalTensor()));
-    work(layer.qkv->work(normed_, projected_));
-    work(rope_kv_write_work(projected_, positions, layer.cos_sin_cache, k_cache, v_cache, slot_mapping, layer.q_norm,
-                            layer.k_norm, layer.eps, layer.norm_offset, query_));
+    for_blocks([&](const Rows& of, const Rows& block) {
+      const Tensor normed = block(normed_), projected = block(projected_);
+      work(rms_norm_work(of(x), residual ? OptionalTensor(of(*residual)) : OptionalTensor(), layer.attention_norm, layer.eps,
+                         layer.norm_offset, normed, residual ? OptionalTensor(of(entered)) : OptionalTensor()));
+      work(layer.qkv->work(normed, projected));
+      work(rope_kv_write_work(projected, of(positions), layer.cos_sin_cache, k_cache, v_cache, of(slot_mapping), layer.q_norm,
+                              layer.k_norm, layer.eps, layer.norm_offset, of(query_)));
+    });
     work(paged_attention_work(query_, k_cache, v_cache, block_tables, cu_query_lens, context_lens, layer.scale,
                               layer.sliding_window, layer.softcap, {}, {}, attended_));
-    work(layer.output->work(attended_.view({rows_, layer.output->in_features}), added_));
-    work(rms_norm_work(added_, entered, layer.mlp_norm, layer.eps, layer.norm_offset, normed_, total_));
-    work(layer.gate_up->work(normed_, inner_));
-    work(swiglu_work(inner_, layer.is_gelu, gated_));
-    work(layer.down->work(gated_, out_));
+    const Tensor attended = attended_.view({rows_, layer.output->in_features});
+    for_blocks([&](const Rows& of, const Rows& block) {
+      const Tensor normed = block(normed_), added = block(added_), inner = block(inner_), gated = block(gated_);
+      work(layer.output->work(of(attended), added));
+      work(rms_norm_work(added, of(entered), layer.mlp_norm, layer.eps, layer.norm_offset, normed, of(total_)));
+      work(layer.gate_up->work(normed, inner));
+      work(swiglu_work(inner, layer.is_gelu, gated));
+      work(layer.down->work(gated, of(out_)));
+    });
   }
 
   // What the layers gave -> logits, in fp32
   Tensor finish(const DecoderHead& head) {
     head.check(out_);
     const Tensor logits = empty(head.linear->out_features);
-    works_.push_back(rms_norm_work(out_, total_, head.norm, head.eps, head.norm_offset, normed_, entered_));
-    works_.push_back(head.linear->work(normed_, logits));
+    for_blocks([&](const Rows& of, const Rows& block) {
+      const Tensor normed = block(normed_);
+      works_.push_back(rms_norm_work(of(out_), of(total_), head.norm, head.eps, head.norm_offset, normed, of(entered_)));
+      works_.push_back(head.linear->work(normed, of(logits)));
+    });
     if (logits.scalar_type() == at::kFloat) return logits;
     const Tensor wide = at::empty(logits.sizes(), logits.options().dtype(at::kFloat));
     works_.push_back(widen_work(logits, wide));
@@ -160,6 +184,16 @@ class Stretch {
 
  private:
   Tensor empty(int64_t columns) const { return at::empty({rows_, columns}, options_); }
+  Tensor block(int64_t columns) const { return at::empty({block_rows_, columns}, options_); }
+
+  // Calls f for each block of rows, with those of a tensor of all rows, and those of one that blocks have in turns.
+  template <class F>
+  void for_blocks(F f) const {
+    for (int64_t begin = 0; begin < rows_; begin += block_rows_) {
+      const int64_t num = std::min(block_rows_, rows_ - begin);
+      f(Rows{begin, num}, Rows{0, num});
+    }
+  }
 
   void check_size(const DecoderLayer& layer, const Tensor& k_cache) const {
     const auto sizes = [](const DecoderLayer& one) {
@@ -170,9 +204,10 @@ class Stretch {
   }
 
   const DecoderLayer& first_;
-  const int64_t rows_, head_dim_;
+  const int64_t rows_, block_rows_, head_dim_;
   const at::TensorOptions options_;
-  const Tensor normed_, projected_, added_, entered_, query_, attended_, inner_, gated_, out_, total_;
+  const Tensor entered_, query_, attended_, out_, total_;      // of all rows
+  const Tensor normed_, projected_, added_, inner_, gated_;  // of a block's
   Tensor narrow_;  // logits, until they are wide
   std::vector<Work> works_;
 };
