@@ -89,6 +89,16 @@ def test_fp8_of_what_is_no_number() -> None:
         assert out.isnan().all(dim=0).nonzero().flatten().tolist() == [4, 6]
 
 
+def test_fp8_of_a_checkpoint_that_has_no_number() -> None:
+    values = torch.randn(20, 96).to(torch.float8_e4m3fn).to(DEVICE)
+    values.view(torch.uint8)[3, 5], values.view(torch.uint8)[7, 95] = 0x7F, 0xFF
+    rounded = reference.Rounded(values, torch.ones(20, device=DEVICE))
+    for backend in (TORCH, TRITON):
+        out = Float8Linear(rounded, backend=backend, dtype=torch.float32)(torch.randn(5, 96).to(DEVICE))
+        assert out.isnan().all(dim=0).nonzero().flatten().tolist() == [3, 7]
+        assert out.isfinite().sum() == 5 * 18
+
+
 def grouped(in_features: int, out_features: int, group_size: int, zeros: bool, bits: int = 4) -> Grouped:
     num_groups = -(-in_features // group_size)
     return Grouped(

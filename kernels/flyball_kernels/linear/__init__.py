@@ -277,8 +277,9 @@ class GroupedLinear:
 class Float8Linear:
     """``x @ weight.T + bias`` for inference, with weights of 8 bits in e4m3 and inputs as they are (W8A16).
 
-    Each row of the weight has a scale. Products are exact, sums are fp32, and the result is rounded once. The weight stays
-    ``[out_features, in_features]``. The ``torch`` backend is a reference; there is no C++ kernel.
+    Each row of the weight has a scale. Products are exact, sums are fp32, and the result is rounded once. A weight of NaN makes
+    its output feature NaN. The weight stays ``[out_features, in_features]``. The ``torch`` backend is a reference; there is no
+    C++ kernel.
 
     Args:
         weight: ``[out_features, in_features]`` bf16, fp16 or fp32; or what it was rounded to, ``Rounded`` with float8_e4m3fn.
@@ -301,8 +302,8 @@ class Float8Linear:
         self._is_triton = backend.name == "triton"
         self._dtype = _dtype_of(weight, dtype)
         if isinstance(weight, Rounded):
-            self._weight = weight
             _check_rounded(weight, bias, torch.float8_e4m3fn, self._dtype)
+            self._weight = reference.with_nan_in_scales(weight)
         else:
             _check(weight, bias)
             self._weight = reference.round_to_float8(weight.detach())
@@ -325,8 +326,13 @@ class Float8Linear:
             out = reference.float8_linear(rows, self._weight, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
 
+    @property
+    def kernel(self) -> None:
+        """As in ``PackedLinear``; None with either backend."""
+        return None
 
-Linear = PackedLinear | Int8Linear | GroupedLinear
+
+Linear = PackedLinear | Int8Linear | GroupedLinear | Float8Linear
 
 
 def _check_rounded(weight: Rounded, bias: Tensor | None, values_dtype: torch.dtype, dtype: torch.dtype) -> None:

@@ -120,6 +120,12 @@ def round_to_float8(matrix: Tensor) -> Rounded:
     return Rounded(values.nan_to_num().clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn), scales)
 
 
+def with_nan_in_scales(weight: Rounded) -> Rounded:
+    """Return a matrix of e4m3 with NaN as the scale of each row that has a NaN, for kernels that read NaN as a number."""
+    is_nan = (weight.values.view(torch.uint8) & 0x7F) == 0x7F
+    return weight._replace(scales=weight.scales.masked_fill(is_nan.any(dim=1), torch.nan))
+
+
 def float8_linear(x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:
     out = F.linear(x.float(), weight.values.float()) * weight.scales
     return (out if bias is None else out + bias.float()).to(x.dtype)
