@@ -37,6 +37,7 @@ OURS: dict[str, dict[str, Any]] = {
     "w8a16": {"quantization": "w8a16"},
     "int4": {"quantization": "int4"},
     "w4a8": {"quantization": "w4a8"},
+    "fp8": {"quantization": "fp8", "kernel_backend": "torch"},
     "keys and values in int8": {"kv_cache_dtype": "int8_per_token_head"},
 }
 

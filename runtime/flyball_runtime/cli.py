@@ -88,7 +88,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         choices=settings.QUANTIZATIONS,
         help="what linear layers are rounded to: int8 weights and inputs (half the memory, on CPUs up to 1.8 times as fast), "
         "w8a16 weights alone, int4 weights alone to 4 bits (a third of the memory, faster for few requests at a time), "
-        "w4a8 weights to 4 bits and inputs to 8",
+        "w4a8 weights to 4 bits and inputs to 8, on GPUs fp8 weights alone to e4m3",
     )
     model.add_argument(
         "--max-model-len", type=int, metavar="TOKENS", help="longest prompt plus output (default: the checkpoint's)"

@@ -18,7 +18,7 @@ from torch import Tensor
 from checkpoints import make_checkpoint
 from engines import GREEDY, INT8_KV, Reference, generate, make_engine, random_prompts
 from flyball_kernels import Backend
-from flyball_kernels.linear.reference import Grouped, round_groups, round_rows, unrounded
+from flyball_kernels.linear.reference import Grouped, round_groups, round_rows, round_to_float8, unrounded
 from flyball_runtime.core.config import EngineConfig
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.sampling_params import SamplingParams
@@ -124,6 +124,46 @@ def set_field(*keys: str, to: object) -> Callable[[dict[str, Tensor], dict[str, 
 GROUP = ("config_groups", "group_0")
 
 
+def float8_config(**changes: object) -> dict[str, Any]:
+    """Return what llm-compressor writes for its scheme FP8_DYNAMIC, with changes to the scheme of weights."""
+    weights, inputs = (
+        {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": strategy == "token"}
+        for strategy in ("channel", "token")
+    )
+    group = {"targets": ["Linear"], "weights": weights | changes, "input_activations": inputs}
+    return W8A8 | {"format": "float-quantized", "config_groups": {"group_0": group}}
+
+
+def float8_checkpoint(
+    path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object] = lambda *_: None, **changes: object
+) -> Reference:
+    """Round the linear layers of a checkpoint to e4m3; return transformers' model with the rounded weights."""
+    reference, tensors = Reference(path), {}
+    modules = dict(reference._model.named_modules())
+    per_tensor = changes.get("strategy") == "tensor"
+    for key, tensor in load_file(path / "model.safetensors").items():
+        tensors[key] = tensor
+        if key.endswith("_proj.weight"):
+            most = tensor.abs().amax().view(1) if per_tensor else tensor.abs().amax(1, keepdim=True)
+            scales = (most / 448).bfloat16()
+            values = (tensor / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors |= {key: values, f"{key}_scale": scales}
+            modules[key.removesuffix(".weight")].weight = torch.nn.Parameter(values.float() * scales.float())
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": float8_config(**changes)}
+    change(tensors, config)
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return reference
+
+
+def with_static_inputs(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Add what llm-compressor writes for its scheme FP8, whose inputs have one scale that was measured before."""
+    set_field(*GROUP, "input_activations", "strategy", to="tensor")(tensors, config)
+    set_field(*GROUP, "input_activations", "dynamic", to=False)(tensors, config)
+    names = [name for name in tensors if name.endswith(".weight_scale")]
+    tensors.update({name.replace(".weight_scale", ".input_scale"): torch.tensor([0.25]) for name in names})
+
+
 GROUP_SIZE = 32
 AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight columns AWQ has in each place of a word, from the lowest bits on."""
@@ -223,6 +263,11 @@ def pack_checkpoint(path: Path, name: str, change: Callable[[dict[str, Tensor], 
     return reference
 
 
+def settings_on_cpu(quantization: str) -> dict[str, str]:
+    """Return settings of an engine on a CPU, where the C++ ops have no code for fp8."""
+    return {"quantization": quantization} | ({"kernel_backend": "torch"} if quantization == "fp8" else {})
+
+
 def nats_per_token(texts: list[str], **settings: object) -> float:
     llm = LLM(DEMO_MODEL / "checkpoint", **settings)
     outputs = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
@@ -246,10 +291,10 @@ def test_the_perplexity_with_keys_and_values_in_8_bits_hardly_grows(texts: list[
     assert max(math.exp(one - exact) for one in rounded) < 1.01
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("w8a16", 1.005), ("int4", 1.05), ("w4a8", 1.05)])
-def test_the_perplexity_of_weights_in_groups_grows_little(texts: list[str], quantization: str, most: float) -> None:
+@pytest.mark.parametrize(("quantization", "most"), [("w8a16", 1.005), ("int4", 1.05), ("w4a8", 1.05), ("fp8", 1.01)])
+def test_the_perplexity_of_rounded_weights_grows_little(texts: list[str], quantization: str, most: float) -> None:
     exact = nats_per_token(texts, dtype="float32")
-    rounded = nats_per_token(texts, dtype="bfloat16", quantization=quantization)
+    rounded = nats_per_token(texts, dtype="bfloat16", **settings_on_cpu(quantization))
     print(exact, rounded)
     assert rounded != exact
     assert math.exp(rounded - exact) < most
@@ -270,9 +315,9 @@ def test_tokens_are_those_of_transformers_with_layers_that_round(
     assert engine.info.quantization == "int8"
 
 
-@pytest.mark.parametrize("quantization", ["int4", "w8a16"])
+@pytest.mark.parametrize("quantization", ["int4", "w8a16", "fp8"])
 @pytest.mark.parametrize("architecture", one_fast("llama3", "phi3", "gemma2", "mixtral"))
-def test_tokens_are_those_of_transformers_with_weights_rounded_in_groups(
+def test_tokens_are_those_of_transformers_with_rounded_weights(
     tmp_path: Path, architecture: str, quantization: str
 ) -> None:
     path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70, 1, 25])
@@ -280,6 +325,9 @@ def test_tokens_are_those_of_transformers_with_weights_rounded_in_groups(
     bits, group_size = (4, 32) if quantization == "int4" else (8, 128)
 
     def rounded(weight: Tensor) -> Tensor:
+        if quantization == "fp8":
+            values, scales = round_to_float8(weight)
+            return values.float() * scales[:, None]
         return unrounded(round_groups(weight, group_size, bits))
 
     head = reference._model.lm_head
@@ -295,7 +343,7 @@ def test_tokens_are_those_of_transformers_with_weights_rounded_in_groups(
                 weights.data = torch.stack([rounded(one) for one in weights])
         elif isinstance(module, torch.nn.Linear) and name != "lm_head":
             module.weight = torch.nn.Parameter(rounded(module.weight))
-    engine = make_engine(path, quantization=quantization)
+    engine = make_engine(path, **settings_on_cpu(quantization))
     found, expected = generate(engine, prompts), reference.generate(prompts)
     assert [one[0] for one in found] == [one[0] for one in expected]
     # as in 8 bits, which the head has
@@ -314,6 +362,26 @@ def test_checkpoints_in_groups_mean_what_they_say(tmp_path: Path, architecture: 
     quantization = "w8a16" if "8 bits" in name else "int4"
     assert (engine.info.quantization, engine.info.num_parameters) == (quantization, num_parameters)
     assert generate(make_engine(path, kernel_backend="torch"), prompts) == expected
+
+
+@pytest.mark.parametrize("architecture", one_fast("qwen3", "phi3"))
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda *_: None, set_field(*GROUP, "input_activations", to=None), with_static_inputs],
+    ids=["dynamic inputs", "weights alone", "static inputs"],
+)
+def test_fp8_checkpoints_mean_what_they_say(
+    tmp_path: Path, architecture: str, strategy: str, change: Callable[[dict[str, Tensor], dict[str, Any]], object]
+) -> None:
+    """Inputs are not rounded, whatever the checkpoint says of them."""
+    path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([40, 3, 70, 1, 25])
+    expected = float8_checkpoint(path, change, strategy=strategy).generate(prompts)
+    whole = make_engine(make_checkpoint(tmp_path / "whole", architecture))
+    engine = make_engine(path, kernel_backend="torch")
+    assert generate(engine, prompts) == expected
+    assert generate(whole, prompts) != expected  # the rounding is there
+    assert (engine.info.quantization, engine.info.num_parameters) == ("fp8", whole.info.num_parameters)
 
 
 @pytest.mark.parametrize("name", [name for name in PACKINGS if "8 bits" not in name])
@@ -415,14 +483,21 @@ FEW = SamplingParams(temperature=0.0, max_tokens=2)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the test below runs the compiled kernels")
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "w8a16", "int4")), "gptq"]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "w8a16", "int4", "fp8")),
+        "gptq",
+        "fp8 checkpoint",
+    ],
 )
 def test_triton_says_the_same(tmp_path: Path, name: str) -> None:
-    """Rounded at load, and a checkpoint with zeros; in Triton's interpreter."""
+    """Rounded at load, and checkpoints with zeros and of fp8; in Triton's interpreter."""
     path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([6, 3])
     settings: dict[str, Any] = {"max_num_batched_tokens": 8, "max_model_len": 32}
     if name == "gptq":
         pack_checkpoint(path, name, lambda *_: None)
+    elif name == "fp8 checkpoint":
+        float8_checkpoint(path)
     else:
         settings["quantization"] = name
     expected = generate(make_engine(path, kernel_backend="torch", **settings), prompts, FEW)
@@ -430,22 +505,29 @@ def test_triton_says_the_same(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantization", ["int8", "w8a16", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "w8a16", "int4", "fp8"])
 def test_a_gpu_says_the_same(tmp_path: Path, quantization: str) -> None:
     path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8, 100])
-    expected = generate(make_engine(path, quantization=quantization), prompts)
+    expected = generate(make_engine(path, **settings_on_cpu(quantization)), prompts)
     assert generate(make_engine(path, quantization=quantization, device="cuda"), prompts) == expected
 
 
 def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "llama3")
-    with pytest.raises(ConfigError, match="--quantization is 'int3'; it must be one of none, int8, w8a16, int4, w4a8"):
+    with pytest.raises(
+        ConfigError, match="--quantization is 'int3'; it must be one of none, int8, w8a16, int4, w4a8, fp8"
+    ):
         EngineConfig(model=str(path), served_model_name="m", quantization="int3")
     with pytest.raises(ConfigError, match="--quantization w4a8 has no kernel for GPUs, nor for the triton backend"):
         make_engine(path, quantization="w4a8", kernel_backend="triton")
-    settings = {"dtype": torch.float32, "device": "cpu", "quantization": "int8"}
-    with pytest.raises(ConfigError, match="runs in transformers, whose layers are not rounded"):
-        load_model(path, probe(path), backend=Backend("torch"), **settings)
+    with pytest.raises(
+        ConfigError, match=r"--quantization fp8 cannot be served by the C\+\+ ops, .* int8 or w8a16, which"
+    ):
+        make_engine(path, quantization="fp8", kernel_backend="cpp")
+    for quantization in ("int8", "fp8"):
+        settings = {"dtype": torch.float32, "device": "cpu", "quantization": quantization}
+        with pytest.raises(ConfigError, match="runs in transformers, whose layers are not rounded"):
+            load_model(path, probe(path), backend=Backend("torch"), **settings)
 
 
 @pytest.mark.parametrize("architecture", one_fast("mixtral", "qwen3 moe"))
@@ -466,9 +548,11 @@ def test_a_quantized_mixture_of_experts(tmp_path: Path, architecture: str) -> No
             r"quantization_config \(\"\['awq'\]\"\): of quantized checkpoints only",
         ),
         (
-            set_field("format", to="float-quantized"),
-            "quantization_config.format is 'float-quantized'; it must be one of",
+            set_field("quant_method", to="fp8"),
+            r"\(fp8 as transformers writes it, whose scales of blocks have no kernel",
         ),
+        (set_field("format", to="marlin-24"), "quantization_config.format is 'marlin-24'; it must be one of"),
+        (set_field("format", to="float-quantized"), "group_0.weights.type is 'int'; it must be 'float'"),
         (set_field("kv_cache_scheme", to={"num_bits": 8}), "quantization_config.kv_cache_scheme is .* must be absent"),
         (set_field("sparsity_config", to={"format": "sparse-24-bitmask"}), "sparsity_config is .* must be absent"),
         (set_field("config_groups", to={}), "config_groups is {}; it must be an object with one group"),
@@ -497,3 +581,45 @@ def test_quantized_checkpoints_that_cannot_be_read_say_why(
     path = quantize(make_checkpoint(tmp_path, "llama3", tie_word_embeddings=False), change)
     with pytest.raises(ConfigError, match=message):
         make_engine(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda *_: None,
+            r"a checkpoint in fp8 cannot be served by the C\+\+ ops, .* or --kernel-backend torch, which",
+        ),
+        (set_field(*GROUP, "weights", "num_bits", to=4), "group_0.weights.num_bits is 4; it must be 8"),
+        (set_field(*GROUP, "weights", "symmetric", to=False), "weights.symmetric is False; it must be True"),
+        (set_field(*GROUP, "weights", "dynamic", to=True), "weights.dynamic is True; it must be False"),
+        (set_field(*GROUP, "weights", "strategy", to="block"), "weights.strategy is 'block'; it must be 'channel' or"),
+        (
+            set_field(*GROUP, "weights", "strategy", to="tensor"),
+            r"weight_scale has shape \[\d+, 1\]; config.json asks for",
+        ),
+        (
+            set_field(*GROUP, "input_activations", "type", to="int"),
+            "input_activations.type is 'int'; it must be 'float'",
+        ),
+        (
+            lambda tensors, _: tensors.update({"model.layers.0.self_attn.o_proj.weight": torch.zeros(64, 64)}),
+            "o_proj.weight is F32, and by config.json it is F8_E4M3. Checkpoints with some linear layers in another",
+        ),
+        (
+            lambda tensors, _: tensors.pop("model.layers.0.self_attn.o_proj.weight_scale"),
+            "lacks 1 tensor.s. that LlamaForCausalLM needs: model.layers.0.self_attn.o_proj.weight_scale",
+        ),
+        (
+            lambda tensors, _: tensors.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}),
+            "tensor model.layers.0.self_attn.k_scale is not part of LlamaForCausalLM",
+        ),
+    ],
+)
+def test_fp8_checkpoints_that_cannot_be_read_say_why(
+    tmp_path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object], message: str
+) -> None:
+    path = make_checkpoint(tmp_path, "llama3")
+    float8_checkpoint(path, change)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(path, kernel_backend="cpp" if "ops" in message else "torch")

@@ -47,7 +47,8 @@ class EngineConfig:
         model_impl: whose code runs the model; auto is Flyball's where it has the architecture, else transformers'.
         dtype: weights and activations; auto takes the checkpoint's.
         quantization: int8: linear layers round weights and inputs to 8 bits; w8a16: weights alone; int4: weights alone to 4;
-            w4a8: weights to 4 and inputs to 8. Weights of a checkpoint that are quantized stay as they are.
+            w4a8: weights to 4 and inputs to 8; fp8: weights alone to e4m3. Weights of a checkpoint that are quantized stay
+            as they are.
         max_model_len: longest prompt plus output in tokens; None takes the checkpoint's maximum.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens one step computes; None takes what suits the device (``step_tokens``).

@@ -7,10 +7,11 @@ from flyball_protocol.quoting import quoted
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields
 
-Quantization = Literal["none", "int8", "w8a16", "int4", "w4a8"]
+Quantization = Literal["none", "int8", "w8a16", "int4", "w4a8", "fp8"]
 """``int8``: weights of linear layers are 8 bits with a scale for each output feature, their inputs with one for each token.
 ``w8a16``: weights are 8 bits with a scale for each group of input features, and inputs have 16. ``int4``: the same with weights
-of 4 bits. ``w4a8``: inputs beside them have 8, with a scale for each group."""
+of 4 bits. ``w4a8``: inputs beside them have 8, with a scale for each group. ``fp8``: weights are e4m3 with a scale for each
+output feature, and inputs have 16 bits."""
 
 WORD_BITS = 32
 """Of a word that has several weights."""
@@ -41,10 +42,16 @@ class Packing(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """How a checkpoint holds the weights of linear layers; ``packing`` of int4 and w8a16."""
+    """How a checkpoint holds the weights of linear layers.
+
+    Attributes:
+        packing: of int4 and w8a16.
+        has_tensor_scales: whether fp8 weights have one scale for each tensor, not for each output feature.
+    """
 
     quantization: Quantization = "none"
     packing: Packing | None = None
+    has_tensor_scales: bool = False
 
 
 UNQUANTIZED = Stored()
@@ -54,12 +61,12 @@ INT8_FORMATS = ("int-quantized", "naive-quantized")
 
 PACKED_FORMAT = "pack-quantized"
 
+FLOAT8_FORMAT = "float-quantized"
+
 WEIGHT_ONLY: dict[int, Quantization] = {4: "int4", 8: "w8a16"}
 """What checkpoints whose weights alone have so many bits are."""
 
-_READABLE = (
-    "W8A8 (int8) of compressed-tensors, 4 and 8 bits of compressed-tensors (W4A16, W8A16) or GPTQ, and 4 bits of AWQ"
-)
+_READABLE = "W8A8 (int8), fp8, W4A16 and W8A16 of compressed-tensors, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
 _NO_SPARSITY = (None, "dense")
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _W8A8: dict[str, dict[str, Any]] = {
@@ -67,6 +74,7 @@ _W8A8: dict[str, dict[str, Any]] = {
     "input_activations": _INT8 | {"strategy": "token", "dynamic": True},
 }
 _WEIGHT_ONLY = {"type": "int", "dynamic": False}
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
 def resolve_quantization(asked: Quantization, stored: Stored) -> Quantization:
@@ -97,7 +105,7 @@ def read_quantization(fields: JsonFields) -> Stored:
 
 
 def _compressed_tensors(config: JsonFields) -> Stored:
-    formats = (*INT8_FORMATS, PACKED_FORMAT)
+    formats = (*INT8_FORMATS, PACKED_FORMAT, FLOAT8_FORMAT)
     if config.raw("format") not in formats:
         raise config.error("format", f"one of {', '.join(formats)}; others hold weights that Flyball cannot read")
     if config.child("sparsity_config").raw("format") not in _NO_SPARSITY:
@@ -116,6 +124,8 @@ def _compressed_tensors(config: JsonFields) -> Stored:
         raise group.error("output_activations", "absent: outputs are not quantized here")
     if config.raw("format") == PACKED_FORMAT:
         return _weight_only(_packed(group))
+    if config.raw("format") == FLOAT8_FORMAT:
+        return _float8(group)
     for part, scheme in _W8A8.items():
         _check_scheme(group.child(part), scheme, "W8A8: int8, a scale for each output feature and each token")
     return Stored("int8")
@@ -138,6 +148,18 @@ def _packed(group: JsonFields) -> Packing:
         raise weights.error("strategy", "'group' or 'channel'")
     size = _group_size(weights) if strategy == "group" else None
     return Packing("compressed-tensors", bits, size, has_zeros=not weights.boolean("symmetric", True))
+
+
+def _float8(group: JsonFields) -> Stored:
+    """Return how weights of e4m3 are held. Inputs are never rounded beside them, whatever the checkpoint says of inputs."""
+    weights = group.child("weights")
+    _check_scheme(weights, _FLOAT8 | {"dynamic": False}, "fp8: e4m3, for weights")
+    if group.raw("input_activations"):
+        _check_scheme(group.child("input_activations"), _FLOAT8, "fp8: inputs in e4m3 or as they are")
+    strategy = weights.raw("strategy")
+    if strategy not in ("channel", "tensor"):
+        raise weights.error("strategy", "'channel' or 'tensor': scales of blocks or groups have no kernel here")
+    return Stored("fp8", has_tensor_scales=strategy == "tensor")
 
 
 def _gptq(config: JsonFields) -> Stored:
@@ -193,7 +215,9 @@ _METHODS: dict[str, Callable[[JsonFields], Stored]] = {
 
 
 def _named(method: object) -> str:
-    """Return the name of a method, and how to undo it where transformers can (gpt-oss)."""
+    """Return the name of a method, how to undo it where transformers can (gpt-oss), or why it has no kernel."""
     if method == "mxfp4":
         return " (mxfp4, which transformers unpacks: Mxfp4Config(dequantize=True), then save_pretrained)"
+    if method == "fp8":
+        return " (fp8 as transformers writes it, whose scales of blocks have no kernel here)"
     return "" if method is None else f" ({quoted(str(method))})"

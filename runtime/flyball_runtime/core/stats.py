@@ -128,7 +128,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         draft_model: as ``--speculative-config`` names it; "" without one.
         num_swap_slots: how many KV blocks host memory holds.
         block_copy_s: seconds that copying one of them in one direction takes, as measured; 0.0 if nobody said.
-        quantization: of linear layers: none, int8, w8a16, int4 or w4a8.
+        quantization: of linear layers: none, int8, w8a16, int4, w4a8 or fp8.
         kv_cache_dtype: of keys and values: auto is ``dtype``, int8_per_token_head and fp8_per_token_head round them.
     """
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flyball_kernels.backend import Backend
-from flyball_kernels.linear import Grouped, GroupedLinear, Int8Linear, Linear, PackedLinear, Rounded
+from flyball_kernels.linear import Float8Linear, Grouped, GroupedLinear, Int8Linear, Linear, PackedLinear, Rounded
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
 from flyball_runtime.core.quantization import UNQUANTIZED, Packing, Quantization, Stored
 from flyball_runtime.model.packed_weights import BESIDE, WORDS, PackedWeights, joined
@@ -62,6 +62,8 @@ class Place:
         """Return a layer of these weights, which it takes over, rounded if that is asked for."""
         if self.quantization == "int8":
             return Int8Linear(weight, bias, backend=self.backend)
+        if self.quantization == "fp8":
+            return Float8Linear(weight, bias, backend=self.backend)
         if self.quantization in IN_GROUPS:
             return self.grouped_linear(weight, bias)
         return PackedLinear(weight, bias, backend=self.backend)
@@ -150,22 +152,30 @@ class Unquantized:
         return self._place.linear(self._weight, bias)
 
 
-class Int8Weights:
-    """Weights of 8 bits, as compressed-tensors has them."""
+class RoundedWeights:
+    """Weights of 8 bits, whole numbers or e4m3, as compressed-tensors has them."""
 
     def __init__(self, in_features: int, parts: Parts, place: Place) -> None:
         self._parts, self._place = parts, place
+        self._is_float8 = place.stored.quantization == "fp8"
+        dtype = torch.float8_e4m3fn if self._is_float8 else torch.int8
         out_features = sum(parts.values())
-        self._values = torch.empty(out_features, in_features, dtype=torch.int8, device=place.device)
-        self._scales = torch.empty(out_features, 1, device=place.device)
+        self._values = torch.empty(out_features, in_features, dtype=dtype, device=place.device)
+        self._has_tensor_scales = place.stored.has_tensor_scales
+        scales_shape = (len(parts),) if self._has_tensor_scales else (out_features, 1)
+        self._scales = torch.empty(scales_shape, device=place.device)
 
     def destinations(self) -> Destinations:
         yield from _rows(self._parts, "weight", self._values)
-        yield from _rows(self._parts, "weight_scale", self._scales)
+        scales_of = dict.fromkeys(self._parts, 1) if self._has_tensor_scales else self._parts
+        yield from _rows(scales_of, "weight_scale", self._scales)
 
     def layer(self, bias: Tensor | None) -> Linear:
-        rounded = Rounded(self._values, self._scales[:, 0])
-        return Int8Linear(rounded, bias, backend=self._place.backend, dtype=self._place.dtype)
+        scales = self._scales.flatten()
+        if self._has_tensor_scales:
+            scales = scales.repeat_interleave(torch.tensor(list(self._parts.values()), device=scales.device))
+        layer = Float8Linear if self._is_float8 else Int8Linear
+        return layer(Rounded(self._values, scales), bias, backend=self._place.backend, dtype=self._place.dtype)
 
 
 class WeightsInGroups:
@@ -203,8 +213,8 @@ def weights_of(in_features: int, parts: Parts, place: Place) -> Weights:
     """Return the weights of a layer as the checkpoint has them."""
     if place.stored.packing is not None:
         return WeightsInGroups(in_features, parts, place, place.stored.packing)
-    if place.stored.quantization == "int8":
-        return Int8Weights(in_features, parts, place)
+    if place.stored != UNQUANTIZED:
+        return RoundedWeights(in_features, parts, place)
     return Unquantized(in_features, parts, place)
 
 

@@ -254,6 +254,11 @@ def _check_can_round(config: ServedModel, place: Place) -> None:
     who, way_out = f"--quantization {place.quantization}", "Leave the flag out"
     if place.stored != UNQUANTIZED:
         who, way_out = f"a checkpoint in {place.stored.quantization}", "Use an unquantized one"
+    if place.quantization == "fp8" and place.backend.name == "cpp":
+        raise ConfigError(
+            f"{who} cannot be served by the C++ ops, which have no code for fp8. On a CPU use an unquantized checkpoint with "
+            "--quantization int8 or w8a16, which take about as much memory, or --kernel-backend torch, which is slow."
+        )
     if not isinstance(config, ModelConfig):
         raise ConfigError(
             f"{who} cannot be served: {config.architecture} runs in transformers, whose layers are not rounded. {way_out}."
@@ -338,7 +343,7 @@ def _too_large(config: ServedModel, num_bytes: int, place: Place, why: str) -> C
 def _fill(destinations: dict[str, Tensor], files: list[Path]) -> None:
     for name, tensor in iter_weights(files):
         destination = destinations.get(full_name(name))
-        if destination is not None:  # else it is one that the model has without the file
+        if destination is not None:  # else the model does not need it
             destination.copy_(tensor)
 
 
@@ -348,8 +353,16 @@ def full_name(name: str) -> str:
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Whether the model has this without the file: RoPE's frequencies, or the head when it is the embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+    """Whether the model needs no such tensor from the file.
+
+    It has RoPE's frequencies without the file, and the head when that is the embedding. Beside fp8 weights, inputs are not
+    rounded, so their scales are not needed.
+    """
+    return (
+        name.endswith("rotary_emb.inv_freq")
+        or (name == "lm_head.weight" and config.tie_word_embeddings)
+        or (name.endswith(".input_scale") and config.stored.quantization == "fp8")
+    )
 
 
 def _why_not_wanted(name: str, expected: set[str], config: ModelConfig) -> str:
@@ -367,7 +380,7 @@ def _check(header: Header, destination: Tensor) -> None:
             f"{header.file}: tensor {header.name} has shape {list(header.shape)}; config.json asks for "
             f"{list(destination.shape)}. Check that config.json and the weights belong together."
         )
-    if (wanted := _WHOLE_NUMBERS.get(destination.dtype)) is not None:
+    if (wanted := _QUANTIZED_KINDS.get(destination.dtype)) is not None:
         if header.dtype != wanted:
             raise ConfigError(
                 f"{header.file}: tensor {header.name} is {header.dtype}, and by config.json it is {wanted}. "
@@ -377,7 +390,7 @@ def _check(header: Header, destination: Tensor) -> None:
     check_kind(header)
 
 
-_WHOLE_NUMBERS = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
+_QUANTIZED_KINDS = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
 
 
 def check_kind(header: Header) -> None:
