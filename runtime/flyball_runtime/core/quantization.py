@@ -219,5 +219,5 @@ def _named(method: object) -> str:
     if method == "mxfp4":
         return " (mxfp4, which transformers unpacks: Mxfp4Config(dequantize=True), then save_pretrained)"
     if method == "fp8":
-        return " (fp8 as transformers writes it, whose scales of blocks have no kernel here)"
+        return " (fp8 that is not of compressed-tensors, mostly with scales of blocks, which have no kernel here)"
     return "" if method is None else f" ({quoted(str(method))})"
