@@ -19,7 +19,12 @@ DOCS = ROOT / "docs"
 PAGE = DOCS / "performance.md"
 NOT_MEASURED = "Not measured."
 CLIENTS = ("1", "8", "32")
-FIGURES = {"output_tokens_per_s": "tokens a second", "ttft_p50_ms": "TTFT p50, ms", "itl_p50_ms": "ITL p50, ms"}
+FIGURES = {
+    "output_tokens_per_s": "tokens a second",
+    "ttft_p50_ms": "TTFT p50, ms",
+    "itl_p50_ms": "ITL p50, ms",
+    "itl_p95_ms": "ITL p95, ms",
+}
 LAYERS = {"out": "768 -> 768", "gate_up": "768 -> 4096", "down": "2048 -> 768", "head": "768 -> 8192"}
 BITS = {
     "bfloat16": "16 bits",
@@ -28,7 +33,12 @@ BITS = {
     "int4": "4 bits",
     "w4a8": "4 bits, inputs in 8",
 }
-LOADS = {"64_decodes": "64 decodes", "prefill_16_x_128": "prompts of 128", "prefill_16_x_1024": "prompts of 1,024"}
+LOADS = {
+    "64_decodes": "64 decodes",
+    "256_decodes": "256 decodes",
+    "prefill_16_x_128": "prompts of 128",
+    "prefill_16_x_1024": "prompts of 1,024",
+}
 PARTS = {"linear": "linear layers", "paged_attention": "attention", "outside any op": "outside ops", "": "other ops"}
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#999999")  # Okabe and Ito
 
@@ -83,8 +93,34 @@ def vllm_table(name: str = "versus_vllm") -> str:
     rows += clients_rows(result["online_128_in_64_out"]["by_concurrency"], "vllm")
     for row in rows[len(offline) :]:
         row[0] = f"online, {row[0]} {'client' if row[0] == '1' else 'clients'}"
-    version = result["vllm"]["vllm"]
-    return markdown(("Load", "Flyball", "vLLM", ""), rows) + f"\n\nvLLM {version}. {where(result)}"
+    under = [f"vLLM {result['vllm']['vllm']}. {where(result)}", *bounds_lines(result)]
+    return "\n\n".join([markdown(("Load", "Flyball", "vLLM", ""), rows), *under])
+
+
+def bounds_lines(result: Result) -> list[str]:
+    """Return what the machine reached in a run beside vLLM, and Flyball's shares of that; nothing of runs without."""
+    if "bounds" not in result:
+        return []
+    dtype = result["bounds"]["product"]
+    copy, product = (result["bounds"][name]["median"] for name in ("copy_gb_per_s", "matmul_gflop_per_s"))
+    layers, head = (result["num_weights"][name] for name in ("of_layers", "of_head"))
+    itl_ms = result["online_128_in_64_out"]["by_concurrency"]["1"]["itl_p50_ms"]["flyball"]["median"]
+    gb_per_s = 2 * (layers + head) / itl_ms * 1e-6
+    lines = [
+        f"In this run torch copied {number(copy)} GB/s and multiplied {dtype} at {number(product)} GFLOP/s.",
+        f"One stream reads weights at {number(gb_per_s)} GB/s ({gb_per_s / copy:.0%} of the copy).",
+    ]
+    load = "16x1024x16"
+    if load in result.get("offline_output_tokens_per_s", {}):
+        _, num_input, num_output = map(int, load.split("x"))
+        output_tokens_per_s = result["offline_output_tokens_per_s"][load]["flyball"]["median"]
+        operations = 2 * (layers * (num_input + num_output - 1) / num_output + head)
+        gflop_per_s = operations * output_tokens_per_s * 1e-9
+        lines.append(
+            f"Over the whole time of {load.replace('x', ' x ')}, linear layers multiply at {number(gflop_per_s)} GFLOP/s "
+            f"({gflop_per_s / product:.0%} of the product)."
+        )
+    return [" ".join(lines)]
 
 
 def step_tokens_table() -> str:
@@ -224,7 +260,7 @@ def time_table() -> str:
 
 def shares_of_time(result: Result) -> dict[str, dict[str, float]]:
     """Return how much of the time each part takes, by load."""
-    return {load: parts_of(result["share_of_time"][load]) for load in LOADS}
+    return {load: parts_of(result["share_of_time"][load]) for load in LOADS if load in result["share_of_time"]}
 
 
 def parts_of(ops: dict[str, float]) -> dict[str, float]:
@@ -334,8 +370,8 @@ def draw_vllm(new_figure: Callable[..., Any]) -> Any:
     if result is None:
         return None
     names = {"flyball": "Flyball", "vllm": f"vLLM {result['vllm']['vllm']}"}
-    figure = new_figure(figsize=(13, 3.4), layout="constrained")
-    axes = figure.subplots(1, 4, width_ratios=(1.4, 1, 1, 1))
+    figure = new_figure(figsize=(16, 3.4), layout="constrained")
+    axes = figure.subplots(1, 1 + len(FIGURES), width_ratios=(1.4, *[1] * len(FIGURES)))
     offline = result["offline_output_tokens_per_s"]
     sides = {name: [in_and_out(load, one[side]) for load, one in offline.items()] for side, name in names.items()}
     bars(axes[0], list(offline), sides)
@@ -349,8 +385,8 @@ def draw_llamacpp(new_figure: Callable[..., Any]) -> Any:
     result = read("versus_llamacpp")
     if result is None:
         return None
-    figure = new_figure(figsize=(10, 8), layout="constrained")
-    axes = figure.subplots(len(result["pairs"]), 3, squeeze=False)
+    figure = new_figure(figsize=(13, 8), layout="constrained")
+    axes = figure.subplots(len(result["pairs"]), len(FIGURES), squeeze=False)
     for row, (bits, pair) in zip(axes, result["pairs"].items(), strict=True):
         draw_clients(row, pair["by_concurrency"], {"flyball": "Flyball", "llamacpp": f"llama.cpp {pair['gguf']}"})
         row[0].set_ylabel(bits)

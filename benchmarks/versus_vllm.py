@@ -8,7 +8,8 @@ that each server found in its prefix cache are in the result, and the run fails 
 changes from run to run. The side that is not measured is stopped (SIGSTOP), so that an idle engine that polls takes nothing
 from the other.
 
-Beside it, a profile of this engine's time while it decodes and while it computes prompts. Writes results/versus_vllm.json,
+Beside it, a profile of this engine's time while it decodes and while it computes prompts, and what the machine reached between
+these parts: the bytes a second that torch copies, and the operations of its matrix product. Writes results/versus_vllm.json,
 with vLLM's versions, settings and warnings. For a CPU build of vLLM set VLLM_CPU_KVCACHE_SPACE (GiB), and give it the libraries
 that it recommends: --vllm-env LD_PRELOAD=/path/libtcmalloc_minimal.so.4:/path/libiomp5.so. Figures of different runs do not
 compare: machines and neighbours differ.
@@ -17,19 +18,21 @@ compare: machines and neighbours differ.
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from common import make_checkpoint, save
+from machine import Bounds, median_of
 from servers import awake, in_turns, measure_all, server, show, summary
 
 LOADS = ("96x128x64", "64x32x128", "16x1024x16")
@@ -142,7 +145,12 @@ def online(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
     return result
 
 
-PROFILES = {"64_decodes": (64, 32, 32), "prefill_16_x_128": (16, 128, 1), "prefill_16_x_1024": (16, 1024, 1)}
+PROFILES = {
+    "64_decodes": (64, 32, 32),
+    "256_decodes": (256, 4, 16),
+    "prefill_16_x_128": (16, 128, 1),
+    "prefill_16_x_1024": (16, 1024, 1),
+}
 """Name to sequences, input and output tokens."""
 NUM_PROFILES = 5
 """Of each, the quickest is kept: whatever else ran meanwhile would count as time outside any op."""
@@ -191,6 +199,15 @@ def profile(
     return result
 
 
+def num_weights(checkpoint: Path) -> dict[str, int]:
+    """Return how many weights each token meets, and how many each token that is sampled from meets beside them."""
+    from flyball_runtime.model.loader import iter_headers, weight_files
+
+    sizes = {header.name: math.prod(header.shape) for header in iter_headers(weight_files(checkpoint))}
+    head = sizes.pop("lm_head.weight")
+    return {"of_layers": sum(sizes.values()) - sizes["model.embed_tokens.weight"], "of_head": head}
+
+
 def versions_of(python: str, packages: Sequence[str]) -> dict[str, str]:
     """Return the versions of these packages in the environment of that Python."""
     script = (
@@ -234,12 +251,20 @@ def main() -> None:
     parts = args.part or ["offline", "online", "profile"]
     vllm = Vllm(args.vllm, dict(variable.split("=", 1) for variable in args.vllm_env), args.vllm_dtype)
     result: dict[str, Any] = {"shape": args.shape, "vllm": vllm_environment(vllm), "vllm_dtype": vllm.dtype}
-    if "offline" in parts:
-        result["offline_output_tokens_per_s"] = offline(vllm, checkpoint, args.runs)
-    if "online" in parts:
-        result["online_128_in_64_out"] = online(vllm, checkpoint, args.runs)
-    if "profile" in parts:
-        result["share_of_time"] = profile(checkpoint)
+    measures: dict[str, tuple[str, Callable[[], object]]] = {
+        "offline": ("offline_output_tokens_per_s", lambda: offline(vllm, checkpoint, args.runs)),
+        "online": ("online_128_in_64_out", lambda: online(vllm, checkpoint, args.runs)),
+        "profile": ("share_of_time", lambda: profile(checkpoint)),
+    }
+    bounds = Bounds()
+    reached = [bounds.measure()]
+    for name in parts:
+        figures, measure = measures[name]
+        result[figures] = measure()
+        reached.append(bounds.measure())
+    result["bounds"] = {rate: median_of(one[rate] for one in reached) for rate in reached[0]}
+    result["bounds"]["product"] = str(bounds.dtype).removeprefix("torch.")
+    result["num_weights"] = num_weights(checkpoint)
     save("versus_vllm", result)
 
 
