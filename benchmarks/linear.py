@@ -22,7 +22,8 @@ from torch.nn.functional import linear
 
 from common import save
 from flyball_kernels import GroupedLinear, Int8Linear, PackedLinear, choose_backend
-from machine import Bounds, compare
+from flyball_runtime.bounds import Bounds
+from machine import compare, in_results
 
 SHAPES = {"qkv": (768, 1280), "out": (768, 768), "gate_up": (768, 4096), "down": (2048, 768), "head": (768, 8192)}
 NUM_ROWS = (1, 8, 32, 64, 128, 256, 512)
@@ -83,7 +84,7 @@ def main() -> None:
         weight = torch.randn(out_features, in_features, dtype=dtype) * 0.02
         layer = rotating(make, weight, bytes_per_weight)
         rivals = {other: rotating(one, weight.to(theirs), theirs.itemsize) for other, one in others.items()}
-        bound = bounds.measure()
+        bound = in_results(bounds.measure())
         print(f"bounds: copies {bound['copy_gb_per_s']:.1f} GB/s, products {bound['matmul_gflop_per_s']:.0f} GFLOP/s")
         for num_rows in NUM_ROWS:
             x = torch.randn(num_rows, in_features, dtype=dtype)

@@ -12,12 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from flyball_runtime.bounds import Reached
 
-COPIED_BYTES = 128 * 2**20
-"""More than the caches hold."""
-MATRIX = 1536
-"""Rows and columns."""
+ROOT = Path(__file__).parents[1]
 
 
 def environment() -> dict[str, Any]:
@@ -55,32 +52,12 @@ def compare(ours: Callable[[], object], theirs: Callable[[], object], *, seconds
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-class Bounds:
-    """What this machine reaches at the moment: the measured limits of an op that reads memory, or that multiplies.
-
-    They are measured again each time, because neighbours on the same host change them.
-    """
-
-    def __init__(self) -> None:
-        import torch  # optional, see below
-
-        self._from, self._to = (torch.ones(COPIED_BYTES // 4) for _ in range(2))
-        # with AVX2 alone, oneDNN has no product in bf16, and torch's own is a hundred times slower than that in fp32
-        has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self.dtype = torch.bfloat16 if has_bf16 else torch.float32
-        self._left, self._right = (torch.randn(MATRIX, MATRIX, dtype=self.dtype) for _ in range(2))
-        self._mm = torch.mm
-
-    def copy(self) -> object:
-        return self._to.copy_(self._from)
-
-    def matmul(self) -> object:
-        return self._mm(self._left, self._right)
-
-    def measure(self, seconds: float = 0.3) -> dict[str, float]:
-        """Return the bytes a second that torch copies, read and written, and the operations of its matrix product."""
-        copy_s, matmul_s = compare(self.copy, self.matmul, seconds=seconds)
-        return {"copy_gb_per_s": 2e-9 * COPIED_BYTES / copy_s, "matmul_gflop_per_s": 2e-9 * MATRIX**3 / matmul_s}
+def in_results(reached: Reached) -> dict[str, float]:
+    """Return what a machine reached, as results have it."""
+    return {
+        "copy_gb_per_s": 1e-9 * reached.copy_bytes_per_s,
+        "matmul_gflop_per_s": 1e-9 * reached.product_operations_per_s,
+    }
 
 
 def _device() -> str:

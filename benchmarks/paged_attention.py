@@ -33,7 +33,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common import save
 from flyball_kernels import Backend, choose_backend, kv_cache, paged_attention
-from machine import COPIED_BYTES, Bounds, compare, describe, median_of
+from flyball_runtime.bounds import COPIED_BYTES, Bounds
+from machine import compare, describe, median_of
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 12, 4, 64, 16
 HEADS = ((12, 4, 64), (16, 8, 128))  # query heads, KV heads, size of a head
