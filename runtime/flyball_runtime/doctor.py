@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Say what this machine has for serving, which of Flyball's ops run on it and why, and what it should reach."
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--no-measure", action="store_true", help="leave out the figures, which take about 20 seconds")
+    parser.add_argument("--no-measure", action="store_true", help="leave out the figures, which take about 30 seconds")
     parser.add_argument(
         "--model",
         type=Path,
