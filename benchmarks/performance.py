@@ -250,8 +250,8 @@ def attention_table() -> str:
     return markdown(("Sequences x context", *by_heads), rows) + f"\n\n{where(result)}"
 
 
-def time_table() -> str:
-    result = read("versus_vllm")
+def time_table(name: str = "versus_vllm") -> str:
+    result = read(name)
     if result is None:
         return NOT_MEASURED
     rows = [[LOADS[load], *(f"{x:.0%}" for x in parts.values())] for load, parts in shares_of_time(result).items()]
@@ -310,6 +310,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
     "llamacpp": partial(llamacpp_table, "versus_llamacpp"),
     "vllm-avx2": partial(vllm_table, "versus_vllm_avx2"),
+    "time-avx2": partial(time_table, "versus_vllm_avx2"),
     "llamacpp-avx2": partial(llamacpp_table, "versus_llamacpp_avx2", "versus_llamacpp_avx2_4_bits"),
     "perplexity": perplexity_table,
     "api-process": api_process_table,
