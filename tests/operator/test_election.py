@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from flyball_operator.cluster.api_server import ApiCall, Conflict, Kind, NotFound, Unavailable, Unreachable, from_answer
+from flyball_operator.cluster.api_server import ApiCall, Kind, NotFound, Unavailable, Unreachable, from_answer
 from flyball_operator.cluster.election import Election, LeaseLost, Terms
 from flyball_operator.observed import Object
 
@@ -15,12 +15,13 @@ CALL = ApiCall("update", "leases.coordination.k8s.io", "ns/lease")
 
 
 class Leases:
-    """The part of a Client that an election uses, with one Lease. ``trouble`` comes before each write."""
+    """The part of a Client that an election uses, with one Lease. ``trouble`` comes before each write, ``answer`` after it."""
 
     def __init__(self) -> None:
         self.lease: Object | None = None
         self.version = 0
         self.trouble: Callable[[], Awaitable[None]] | None = None
+        self.answer: Callable[[], Awaitable[None]] | None = None
 
     async def get(self, *_: object) -> Object:
         if self.lease is None:
@@ -49,7 +50,10 @@ class Leases:
         self.version += 1
         self.lease = copy.deepcopy(obj)
         self.lease["metadata"]["resourceVersion"] = str(self.version)
-        return copy.deepcopy(self.lease)
+        written = copy.deepcopy(self.lease)
+        if self.answer is not None:
+            await self.answer()
+        return written
 
     @property
     def holder(self) -> str:
@@ -209,6 +213,47 @@ def test_a_release_does_not_end_the_lease_of_another(world: World) -> None:
     acquired(two)
     world.now += 15
     acquired(two)
-    with pytest.raises(Conflict):
-        asyncio.run(one.release())
+    asyncio.run(one.release())
     assert world.leases.holder == "two"
+
+
+@pytest.mark.parametrize("answered", [0, 1], ids=["its first call", "a renewal"])
+def test_a_signal_while_the_lease_is_written_leaves_it_free(world: World, answered: int) -> None:
+    """The API server has the write, its answer is on the way, and the process is told to end."""
+
+    async def end_while_writing() -> None:
+        one = Election(world.leases, "ns", "one", Terms(1.5))  # type: ignore[arg-type]
+        asked, answer, num_written = asyncio.Event(), asyncio.Event(), 0
+
+        async def answer_late() -> None:
+            nonlocal num_written
+            num_written += 1
+            if num_written == answered + 1:
+                asked.set()
+                await answer.wait()
+
+        async def lead() -> None:
+            try:
+                await one.acquire()
+                await one.hold()
+            finally:
+                await one.release()
+
+        world.leases.answer = answer_late
+        leading = asyncio.create_task(lead())
+        await asked.wait()
+        leading.cancel()
+        asyncio.get_running_loop().call_later(0.005, answer.set)
+        await asyncio.wait([leading])
+
+    asyncio.run(end_while_writing())
+    assert world.leases.holder == ""
+
+
+def test_a_release_finds_a_lease_whose_renewal_had_no_answer(world: World) -> None:
+    one = world.process("one")
+    acquired(one)
+    assert world.leases.lease is not None
+    world.leases.lease["metadata"]["resourceVersion"] = "99"
+    asyncio.run(one.release())
+    assert world.leases.holder == ""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -63,6 +63,9 @@ class Election:
     Whether another holder is gone is judged by this process's own clock: the lease has to stay unchanged for its whole
     duration while we look. Clocks that differ do no harm.
 
+    Whatever ends them, ``release()`` comes next: a signal may cancel them while the API server writes the lease. It waits for
+    the answer to that.
+
     ``hold()`` alone could be late: a blocked event loop runs what waits in any order. So each write asks
     ``time_to_write()`` first. The calls for the lease itself need no permission: its resource version protects it.
     """
@@ -86,10 +89,11 @@ class Election:
         self._seen: tuple[str, float] = ("", 0.0)  # resource version of another's lease, and since when we know it
         self._lease: Object = {}
         self._renewed_at = float("-inf")
+        self._asking: asyncio.Future[bool | None] | None = None  # the last call for the lease
 
     async def acquire(self) -> None:
         log.info("waiting for %s as %s", self._what, self._identity)
-        while not await self.try_acquire():
+        while not await self._to_its_end(self.try_acquire()):
             await asyncio.sleep(self._terms.renew_s)
         log.info("leading as %s", self._identity)
 
@@ -97,7 +101,11 @@ class Election:
         while True:
             is_late = self._clock() - self._renewed_at > self._terms.renew_s
             await asyncio.sleep(self._terms.retry_s if is_late else self._terms.renew_s)
-            await self.renew()
+            await self._to_its_end(self.renew())
+
+    async def _to_its_end(self, asking: Coroutine[None, None, bool | None]) -> bool | None:
+        self._asking = asyncio.ensure_future(asking)
+        return await asyncio.shield(self._asking)
 
     def time_to_write(self) -> float:
         """Return for how many seconds this process may still write.
@@ -111,12 +119,14 @@ class Election:
         return left_s
 
     async def release(self) -> None:
-        """Let others take over at once."""
+        """Let others take over at once, if the lease is ours."""
+        if self._asking is not None:
+            await asyncio.wait([self._asking])
         self._renewed_at = float("-inf")
-        if self._lease:
-            self._lease["spec"]["holderIdentity"] = ""
-            await self._client.replace(LEASE, self._lease)
-            self._lease = {}
+        found = await self._client.find(LEASE, self._namespace, self._name)
+        if found is not None and self._is_mine(found):
+            found["spec"]["holderIdentity"] = ""
+            await self._client.replace(LEASE, found)
 
     async def try_acquire(self) -> bool:
         """Take the lease if it is free; returns whether this process leads."""
@@ -171,7 +181,6 @@ class Election:
             # Taken by another, or an earlier renewal arrived although its answer did not.
             found = await self._client.get(LEASE, self._namespace, self._name)
             if not self._is_mine(found):
-                self._lease = {}  # nothing of ours to release
                 raise LeaseLost(f"{self._what} was taken by {self._holder_of(found)}") from error
             self._lease = found
 

@@ -135,8 +135,8 @@ class Operator:
             await self._act()
             return
         self._health.waiting_for = None  # a process that stands by is ready to
-        await election.acquire()
         try:
+            await election.acquire()
             await first_of(election.hold(), self._act())
         finally:
             self._metrics.leader.set(0)
