@@ -132,11 +132,10 @@ def _open_door(path: Path) -> socket.socket:
 
 
 async def _next_runtime(listener: socket.socket, door: socket.socket, relay: Relay) -> socket.socket:
-    meanwhile = await asyncio.start_server(relay.answer, sock=listener.dup(), backlog=BACKLOG)
-    try:
+    async with asyncio.TaskGroup() as group:
+        meanwhile = group.create_task(relay.serve(listener))
         runtime, _ = await asyncio.get_running_loop().sock_accept(door)
-    finally:
-        meanwhile.close()
+        meanwhile.cancel()
     return runtime
 
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 from typing import NamedTuple
 
 import h11
@@ -24,6 +25,7 @@ RELAYED_HEADER = b"flyball-relayed"
 
 CHUNK_BYTES = 65536
 CONNECT_TIMEOUT_S = 5.0
+ACCEPT_RETRY_S = 1.0
 UNAVAILABLE = b"HTTP/1.1 503 "
 OWN_PATHS = {
     path.encode()
@@ -77,11 +79,34 @@ class Relay:
         self._write_timeout_s = write_timeout_s
         self._running: set[asyncio.Task[None]] = set()
 
-    def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one connection; the callback of ``asyncio.start_server``."""
-        task = asyncio.create_task(self._answer(reader, writer))
+    async def serve(self, listener: socket.socket) -> None:
+        """Answer all connections of a listening socket until cancelled. Those that are then not accepted stay in its queue.
+
+        ``asyncio.Server`` would neither answer nor close one that it accepts just before it is closed.
+        """
+        loop, has_some = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(listener, has_some.set)
+        try:
+            while await has_some.wait():
+                has_some.clear()
+                if not self._accept(listener):
+                    await asyncio.sleep(ACCEPT_RETRY_S)
+        finally:
+            loop.remove_reader(listener)
+
+    def _accept(self, listener: socket.socket) -> bool:
+        """Begin to answer one connection, if there is one; returns False when the system has no room for it."""
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return True
+        except OSError as error:
+            logger.error("cannot accept a connection: %s", error.strerror)
+            return False
+        task = asyncio.create_task(self._answer(connection))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        return True
 
     async def finish(self) -> None:
         """Wait for the requests under way."""
@@ -89,7 +114,8 @@ class Relay:
             logger.info("%d relayed requests are still running", len(self._running))
             await asyncio.wait(self._running)
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection)
         incoming = Incoming(reader, writer)
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):  # the client is gone
             try:

@@ -1,6 +1,9 @@
 """`flyball listener` as a process: what takes the port from it, dies, comes back, and asks it to end."""
 
+import asyncio
 import concurrent.futures
+import contextlib
+import select
 import signal
 import socket
 import subprocess
@@ -20,6 +23,7 @@ from flyball_protocol import endpoints
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.listener import holder
 from flyball_runtime.listener.holder import parse_service, taken_listener
+from flyball_runtime.listener.relay import Relay, ServiceAddress
 from flyball_runtime.serve import bind
 from replicas import Replica, environment, free_port, replica, wait_until
 
@@ -124,6 +128,35 @@ def test_a_runtime_serves_the_port_by_itself_and_others_do_when_it_is_gone(tmp_p
                 assert holder.post() == "itself"
                 holder.process.send_signal(signal.SIGCONT)
             wait_until(lambda: holder.post() == "other", "the other replica was not asked")
+
+
+@pytest.mark.parametrize("runtime_first", [True, False])
+def test_a_connection_that_comes_at_once_with_a_runtime_is_answered_here_or_left_to_it(
+    tmp_path: Path, runtime_first: bool
+) -> None:
+    async def check() -> None:
+        address, path = ("127.0.0.1", free_port()), tmp_path / "listener.sock"
+        holding = asyncio.create_task(holder.hold(*address, path, Relay(ServiceAddress("127.0.0.1", 1))))
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        async with httpx.AsyncClient() as probe:  # now it waits for both
+            await probe.get(f"http://127.0.0.1:{address[1]}{endpoints.READYZ_PATH}")
+        with contextlib.ExitStack() as stack, socket.socket(socket.AF_UNIX) as runtime:
+            if runtime_first:
+                runtime.connect(str(path))
+            client = stack.enter_context(socket.create_connection(address))
+            client.sendall(f"GET {endpoints.READYZ_PATH} HTTP/1.1\r\nHost: chat\r\n\r\n".encode())
+            if not runtime_first:
+                runtime.connect(str(path))
+            _, (descriptor,), _, _ = await asyncio.to_thread(socket.recv_fds, runtime, 1, 1)
+            lent = stack.enter_context(socket.socket(fileno=descriptor))
+            ready, _, _ = await asyncio.to_thread(select.select, [client, lent], [], [], DEADLINE_S)
+            assert ready in ([client], [lent])
+            assert ready == [lent] or client.recv(65536).startswith(b"HTTP/1.1 503 ")
+            holding.cancel()
+            await asyncio.wait([holding])
+
+    asyncio.run(check())
 
 
 def test_connections_of_a_port_send_each_token_at_once(tmp_path: Path, other_port: int) -> None:

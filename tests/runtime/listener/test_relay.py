@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import flyball_runtime.listener.relay
 from flyball_runtime.listener.relay import RELAYED_HEADER, Relay, ServiceAddress, unavailable
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
@@ -59,12 +62,20 @@ async def relaying(service: FakeService, **options: Any) -> AsyncIterator[tuple[
     """A started service, and a relay to it behind a port."""
     await service.start()
     relay = Relay(service.address, **{"patience_s": 1.0, "retry_s": 0.02} | options)
-    server = await asyncio.start_server(relay.answer, "127.0.0.1", 0)
-    try:
-        yield relay, server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        service.stop()
+    with listening() as listener:
+        serving = asyncio.create_task(relay.serve(listener))
+        try:
+            yield relay, listener.getsockname()[1]
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving])
+            service.stop()
+
+
+def listening() -> socket.socket:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    return listener
 
 
 async def ask(port: int, request: bytes = POST) -> bytes:
@@ -220,14 +231,41 @@ def test_clients_of_anthropics_api_get_a_503_in_its_shape() -> None:
     asyncio.run(check())
 
 
+class Full(socket.socket):
+    """A listening socket for which the process has no descriptor left, twice."""
+
+    num_refused = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.num_refused < 2:
+            self.num_refused += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_a_connection_waits_while_there_is_no_descriptor_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check() -> None:
+        with Full(fileno=listening().detach()) as listener:
+            serving = asyncio.create_task(Relay(ServiceAddress("127.0.0.1", 1), patience_s=0).serve(listener))
+            assert "no replica answers" in problem_of(await ask(listener.getsockname()[1]))
+            serving.cancel()
+            await asyncio.wait([serving])
+
+    monkeypatch.setattr(flyball_runtime.listener.relay, "ACCEPT_RETRY_S", 0.01)
+    asyncio.run(check())
+    assert caplog.messages[:2] == ["cannot accept a connection: Too many open files"] * 2
+
+
 def test_a_service_that_leads_back_here_is_no_loop() -> None:
     async def check() -> None:
-        relay = Relay(ServiceAddress("127.0.0.1", 0), patience_s=0.2, retry_s=0.05)
-        server = await asyncio.start_server(relay.answer, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        relay._service = ServiceAddress("127.0.0.1", port)
-        assert "every replica says" in problem_of(await ask(port))
-        server.close()
+        with listening() as listener:
+            address = ServiceAddress(*listener.getsockname())
+            serving = asyncio.create_task(Relay(address, patience_s=0.2, retry_s=0.05).serve(listener))
+            assert "every replica says" in problem_of(await ask(address.port))
+            serving.cancel()
+            await asyncio.wait([serving])
 
     asyncio.run(check())
 
