@@ -108,6 +108,11 @@ def test_a_layer_launches_at_most_ten_kernels(architecture: str, load: Callable,
     assert len(_launch_layer(load(architecture), launches, [1, 1, 40], [300, 5000, 90])) <= 10, launches.names
 
 
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_a_layer_with_four_norms_launches_at_most_twelve(architecture: str, load: Callable, launches: Launches) -> None:
+    assert len(_launch_layer(load(architecture), launches, [1], [5000])) <= 12, launches.names
+
+
 def test_launches_do_not_wait_for_the_device(load: Callable, launches: Launches) -> None:
     """No value is read back to the host: a graph can capture the layer."""
     names = _launch_layer(load("qwen3"), launches, [1, 40], [300, 90])
