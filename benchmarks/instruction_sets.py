@@ -1,4 +1,5 @@
-"""The C++ ops for each instruction set that this CPU has, forced one after the other on one machine, in turns.
+"""The C++ ops for each instruction set that this CPU has, as images carry them, forced one after the other on one machine, in
+turns; and ``native``, those that a checkout compiles for its machine.
 
     python -m flyball_kernels.cpu.build --variants --output out/libraries
     python benchmarks/instruction_sets.py ops out/libraries [--runs 2]
@@ -34,13 +35,14 @@ SECONDS = 0.2
 
 
 def libraries(folder: Path) -> dict[str, dict[str, str]]:
-    """Return the environment that forces each library of the folder which this CPU can run, best first."""
+    """Return the environment that forces each library of the folder which this CPU can run, best first, and this machine's."""
     machine, cpu_flags = this_cpu()
     paths = {one.name: folder.absolute() / one.file_name for one in variants_of(machine) if one.cpu_flags <= cpu_flags}
     found = {name: path for name, path in paths.items() if path.is_file()}
     if not found:
         raise SystemExit(f"{folder} has no library for this CPU. It could have {', '.join(paths) or 'nothing'}.")
-    return {name: {PREBUILT_VARIABLE: str(path), LINEAR_VARIABLE: "cpp"} for name, path in found.items()}
+    forced = {name: {PREBUILT_VARIABLE: str(path)} for name, path in found.items()} | {"native": {}}
+    return {name: variables | {LINEAR_VARIABLE: "cpp"} for name, variables in forced.items()}
 
 
 def ops() -> Iterator[tuple[str, Callable[[], object]]]:

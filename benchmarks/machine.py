@@ -6,7 +6,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -59,6 +59,12 @@ def in_results(reached: "Reached") -> dict[str, float]:
         "copy_gb_per_s": 1e-9 * reached.copy_bytes_per_s,
         "matmul_gflop_per_s": 1e-9 * reached.product_operations_per_s,
     }
+
+
+def bounds_of(measured: Sequence["Reached"]) -> dict[str, Any]:
+    """Return the medians of what a machine reached in a run, and the dtype of the product."""
+    rates = [in_results(reached) for reached in measured]
+    return {rate: median_of(one[rate] for one in rates) for rate in rates[0]} | {"product": measured[0].product}
 
 
 def _device() -> str:

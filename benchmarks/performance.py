@@ -101,15 +101,9 @@ def bounds_lines(result: Result) -> list[str]:
     """Return what the machine reached in a run beside vLLM, and Flyball's shares of that; nothing of runs without."""
     if "bounds" not in result:
         return []
-    dtype = result["bounds"]["product"]
-    copy, product = (result["bounds"][name]["median"] for name in ("copy_gb_per_s", "matmul_gflop_per_s"))
+    product = result["bounds"]["matmul_gflop_per_s"]["median"]
     layers, head = (result["num_weights"][name] for name in ("of_layers", "of_head"))
-    itl_ms = result["online_128_in_64_out"]["by_concurrency"]["1"]["itl_p50_ms"]["flyball"]["median"]
-    gb_per_s = 2 * (layers + head) / itl_ms * 1e-6
-    lines = [
-        f"In this run torch copied {number(copy)} GB/s and multiplied {dtype} at {number(product)} GFLOP/s.",
-        f"One stream reads weights at {number(gb_per_s)} GB/s ({gb_per_s / copy:.0%} of the copy).",
-    ]
+    lines = [torch_reached(result), one_stream(result, result["online_128_in_64_out"]["by_concurrency"])]
     load = "16x1024x16"
     if load in result.get("offline_output_tokens_per_s", {}):
         _, num_input, num_output = map(int, load.split("x"))
@@ -121,6 +115,19 @@ def bounds_lines(result: Result) -> list[str]:
             f"({gflop_per_s / product:.0%} of the product)."
         )
     return [" ".join(lines)]
+
+
+def torch_reached(result: Result) -> str:
+    copy, product = (number(result["bounds"][name]["median"]) for name in ("copy_gb_per_s", "matmul_gflop_per_s"))
+    return f"In this run torch copied {copy} GB/s and multiplied {result['bounds']['product']} at {product} GFLOP/s."
+
+
+def one_stream(result: Result, by_concurrency: Result) -> str:
+    """Return how fast Flyball reads the weights, of 16 bits, for each token of one client."""
+    itl_ms = by_concurrency["1"]["itl_p50_ms"]["flyball"]["median"]
+    gb_per_s = 2 * sum(result["num_weights"].values()) / itl_ms * 1e-6
+    share = gb_per_s / result["bounds"]["copy_gb_per_s"]["median"]
+    return f"One stream reads weights at {number(gb_per_s)} GB/s ({share:.0%} of the copy)."
 
 
 def step_tokens_table() -> str:
@@ -143,6 +150,26 @@ def step_tokens_table() -> str:
         "ITL p99, ms",
     )
     return markdown(header, rows) + f"\n\n{where(result)}"
+
+
+def quantization_table() -> str:
+    """Each kind of weights: tokens a second by sequences, and how fast one sequence reads its weights."""
+    result = read("quantization")
+    if result is None:
+        return NOT_MEASURED
+    by_load, copy = result["output_tokens_per_s"], result["bounds"]["copy_gb_per_s"]["median"]
+    num_weights = sum(result["num_weights"].values())
+    rows = []
+    for kind, bits in result["bits"].items():
+        rates = [of_load[kind]["median"] for of_load in by_load.values()]
+        ratios = [rate / of_load["none"]["median"] for rate, of_load in zip(rates, by_load.values(), strict=True)]
+        gb_per_s = num_weights * bits / 8 * rates[0] * 1e-9
+        cells = [f"{number(rate)} ({ratio:.2f}x)" for rate, ratio in zip(rates, ratios, strict=True)]
+        rows.append(
+            [BITS["bfloat16" if kind == "none" else kind], *cells, f"{number(gb_per_s)} GB/s, {gb_per_s / copy:.0%}"]
+        )
+    header = ("Weights", *(load.replace("x", " x ") for load in by_load), "one sequence reads weights")
+    return "\n\n".join([markdown(header, rows), where(result), torch_reached(result)])
 
 
 def perplexity_table() -> str:
@@ -196,7 +223,16 @@ def llamacpp_table(*names: str) -> str:
     under = dict.fromkeys(
         f"llama.cpp {result['llamacpp'].removeprefix('version: ')}. {where(result)}" for result in results
     )
-    return "\n\n".join([markdown(("Bits", "Clients", "Flyball", "llama.cpp", ""), rows), *under])
+    lines = [line for result in results for line in bounds_of_16_bits(result)]
+    return "\n\n".join([markdown(("Bits", "Clients", "Flyball", "llama.cpp", ""), rows), *under, *lines])
+
+
+def bounds_of_16_bits(result: Result) -> list[str]:
+    """Return what the machine reached in a run beside llama.cpp, and one stream's share; nothing of runs without."""
+    if "bounds" not in result or "16 bits" not in result["pairs"]:
+        return []
+    stream = one_stream(result, result["pairs"]["16 bits"]["by_concurrency"])
+    return [f"{torch_reached(result)} In 16 bits: {stream[0].lower()}{stream[1:]}"]
 
 
 def openvino_table() -> str:
@@ -209,7 +245,9 @@ def openvino_table() -> str:
         for load, figures in pair["output_tokens_per_s"].items()
     ]
     header = ("Bits", "Load", "Flyball", "OpenVINO GenAI", "")
-    return markdown(header, rows) + f"\n\nOpenVINO GenAI {result['openvino']['openvino-genai']}. {where(result)}"
+    under = [f"OpenVINO GenAI {result['openvino']['openvino-genai']}. {where(result)}"]
+    under += [torch_reached(result)] if "bounds" in result else []
+    return "\n\n".join([markdown(header, rows), *under])
 
 
 def linear_layers(bits: str, machine: str = "") -> list[Result]:
@@ -312,6 +350,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-avx2": partial(vllm_table, "versus_vllm_avx2"),
     "time-avx2": partial(time_table, "versus_vllm_avx2"),
     "llamacpp-avx2": partial(llamacpp_table, "versus_llamacpp_avx2", "versus_llamacpp_avx2_4_bits"),
+    "quantization": quantization_table,
     "perplexity": perplexity_table,
     "api-process": api_process_table,
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),

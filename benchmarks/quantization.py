@@ -4,8 +4,8 @@
 
 Output tokens a second of 1, 8 and 32 sequences with prompts of 16 tokens, each run with prompts of its own. There is neither
 server nor client, so that the two cores of a small machine are the engine's. Engines that are not measured are stopped
-(SIGSTOP), and the first of one run is the last of the next. Between loads: the bytes a second that torch copies. Writes
-results/quantization.json.
+(SIGSTOP), and the first of one run is the last of the next. Between loads, what the machine reaches with torch's copy and
+matrix product. Writes results/quantization.json.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 from common import make_checkpoint, save
 from flyball_runtime.bounds import Bounds
-from machine import in_results, median_of
+from machine import bounds_of, median_of
 from versus_vllm import DTYPE, OfflineEngine, num_weights, offline_speeds
 
 LOADS = ("1x16x256", "8x16x128", "32x16x128")
@@ -55,7 +55,7 @@ def main() -> None:
         "num_weights": num_weights(checkpoint),
         "bits": {kind: BITS[kind] for kind in kinds},
         "output_tokens_per_s": by_load,
-        "copy_gb_per_s": median_of(in_results(one)["copy_gb_per_s"] for one in reached),
+        "bounds": bounds_of(reached),
     }
     save("quantization", result)
 

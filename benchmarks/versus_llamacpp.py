@@ -7,7 +7,8 @@ convert_hf_to_gguf.py. The pairs are bf16 with BF16, `--quantization int8` with 
 llama.cpp rounds inputs to 8 bits, as w4a8 does. `flyball bench` sends prompts of 128 random tokens in a closed loop at
 concurrency 1, 8 and 32, with a seed for each run, the same for both sides; 64 tokens come back, or the run fails. llama.cpp
 gets as many slots and threads as it can use. The side that goes first changes from run to run, and the one that is not measured
-is stopped (SIGSTOP). Writes results/versus_llamacpp.json.
+is stopped (SIGSTOP). Between pairs, what the machine reaches with torch's copy and matrix product. Writes
+results/versus_llamacpp.json.
 """
 
 import argparse
@@ -21,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from common import save
+from flyball_runtime.bounds import Bounds
+from machine import bounds_of
 from servers import CONCURRENCIES, INPUT_LEN, OURS, OUTPUT_LEN, Server, measure_all, server
+from versus_vllm import num_weights
 
 PAIRS = {
     "16 bits": ((), "BF16"),
@@ -72,6 +76,8 @@ def main() -> None:
     parser.add_argument("--pair", choices=list(PAIRS), action="append", help="default: all")
     args = parser.parse_args()
     pairs: dict[str, Any] = {}
+    bounds = Bounds()
+    reached = [bounds.measure()]
     with tempfile.TemporaryDirectory() as folder:
         for name in args.pair or PAIRS:
             flags, kind = PAIRS[name]
@@ -80,7 +86,10 @@ def main() -> None:
                 by_concurrency = measure_all(name, servers, args.checkpoint, args.runs)
             about = {"flags": flags, "gguf": kind, "gguf_bytes": gguf.stat().st_size}
             pairs[name] = about | {"by_concurrency": by_concurrency}
-    save("versus_llamacpp", {"checkpoint": args.checkpoint.name, "llamacpp": version(args.llamacpp), "pairs": pairs})
+            reached.append(bounds.measure())
+    about = {"checkpoint": args.checkpoint.name, "llamacpp": version(args.llamacpp)}
+    machine = {"bounds": bounds_of(reached), "num_weights": num_weights(args.checkpoint)}
+    save("versus_llamacpp", about | machine | {"pairs": pairs})
 
 
 if __name__ == "__main__":

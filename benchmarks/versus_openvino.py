@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from common import make_checkpoint, save
+from flyball_runtime.bounds import Bounds
+from machine import bounds_of
 from servers import OURS, show, summary
 from versus_vllm import OfflineEngine, offline_speeds, versions_of
 
@@ -80,13 +82,17 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
     pairs: dict[str, Any] = {}
+    bounds = Bounds()
+    reached = [bounds.measure()]
     with tempfile.TemporaryDirectory() as folder:
         for name, (quantization, flags, properties) in PAIRS.items():
             model = exported(args.openvino, checkpoint, flags, Path(folder))
             measured = measure((checkpoint, quantization), (args.openvino, model, properties), args.runs)
             about = {"quantization": quantization, "export": flags, "properties": properties}
             pairs[name] = about | {"output_tokens_per_s": measured}
-    save("versus_openvino", {"shape": args.shape, "openvino": versions_of(args.openvino, PACKAGES), "pairs": pairs})
+            reached.append(bounds.measure())
+    versions = versions_of(args.openvino, PACKAGES)
+    save("versus_openvino", {"shape": args.shape, "openvino": versions, "bounds": bounds_of(reached), "pairs": pairs})
 
 
 if __name__ == "__main__":

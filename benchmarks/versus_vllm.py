@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from common import make_checkpoint, save
-from machine import in_results, median_of
+from machine import bounds_of
 from servers import awake, in_turns, measure_all, server, show, summary
 
 LOADS = ("96x128x64", "64x32x128", "16x1024x16")
@@ -259,13 +259,12 @@ def main() -> None:
     from flyball_runtime.bounds import Bounds  # here, because older checkouts have no such module
 
     bounds = Bounds()
-    reached = [in_results(bounds.measure())]
+    reached = [bounds.measure()]
     for name in parts:
         figures, measure = measures[name]
         result[figures] = measure()
-        reached.append(in_results(bounds.measure()))
-    result["bounds"] = {rate: median_of(one[rate] for one in reached) for rate in reached[0]}
-    result["bounds"]["product"] = str(bounds.dtype).removeprefix("torch.")
+        reached.append(bounds.measure())
+    result["bounds"] = bounds_of(reached)
     result["num_weights"] = num_weights(checkpoint)
     save("versus_vllm", result)
 
