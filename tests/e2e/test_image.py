@@ -27,13 +27,13 @@ SIZES = {
 """The 88 million parameters of the benchmarks, less their vocabulary."""
 NUM_THREADS = "--num-threads=2"
 ROUNDS, NUM_REQUESTS, PROMPT_CHARACTERS, OUTPUT_TOKENS = 5, 16, 64, 24
-LEAST_SHARE = 0.6
+LEAST_SHARE = 0.7
 
 
 def test_the_image_is_as_fast_as_the_checkout(
     operator: Node, namespace: str, tmp_path: Path, figures: dict[str, Any]
 ) -> None:
-    """In turns. The best round of each counts: the one that other work on the machine disturbed least."""
+    """In turns. In each round other work on the machine hits both alike, most of the time; the best round counts."""
     folder = make_checkpoint(tmp_path / "model", "llama3", dtype=torch.bfloat16, **SIZES)
     for path in (tmp_path, *folder.iterdir()):
         path.chmod(0o755)  # pods run as another user
@@ -50,9 +50,9 @@ def test_the_image_is_as_fast_as_the_checkout(
         for seed in range(ROUNDS):
             for name, url in urls.items():
                 found[name].append(asyncio.run(tokens_per_s(url, seed)))
-    best = {name: max(rates) for name, rates in found.items()}
-    figures |= {f"{name}_tokens_per_s": rate for name, rate in best.items()}
-    figures["image_over_checkout"] = best["image"] / best["checkout"]
+    image, checkout = max(zip(found["image"], found["checkout"], strict=True), key=lambda rates: rates[0] / rates[1])
+    figures |= {"image_tokens_per_s": image, "checkout_tokens_per_s": checkout}
+    figures["image_over_checkout"] = image / checkout
     assert figures["image_over_checkout"] >= LEAST_SHARE, f"{found}\n{log(model)}"
 
 
