@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow proof sanitize e2e-prepare e2e compat clients lock wheel check format chart clean
+.PHONY: help setup demo test test-slow proof sanitize arm e2e-prepare e2e compat clients lock wheel check format chart clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ proof: $(STAMP) ## run the tuner against an oracle in simulation, write docs/tun
 
 sanitize: $(STAMP) ## run the kernel tests on C++ ops compiled with AddressSanitizer and UBSan
 	@PYTHONPATH=tests $(BIN)/python -m sanitize
+
+arm: $(STAMP) ## run the kernel tests on C++ ops compiled for Arm, under QEMU (Debian packages, or it says which; ARM=armv8-a for some)
+	@PYTHONPATH=tests $(BIN)/python -m arm $(ARM)
 
 e2e-prepare: $(STAMP) ## build Kubernetes, containerd, CoreDNS, Helm, KEDA and the images for the tests (they do this by themselves)
 	@PYTHONPATH=tests $(BIN)/python -m e2e_kit.prepare

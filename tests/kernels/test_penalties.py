@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from transformers import RepetitionPenaltyLogitsProcessor
 
 import flyball_kernels
 from flyball_kernels.penalties import kernel, reference
@@ -37,6 +36,8 @@ def test_equals_the_reference(data: st.DataObject, vocab: int, num_rows: int) ->
 
 @BOTH
 def test_repetition_is_that_of_transformers(run) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor  # here, because `make arm` has no transformers
+
     logits, history = torch.randn(1, 100), torch.randint(0, 100, (1, 40))
     expected = RepetitionPenaltyLogitsProcessor(1.3)(history, logits.clone())
     run(logits, [0], [history[0].int()], [25], [1.3], [0.0], [0.0])
