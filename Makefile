@@ -22,8 +22,8 @@ demo: $(STAMP) ## serve examples/demo.yaml on this machine, send it traffic, tun
 test: $(STAMP) ## run the tests (a few minutes)
 	@$(PYTEST)
 
-test-slow: $(STAMP) ## run the slow tests: long property tests, fuzzing, soaks (CI runs them too)
-	@$(PYTEST) -m "slow and not gpu" --durations=20
+test-slow: $(STAMP) ## run the slow tests: long property tests, fuzzing, soaks (CI runs them too; SLOW='tests/simulation' for some)
+	@$(PYTEST) -m "slow and not gpu" --durations=20 $(SLOW)
 
 proof: $(STAMP) ## run the tuner against an oracle in simulation, write docs/tuning-proof.md (two hours; PROOF='--full' and others)
 	@$(BIN)/python -m flyball_simulation.proof $(PROOF)
