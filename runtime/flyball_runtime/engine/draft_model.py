@@ -15,7 +15,7 @@ from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.core.json_fields import JsonFields, read_json_object
 from flyball_runtime.engine.engine import Progress
 from flyball_runtime.engine.physical_pool import make_pool
-from flyball_runtime.engine.rows import Rows
+from flyball_runtime.engine.rows import Rows, entries_of
 from flyball_runtime.model.hub import resolve_model_path
 from flyball_runtime.model.loader import (
     KV_TORCH_DTYPES,
@@ -130,7 +130,7 @@ class DraftModel:
         for at in range(num_drafts.max()):
             wanting = num_drafts > at
             token_ids = sampling.sample(logits, drafted[wanting], ends[wanting] + at)
-            rows.remember(torch.from_numpy(drafted[wanting]).to(self._device), token_ids)
+            rows.remember(drafted[wanting], token_ids)
             drafts[wanting, at] = token_ids.clamp(min=0).cpu().numpy()
             # the last one is computed too: it may be accepted
             step = _decodes(drafted[wanting], ends[wanting] + at, num_drafts[wanting] > at + 1)
@@ -144,7 +144,7 @@ class DraftModel:
         return time.monotonic()
 
     def _forward(self, plan: BatchPlan, rows: Rows, on_progress: Progress) -> Tensor:
-        return self.model.forward(rows.inputs(plan), self._pool.tensors, on_progress)
+        return self.model.forward(rows.inputs(plan, entries_of(plan)), self._pool.tensors, on_progress)
 
 
 def _check_fit(model: str, config: ServedModel, served: ServedModel, max_model_len: int) -> None:

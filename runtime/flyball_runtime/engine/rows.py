@@ -1,7 +1,5 @@
 """Block tables and last tokens on the device, and the tensors of a step."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +8,11 @@ from flyball_runtime.model.loader import Backend
 from flyball_runtime.model.step_inputs import step_inputs
 from flyball_runtime.model.transformer import StepInputs
 from flyball_runtime.scheduler import BatchPlan
+
+
+def entries_of(plan: BatchPlan) -> np.ndarray:
+    """Return ``[4, num_entries]`` int64: rows, starts, lengths and samples (0 or 1)."""
+    return np.array((plan.rows, plan.starts, plan.num_scheduled, plan.samples), np.int64)
 
 
 class Rows:
@@ -57,13 +60,15 @@ class Rows:
             blocks = np.concatenate([np.array(write.blocks, np.int32) for write in writes])
             self.block_tables[self._tensor(groups), self._tensor(rows), self._tensor(at)] = self._tensor(blocks)
 
-    def inputs(self, plan: BatchPlan) -> StepInputs:
-        """Lay out the plan's tokens one entry after the other, without padding. ``apply`` comes before."""
-        num_sampled: Sequence[int] = plan.samples
+    def inputs(self, plan: BatchPlan, entries: np.ndarray) -> StepInputs:
+        """Lay out the plan's tokens one entry after the other, without padding. ``apply`` comes before.
+
+        Args:
+            entries: ``entries_of(plan)``.
+        """
         if plan.num_drafts:  # of the last entries, the logits of all tokens are wanted
-            num_plain = len(plan.rows) - len(plan.num_drafts)
-            num_sampled = plan.samples[:num_plain] + plan.num_scheduled[num_plain:]
-        entries = np.array((plan.rows, plan.starts, plan.num_scheduled, num_sampled), np.int64)
+            entries = entries.copy()
+            entries[3, -len(plan.num_drafts) :] = entries[2, -len(plan.num_drafts) :]
         return step_inputs(
             entries,
             plan.num_decodes,
@@ -74,10 +79,13 @@ class Rows:
             self._backend,
         )
 
-    def remember(self, rows: Tensor, token_ids: Tensor) -> None:
+    def remember(self, rows: np.ndarray, token_ids: Tensor) -> None:
         """Keep the tokens just sampled, the inputs of the next decodes; a row whose logits gave none goes on with token 0,
         until its sequence has ended."""
-        self.last_token_ids.index_copy_(0, rows, token_ids.clamp(min=0))
+        if self._device.type == "cpu":  # where numpy takes less time for a few tokens
+            self.last_token_ids.numpy()[rows] = np.maximum(token_ids.numpy(), 0)
+        else:
+            self.last_token_ids.index_copy_(0, self._tensor(rows), token_ids.clamp(min=0))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

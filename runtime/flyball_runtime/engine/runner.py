@@ -20,7 +20,7 @@ from flyball_runtime.engine.adapted_rows import AdaptedRows, check_can_adapt
 from flyball_runtime.engine.draft_model import DraftModel
 from flyball_runtime.engine.engine import Engine, Executor, InThread, Progress
 from flyball_runtime.engine.physical_pool import make_pool
-from flyball_runtime.engine.rows import Rows
+from flyball_runtime.engine.rows import Rows, entries_of
 from flyball_runtime.engine.start_up import (
     KVCacheSize,
     WarmUp,
@@ -300,7 +300,8 @@ class ModelRunner:
             self._sums.pop(start.row, None)
         if self._draft_model is not None:
             plan = self._draft_model.fill(plan, self._rows, self._sampling, self._on_progress)
-        inputs = self._rows.inputs(plan)
+        entries = entries_of(plan)
+        inputs = self._rows.inputs(plan, entries)
         if self._adapted is not None:
             self._adapted.apply(plan)
             inputs = replace(inputs, adapted=self._adapted.of_step(plan))
@@ -315,17 +316,16 @@ class ModelRunner:
         )
         if not logits.shape[0]:
             return self._to_host(logits.new_empty(0, dtype=torch.int64), None, scores, pooled)
-        samples = np.array(plan.samples)
-        entries, starts, num_scheduled = np.array((plan.rows, plan.starts, plan.num_scheduled))[:, samples]
-        ends = starts + num_scheduled
-        rows, positions = _each_draft(entries, ends, plan.num_drafts) if plan.num_drafts else (entries, ends)
+        rows_of, starts, lengths, _ = entries[:, entries[3] != 0]
+        ends = starts + lengths
+        rows, positions = _each_draft(rows_of, ends, plan.num_drafts) if plan.num_drafts else (rows_of, ends)
         raw = self._sampling.raw_logprobs(logits, rows)
         token_ids = self._sampling.sample(logits, rows, positions)
         logprobs, drafts, num_accepted = None if raw is None else raw.of_tokens(token_ids), None, None
         if plan.num_drafts:
             drafts = _drafts_of(plan)
             token_ids, num_accepted = verify(token_ids, drafts, plan.num_drafts)
-        self._rows.remember(torch.from_numpy(entries).to(self._device, non_blocking=True), token_ids)
+        self._rows.remember(rows_of, token_ids)
         handle = self._to_host(token_ids, logprobs, scores, pooled, num_accepted)
         if self._draft_model is None:
             return handle

@@ -3,6 +3,7 @@
 import random
 from array import array
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from flyball_kernels import choose_backend
 from flyball_runtime.core.speculation import SpeculativeConfig
-from flyball_runtime.engine.rows import Rows
+from flyball_runtime.engine.rows import Rows, entries_of
 from flyball_runtime.kv_cache import KVCache
 from flyball_runtime.model.transformer import StepInputs
 from flyball_runtime.scheduler import Drafter, Scheduler, SchedulerConfig, Step
@@ -84,14 +85,14 @@ def test_inputs_match_a_naive_layout_over_many_steps(backend: str, seed: int) ->
         if step is None:
             continue
         rows.apply(step.plan)
-        check(rows.inputs(step.plan), step)
+        check(rows.inputs(step.plan, entries_of(step.plan)), step)
         tokens = [rng.randrange(6) for _ in step.sampled]
-        sampled_rows = torch.tensor([seq.row for seq in step.sampled], dtype=torch.int64)
+        sampled_rows = np.array([seq.row for seq in step.sampled], np.int64)
         rows.remember(sampled_rows, torch.tensor(tokens, dtype=torch.int64))
         scheduler.commit(step, tokens, num_accepted=[rng.randint(0, len(drafts)) for drafts in step.drafts])
 
 
 def test_a_row_without_a_token_goes_on_with_one_that_a_model_can_take() -> None:
     rows = make_rows("torch", 2)
-    rows.remember(torch.tensor([1, 0]), torch.tensor([-1, 7]))
+    rows.remember(np.array([1, 0]), torch.tensor([-1, 7]))
     assert rows.last_token_ids.tolist() == [7, 0]
