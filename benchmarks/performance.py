@@ -271,8 +271,8 @@ def linear_table(machine: str = "") -> str:
     return markdown(("Layer", "Weights", *num_rows), rows) + f"\n\n{last['threads']} threads. {where(last)}"
 
 
-def attention_table() -> str:
-    result = read("paged_attention_decode")
+def attention_table(name: str = "paged_attention_decode") -> str:
+    result = read(name)
     if result is None:
         return NOT_MEASURED
     by_heads = result["decodes"]
@@ -358,6 +358,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "linear": linear_table,
     "linear-avx2": partial(linear_table, "_avx2"),
     "attention": attention_table,
+    "attention-avx2": partial(attention_table, "paged_attention_decode_avx2"),
     "step-tokens": step_tokens_table,
     "time": time_table,
     "time-before": before_table,
