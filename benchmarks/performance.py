@@ -158,12 +158,11 @@ def quantization_table() -> str:
     if result is None:
         return NOT_MEASURED
     by_load, copy = result["output_tokens_per_s"], result["bounds"]["copy_gb_per_s"]["median"]
-    num_weights = sum(result["num_weights"].values())
     rows = []
-    for kind, bits in result["bits"].items():
+    for kind, weight_bytes in result["weight_bytes_of_a_token"].items():
         rates = [of_load[kind]["median"] for of_load in by_load.values()]
         ratios = [rate / of_load["none"]["median"] for rate, of_load in zip(rates, by_load.values(), strict=True)]
-        gb_per_s = num_weights * bits / 8 * rates[0] * 1e-9
+        gb_per_s = weight_bytes * rates[0] * 1e-9
         cells = [f"{number(rate)} ({ratio:.2f}x)" for rate, ratio in zip(rates, ratios, strict=True)]
         rows.append(
             [BITS["bfloat16" if kind == "none" else kind], *cells, f"{number(gb_per_s)} GB/s, {gb_per_s / copy:.0%}"]

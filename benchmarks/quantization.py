@@ -16,22 +16,28 @@ from typing import Any
 
 from common import make_checkpoint, save
 from flyball_runtime.bounds import Bounds
+from linear import QUANTIZED
 from machine import bounds_of, median_of
 from versus_vllm import DTYPE, OfflineEngine, num_weights, offline_speeds
 
 LOADS = ("1x16x256", "8x16x128", "32x16x128")
-BITS = {"none": 16.0, "int8": 8.0, "w8a16": 8.0, "int4": 4.5, "w4a8": 4.5}
-"""Of a weight, with its part of the scales that groups of 32 have; scales of whole rows are too few to count."""
+BYTES = {"none": 2.0} | {kind: bytes_per_weight for kind, (_, bytes_per_weight) in QUANTIZED.items()}
+"""Of a weight in a layer, by kind."""
+
+
+def weight_bytes(kind: str, of_layers: int, of_head: int) -> int:
+    """Return what one token reads of so many weights; the output layer has at least 8 bits."""
+    return round(of_layers * BYTES[kind] + of_head * max(BYTES[kind], BYTES["int8"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", default="small")
-    parser.add_argument("--kind", choices=list(BITS), action="append", help="beside none; default: all")
+    parser.add_argument("--kind", choices=list(BYTES), action="append", help="beside none; default: all")
     args = parser.parse_args()
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
-    kinds = dict.fromkeys(["none", *(args.kind or BITS)])
+    kinds = dict.fromkeys(["none", *(args.kind or BYTES)])
     bounds, by_load = Bounds(), {}
     reached = [bounds.measure()]
     with contextlib.ExitStack() as stack:
@@ -50,10 +56,10 @@ def main() -> None:
             )
             print(f"{load} output tok/s: {shown}", flush=True)
             reached.append(bounds.measure())
+    sizes = num_weights(checkpoint)
     result: dict[str, Any] = {
         "shape": args.shape,
-        "num_weights": num_weights(checkpoint),
-        "bits": {kind: BITS[kind] for kind in kinds},
+        "weight_bytes_of_a_token": {kind: weight_bytes(kind, **sizes) for kind in kinds},
         "output_tokens_per_s": by_load,
         "bounds": bounds_of(reached),
     }
