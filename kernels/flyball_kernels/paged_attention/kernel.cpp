@@ -52,9 +52,8 @@ struct Attention {
   bool reads_keys() const {
     return head_dim % 2 == 0 || (kDepth<E> == 1 && !kIsBf16<C>);
   }
-  template <class E>
   bool reads_values() const {
-    return head_dim % (kInterleaves<E, C> ? 2 * kLanes : kLanes) == 0;
+    return head_dim % (kReorders<C> ? 2 * kLanes : kLanes) == 0;
   }
   template <class E>
   int64_t num_operands() const {
@@ -225,38 +224,36 @@ struct Attention {
     const int64_t rows = num_rows(t), operands = num_operands<E>();
     const bool is_few = rows <= kFewRows, fetches = is_few && has_vectors();
     const bool packs_keys = !reads_keys<E>() || (kConvertsKeys && !is_few);
-    const bool packs_values = !reads_values<E>() || (kConvertsValues && !is_few);
+    const bool packs_values = !reads_values() || (kConvertsValues && !is_few);
     if (!has_vectors()) copy_out(t, tile, reinterpret_cast<C*>(work.block_keys), reinterpret_cast<C*>(work.block_values));
     if (packs_keys) {
       if (reads_keys<E>()) pack_keys(tile, operands, work.keys);
       else pack_keys_of_odd_size(tile, operands, work.keys);
     }
-    if (packs_values) pack_values(tile, reads_values<E>(), work.dim, work.values, [](int64_t) {});
+    if (packs_values) pack_values(tile, reads_values(), work.dim, work.values, [](int64_t) {});
     const Scales<C> of_tile = scales(t, tile);
     for_each_strip(rows, kMaxR, [&](int64_t row, int64_t height) {
       const int64_t begin = std::max(tile.begin, first_key(t, tile, row) / kLanes * kLanes);
       const int64_t end = std::min(tile.end, last_key(t, tile, row + height - 1));
       if (begin >= end) return;
       if (packs_keys) {
-        score_strip<1>(work, row, height, operands, begin, end, [&](int64_t vector, int64_t i, auto& rows) {
-          load_all(rows[0], work.keys + i * kTileKeys + vector * kLanes);
+        score_strip<1>(work, row, height, operands, begin, end, [&]<int V>(int64_t vector) {
+          return PackedRows<E>{work.keys + vector * kLanes, kTileKeys};
         });
       } else {
-        score_strip<S>(work, row, height, operands, begin, end, [&](int64_t vector, int64_t i, auto& rows) {
-          if (fetches) fetch_keys<E>(coming, vector, i / S, std::size(rows[0]));
-          load_keys<E>(tile, vector, i, rows);
+        score_strip<S>(work, row, height, operands, begin, end, [&]<int V>(int64_t vector) {
+          return CachedKeys<E, C, V>(tile, coming, vector, fetches);
         });
       }
       soften(t, tile, of_tile, work, row, height, begin, end);
       const int64_t first = begin / kDepth<E>, last = (end + kDepth<E> - 1) / kDepth<E>;
       if (packs_values) {
-        weigh(work, row, height, first, last, [&](int64_t j, int64_t d, auto& vectors) {
-          load_all(vectors, work.values + j * work.dim + d);
+        weigh(work, row, height, first, last, [&]<int V>(int64_t d) {
+          return PackedRows<E>{work.values + first * work.dim + d, work.dim};
         });
       } else {
-        weigh(work, row, height, first, last, [&](int64_t j, int64_t d, auto& vectors) {
-          if (fetches) fetch_values<E>(coming, j, d, std::size(vectors));
-          load_values<E>(tile, j, d, vectors);
+        weigh(work, row, height, first, last, [&]<int V>(int64_t d) {
+          return CachedValues<E, C, V>{tile, coming, first, d, fetches};
         });
       }
     });
@@ -290,8 +287,8 @@ struct Attention {
       pad_keys(operands, work.keys);
     }
     const bool fetches = rows <= kFewRows && has_vectors();
-    pack_values(tile, reads_values<E>(), work.dim, work.values, [&](int64_t pair) {
-      if (fetches) fetch_values<E>(coming, pair, 0, head_dim / kLanes);
+    pack_values(tile, reads_values(), work.dim, work.values, [&](int64_t pair) {
+      if (fetches) fetch_values(coming, 2 * pair);
     });
     const int64_t key_rows = head_dim / k_cache.depth(), rows_of_step = 2 * kLanes / k_cache.depth();
     const auto fetch = [&](int64_t vector, int64_t step) {
@@ -334,7 +331,7 @@ struct Attention {
     const Sums sums = work_on(t, then, work, rows);
     for (int64_t row = 0; row < rows; ++row) {
       const Sums of_row = sums.row(row, work.dim);
-      if (kInterleaves<E, C> && reads_values<E>()) restore_order(of_row.out, work.dim);
+      if (kReorders<C> && reads_values()) restore_order<E>(of_row.out, work.dim);
       if (t.partial < 0) {
         write(t, row, of_row);
         continue;

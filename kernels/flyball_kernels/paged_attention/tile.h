@@ -8,6 +8,7 @@
 // that begin at multiples of their size. So a row has the same bits whichever rows are computed with it.
 #pragma once
 
+#include <bit>
 #include <tuple>
 #include <utility>
 
@@ -18,6 +19,8 @@
 namespace flyball {
 
 constexpr int64_t kTileKeys = 64, kRunKeys = 512;  // of a tile, and of a run of tiles
+constexpr int64_t kLineBytes = 64;  // of a cache line
+constexpr int64_t kNoEnd = std::numeric_limits<int32_t>::max();  // of a run that has all operands
 constexpr int64_t kQueryRows = 96;                  // amortises packing a tile of keys
 constexpr int64_t kFewRows = 8;  // up to here operands are made from the cache when they are used, and not packed before
 static_assert(kRunKeys % kTileKeys == 0 && kTileKeys % kLanes == 0);
@@ -33,24 +36,32 @@ template <size_t V, class Row, class T>
   for (size_t v = 0; v < V; ++v) row[v] = load(from + v * kLanes);
 }
 
-// c[r] += sum over j < k of a[r][j] * b[j], for R rows of V vectors; b(j, rows) loads S rows from the j-th of each S on. Not
-// inlined: GCC 12 would keep some of the sums in memory.
+// c[r] += sum over j < k of a[r][j] * b[j], for R rows of V vectors. B says how many rows of b are a run: b.run(j) is the one that
+// begins with the j-th, and its load(i, s, row) loads the s-th of its i-th S rows. Not inlined: GCC 12 would keep some of the sums
+// in memory, as it would if all S rows were loaded before the first is used.
 template <int R, int V, int S, class E, class B>
-[[gnu::noinline]] void multiply_add(const E* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
+[[gnu::noinline]] void multiply_add(const E* a, int64_t a_stride, int64_t k, const B& b, float* c, int64_t c_stride) {
   Vec acc[R][V];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) acc[r][v] = load(c + r * c_stride + v * kLanes);
-  for (int64_t j = 0; j < k; j += S) {
-    decltype(splat(*a)) rows[S][V];
-    b(j, rows);
+  for (int64_t start = 0; start < k; start += B::kRun) {
+    const auto& run = b.run(start);
+    const E* const from = a + start;
+    const int64_t num_steps = (std::min(k - start, B::kRun) + S - 1) / S;
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < num_steps; ++i) {
 #pragma GCC unroll 2
-    for (int s = 0; s < S; ++s)
+      for (int s = 0; s < S; ++s) {
+        decltype(splat(*a)) row[V];
+        run.load(i, s, row);
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r)
+        for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) acc[r][v] = add_product(acc[r][v], splat(a[r * a_stride + j + s]), rows[s][v]);
+          for (int v = 0; v < V; ++v) acc[r][v] = add_product(acc[r][v], splat(from[r * a_stride + S * i + s]), row[v]);
+      }
+    }
   }
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r)
@@ -59,6 +70,7 @@ template <int R, int V, int S, class E, class B>
 }
 
 constexpr int kMaxR = 6, kMaxV = kRegisters / 8;  // what the registers hold: kMaxR * kMaxV sums, kMaxV of b and one of a
+constexpr int kWideRows = kMaxV < 4 ? 2 : 0, kWideV = 4;  // of so few rows more vectors, or each addition waits for the one before
 #if FLYBALL_AMX
 constexpr int64_t kStripRows = 2 * kAmxRows;  // at most
 #else
@@ -66,8 +78,8 @@ constexpr int64_t kStripRows = kMaxR;
 #endif
 
 // The same for up to R rows.
-template <int V, int S, int R = kMaxR, class E, class B>
-inline void multiply_add_strip(int64_t rows, const E* a, int64_t a_stride, int64_t k, B b, float* c, int64_t c_stride) {
+template <int V, int S, int R = V <= kMaxV ? kMaxR : kWideRows, class E, class B>
+inline void multiply_add_strip(int64_t rows, const E* a, int64_t a_stride, int64_t k, const B& b, float* c, int64_t c_stride) {
   if (rows == R) return multiply_add<R, V, S>(a, a_stride, k, b, c, c_stride);
   if constexpr (R > 1) multiply_add_strip<V, S, R - 1>(rows, a, a_stride, k, b, c, c_stride);
 }
@@ -82,15 +94,16 @@ inline void for_each_strip(int64_t rows, int64_t most, F f) {
   }
 }
 
-// Calls f<V>(i) for V vectors from element i on, as many as the registers hold, through [begin, end).
+// Calls f<V>(i) for V vectors from element i on, as many as the registers hold for so many rows, through [begin, end).
 template <class F>
-inline void for_each_vectors(int64_t begin, int64_t end, F f) {
+inline void for_each_vectors(int64_t rows, int64_t begin, int64_t end, F f) {
   const auto call = [&]<int V>(std::integral_constant<int, V>) {
     f.template operator()<V>(begin);
     begin += V * kLanes;
   };
   while (begin < end) {
-    if (end - begin >= kMaxV * kLanes) call(std::integral_constant<int, kMaxV>());
+    if (rows <= kWideRows && end - begin >= kWideV * kLanes) call(std::integral_constant<int, kWideV>());
+    else if (end - begin >= kMaxV * kLanes) call(std::integral_constant<int, kMaxV>());
     else if (end - begin >= 2 * kLanes) call(std::integral_constant<int, 2>());
     else call(std::integral_constant<int, 1>());
   }
@@ -190,81 +203,151 @@ struct Workspace {
   }
 };
 
+// Operands that were packed, a row of them `stride` behind the other.
+template <class E>
+struct PackedRows {
+  static constexpr int64_t kRun = kNoEnd;
+  const E* from;
+  int64_t stride;
+
+  const PackedRows& run(int64_t) const { return *this; }
+
+  template <class Row, size_t V>
+  [[gnu::always_inline]] void load(int64_t i, int, Row (&row)[V]) const {
+    load_all(row, from + i * stride);
+  }
+};
+
 // How many rows of operands a row of keys in the cache makes: pairs of bf16 are two of fp32.
 template <class E, class C>
 constexpr int kRowsOfKeys = kDepth<E> == 1 && kIsBf16<C> ? 2 : 1;
 
-// Operands of V vectors of keys, from the first-th on: those of the i-th features, or pairs of them, and of the next.
-template <class E, class C, int S, size_t V, class Row>
-[[gnu::always_inline]] inline void load_keys(const KeyTile<C>& tile, int64_t first, int64_t i, Row (&rows)[S][V]) {
+// How many rows of keys in the cache make a row of operands.
+template <class E, class C>
+constexpr int kKeyRowsOfOne = kDepth<E> > 1 && !kIsBf16<C> ? 2 : 1;
+
+// Two operands of each pair of bf16: of the first ones, which are at lower addresses, and of the second.
+inline Vec first_of(VecU pairs) { return (Vec)(pairs << 16); }
+inline Vec second_of(VecU pairs) { return (Vec)(pairs & 0xffff0000u); }
+
+// Operands of V vectors of keys: the s-th row of the i-th S, where keys[v] is where the first row of keys is.
+template <class E, class C, size_t V, class Row>
+[[gnu::always_inline]] inline void load_keys(const C* const (&keys)[V], int64_t stride, int64_t i, int s, Row (&row)[V]) {
 #pragma GCC unroll 4
   for (size_t v = 0; v < V; ++v) {
-    const C* from = tile.keys[first + v];
-    if constexpr (kIsBf16<C>) {
-      const VecU pairs = load_raw<VecU>(from + i / S * tile.key_stride);
-      if constexpr (S == 1) {
-        rows[0][v] = pairs;
-      } else {
-        rows[0][v] = (Vec)(pairs << 16);
-        rows[1][v] = (Vec)(pairs & 0xffff0000u);
-      }
-    } else if constexpr (kDepth<E> == 1) {
-      rows[0][v] = load(from + i * tile.key_stride);
-    } else {
-      rows[0][v] = pair_up(load(from + 2 * i * tile.key_stride), load(from + (2 * i + 1) * tile.key_stride));
-    }
+    const C* from = keys[v] + kKeyRowsOfOne<E, C> * i * stride;
+    if constexpr (kIsBf16<C> && kDepth<E> > 1) row[v] = load_raw<VecU>(from);
+    else if constexpr (kIsBf16<C>) row[v] = s == 0 ? first_of(load_raw<VecU>(from)) : second_of(load_raw<VecU>(from));
+    else if constexpr (kDepth<E> == 1) row[v] = load(from);
+    else row[v] = pair_up(load(from), load(from + stride));
   }
 }
 
-// Whether pairs of values are made of vectors as they are in the cache, which leaves their features in the order of `interleave`.
-template <class E, class C>
-constexpr bool kInterleaves = kDepth<E> > 1 && kIsBf16<C>;
+// Keys as they are in the cache. Those of the coming tile are fetched meanwhile, each line once: in a block of 16 tokens, rows of
+// keys that are shorter than a line follow each other, and kVectorsOfLine vectors of a longer one are in a line.
+template <class E, class C, int V>
+struct CachedKeys {
+  static constexpr int64_t kRun = kNoEnd;
+  static constexpr int64_t kVectorsOfLine =
+      std::clamp<int64_t>(kLineBytes / (kLanes * (kIsBf16<C> ? 2 : 1) * sizeof(C)), 1, 16 / kLanes);
+  const C *keys[V], *coming[V];
+  int64_t stride;
+  uint32_t steps_of_line;  // a power of two
+  bool fetches;
 
-// Operands of V vectors of features, from d on: of the j-th key's values, or of the j-th pair of keys'.
-template <class E, class C, size_t V, class Row>
-[[gnu::always_inline]] inline void load_values(const KeyTile<C>& tile, int64_t j, int64_t d, Row (&row)[V]) {
-  if constexpr (kDepth<E> == 1) {
-    load_all(row, tile.value(j) + d);
-    return;
+  CachedKeys(const KeyTile<C>& tile, const KeyTile<C>& next, int64_t first, bool fetches) : stride(tile.key_stride), fetches(fetches) {
+    std::copy_n(tile.keys + first, V, keys);
+    std::copy_n((fetches ? next : tile).keys + first, V, coming);
+    const uint32_t step_bytes = kKeyRowsOfOne<E, C> * stride * sizeof(C);
+    steps_of_line = std::bit_floor(std::max<uint32_t>(1, kLineBytes / step_bytes));
   }
-  const C *first = tile.value(2 * j) + d, *second = tile.value(std::min(2 * j + 1, tile.end - 1)) + d;
-  if constexpr (kInterleaves<E, C>) {
+  const CachedKeys& run(int64_t) const { return *this; }
+
+  template <class Row>
+  [[gnu::always_inline]] void load(int64_t i, int s, Row (&row)[V]) const {
+    if (s == 0 && fetches && (i & (steps_of_line - 1)) == 0) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v += kVectorsOfLine) prefetch_line(coming[v] + kKeyRowsOfOne<E, C> * i * stride);
+    }
+    load_keys<E>(keys, stride, i, s, row);
+  }
+};
+
+// Whether operands of values are made of whole registers of the cache, which leaves the features of a register in another order:
+// that of `interleave` in pairs of keys, and otherwise the even ones before the odd ones.
+template <class C>
+constexpr bool kReorders = kIsBf16<C>;
+
+// Operands of V vectors of features: of a key's values, or of those of two keys.
+template <class E, class C, size_t V, class Row>
+[[gnu::always_inline]] inline void load_values(const C* first, const C* second, Row (&row)[V]) {
+  if constexpr (kReorders<C>) {
     if constexpr (V % 2 == 0) {  // features are read directly if they make an even number of vectors
 #pragma GCC unroll 4
-      for (size_t v = 0; v < V; v += 2)
-        std::tie(row[v], row[v + 1]) = interleave(load_raw<VecU>(first + v * kLanes), load_raw<VecU>(second + v * kLanes));
+      for (size_t v = 0; v < V; v += 2) {
+        const VecU pairs = load_raw<VecU>(first + v * kLanes);
+        if constexpr (kDepth<E> > 1) std::tie(row[v], row[v + 1]) = interleave(pairs, load_raw<VecU>(second + v * kLanes));
+        else std::tie(row[v], row[v + 1]) = std::pair(first_of(pairs), second_of(pairs));
+      }
     }
-  } else if constexpr (kDepth<E> > 1) {
+  } else if constexpr (kDepth<E> == 1) {
+    load_all(row, first);
+  } else {
 #pragma GCC unroll 4
     for (size_t v = 0; v < V; ++v) row[v] = pair_up(load(first + v * kLanes), load(second + v * kLanes));
   }
 }
 
-// What is fetched of the next tile when operands of such a tile are loaded.
-template <class E, class C>
-[[gnu::always_inline]] inline void fetch_keys(const KeyTile<C>& tile, int64_t first, int64_t row, size_t num_vectors) {
-  constexpr int64_t kRows = kDepth<E> > 1 && kIsInt8<C> ? 2 : 1;
-#pragma GCC unroll 4
-  for (size_t v = 0; v < num_vectors; ++v) prefetch_line(tile.keys[first + v] + kRows * row * tile.key_stride);
-}
+// Values as they are in the cache, V vectors of features from one on; a run is a vector of keys. The values of the coming tile are
+// fetched meanwhile, as many bytes as are loaded, but in the order of their addresses, which CPUs are best at.
+template <class E, class C, int V>
+struct CachedValues {
+  static constexpr int64_t kRun = kLanes / kDepth<E>;
+  const KeyTile<C> &tile, &coming;
+  int64_t first, feature;  // the first operand, that of a vector
+  bool fetches;
 
-template <class E, class C>
-[[gnu::always_inline]] inline void fetch_values(const KeyTile<C>& tile, int64_t j, int64_t d, size_t num_vectors) {
-#pragma GCC unroll 2
-  for (int64_t i = 0; i < kDepth<E>; ++i) {
-    const C* from = tile.value(kDepth<E> * j + i) + d;
+  struct Run {
+    const C *values, *coming;
+    int64_t stride, last;  // the last key
+    bool fetches;
+
+    template <class Row>
+    [[gnu::always_inline]] void load(int64_t i, int, Row (&row)[V]) const {
+      constexpr uint64_t kStep = kDepth<E> * V * kLanes, kLine = kLineBytes / sizeof(C);
+      const int64_t key = kDepth<E> * i;
+      if (fetches && i * kStep % kLine == 0) {
 #pragma GCC unroll 8
-    for (size_t e = 0; e < num_vectors * kLanes; e += 64 / sizeof(C)) prefetch_line(from + e);
+        for (uint64_t e = 0; e < kStep; e += kLine) prefetch_line(coming + i * kStep + e);
+      }
+      load_values<E>(values + key * stride, values + std::min(key + kDepth<E> - 1, last) * stride, row);
+    }
+  };
+
+  Run run(int64_t start) const {
+    const int64_t vector = (first + start) / kRun;
+    const uint32_t numel = kLanes * tile.head_dim;                               // of a vector of keys
+    const uint32_t place = feature * kTileKeys + vector * kLanes * V * kLanes;  // so many elements have been loaded
+    return {tile.values[vector] + feature, (fetches ? coming : tile).values[place / numel] + place % numel, tile.head_dim,
+            tile.end - 1 - vector * kLanes, fetches};
   }
+};
+
+// Of the j-th and the next key of such a tile.
+template <class C>
+inline void fetch_values(const KeyTile<C>& tile, int64_t j) {
+  for (const C* from : {tile.value(j), tile.value(j + 1)})
+    for (int64_t d = 0; d < tile.head_dim; d += kLineBytes / sizeof(C)) prefetch_line(from + d);
 }
 
-// Sums of a row from the order of `interleave` to that of the features.
+// Sums of a row from the order of such operands to that of the features.
+template <class E>
 inline void restore_order(float* out, int64_t dim) {
   constexpr int64_t kRun = 2 * kLanes;
   for (int64_t d = 0; d < dim; d += kRun) {
     float sums[kRun];
     std::memcpy(sums, out + d, sizeof(sums));
-    for (int64_t i = 0; i < kRun; i += 4) std::memcpy(out + d + i, sums + i % 8 / 4 * kLanes + i / 8 * 4, 4 * sizeof(float));
+    for (int64_t i = 0; i < kRun; ++i) out[d + i] = sums[kDepth<E> > 1 ? i % 8 / 4 * kLanes + i / 8 * 4 + i % 4 : i % 2 * kLanes + i / 2];
   }
 }
 
@@ -283,10 +366,11 @@ template <class E, class C>
 inline void pack_keys(const KeyTile<C>& tile, int64_t num_operands, E* packed) {
   constexpr int S = kRowsOfKeys<E, C>;
   for (int64_t first = tile.begin; first < tile.end; first += kLanes) {
-    for (int64_t i = 0; i < num_operands; i += S) {
-      decltype(load(packed)) rows[S][1];
-      load_keys<E>(tile, first / kLanes, i, rows);
-      for (int s = 0; s < S; ++s) store(packed + (i + s) * kTileKeys + first, rows[s][0]);
+    const C* const keys[] = {tile.keys[first / kLanes]};
+    for (int64_t i = 0; i < num_operands; ++i) {
+      decltype(load(packed)) row[1];
+      load_keys<E>(keys, tile.key_stride, i / S, i % S, row);
+      store(packed + i * kTileKeys + first, row[0]);
     }
   }
 }
@@ -310,12 +394,12 @@ inline void pack_keys_of_odd_size(const KeyTile<C>& tile, int64_t num_operands, 
 // prefetch
 template <class E, class C, class F>
 inline void pack_values(const KeyTile<C>& tile, bool directly, int64_t dim, E* packed, F fetch) {
-  constexpr int V = kInterleaves<E, C> ? 2 : 1;
+  constexpr int V = kReorders<C> ? 2 : 1;
   for (int64_t j = tile.begin / kDepth<E>; j * kDepth<E> < tile.end; fetch(j), ++j) {
     E* const to = packed + j * dim;
     for (int64_t d = 0; directly && d < dim; d += V * kLanes) {
       decltype(load(packed)) row[V];
-      load_values<E>(tile, j, d, row);
+      load_values<E>(tile.value(kDepth<E> * j) + d, tile.value(std::min(kDepth<E> * (j + 1), tile.end) - 1) + d, row);
       for (int v = 0; v < V; ++v) store(to + d + v * kLanes, row[v]);
     }
     for (int64_t d = 0; !directly && d < dim; d += kLanes) {
@@ -326,25 +410,25 @@ inline void pack_values(const KeyTile<C>& tile, bool directly, int64_t dim, E* p
   }
 }
 
-// Scores of a strip of rows for the keys [begin, end) of the tile; begin is that of a vector. keys(vector, i, rows) loads.
+// Scores of a strip of rows for the keys [begin, end) of the tile; begin is that of a vector. keys<V>(vector) has the operands of V
+// vectors.
 template <int S, class E, class F>
 inline void score_strip(const Workspace<E>& work, int64_t row, int64_t height, int64_t num_operands, int64_t begin, int64_t end,
                         F keys) {
   for (int64_t i = 0; i < height; ++i) std::fill_n(work.scores + i * kTileKeys + begin, round_up(end - begin, kLanes), 0.0f);
-  for_each_vectors(begin, end, [&]<int V>(int64_t first) {
-    const auto load = [&](int64_t i, auto& rows) { keys(first / kLanes, i, rows); };
-    multiply_add_strip<V, S>(height, work.query + row * work.dim, work.dim, num_operands, load, work.scores + first, kTileKeys);
+  for_each_vectors(height, begin, end, [&]<int V>(int64_t first) {
+    multiply_add_strip<V, S>(height, work.query + row * work.dim, work.dim, num_operands, keys.template operator()<V>(first / kLanes),
+                             work.scores + first, kTileKeys);
   });
 }
 
-// out += weights * values, for the operands [begin, end) of a strip's weights; values(j, d, vectors) loads the j-th ones' from
-// the feature d on
+// out += weights * values, for the operands [begin, end) of a strip's weights; values<V>(d) has the operands from the begin-th on, of
+// V vectors of features from d on
 template <class E, class F>
 inline void weigh(const Workspace<E>& work, int64_t row, int64_t height, int64_t begin, int64_t end, F values) {
-  for_each_vectors(0, work.dim, [&]<int V>(int64_t d) {
-    const auto load = [&](int64_t j, auto& rows) { values(begin + j, d, rows[0]); };
-    multiply_add_strip<V, 1>(height, work.weights + begin, kTileKeys, end - begin, load, work.run.out + row * work.dim + d,
-                             work.dim);
+  for_each_vectors(height, 0, work.dim, [&]<int V>(int64_t d) {
+    multiply_add_strip<V, 1>(height, work.weights + begin, kTileKeys, end - begin, values.template operator()<V>(d),
+                             work.run.out + row * work.dim + d, work.dim);
   });
 }
 
