@@ -108,7 +108,8 @@ struct Attention {
     return tasks;
   }
 
-  KeyTile<C> first_tile(const Task& t) const { return locate(t, t.first_key / kTileKeys * kTileKeys); }
+  static int64_t first_start(const Task& t) { return t.first_key / kTileKeys * kTileKeys; }
+  static int64_t last_start(const Task& t) { return (t.last_key - 1) / kTileKeys * kTileKeys; }
 
   // The tile from `start` on, a multiple of kTileKeys.
   KeyTile<C> locate(const Task& t, int64_t start) const {
@@ -132,6 +133,12 @@ struct Attention {
     fill_rest(tile.keys);
     fill_rest(tile.values);
     return tile;
+  }
+
+  // The same, or, where the task has no more, as far on in the task that this thread may get next, or null.
+  KeyTile<C> locate_ahead(const Task& t, const Task* then, int64_t start) const {
+    if (start < t.last_key || !then) return locate(t, std::min(start, last_start(t)));
+    return locate(*then, std::min(first_start(*then) + start - last_start(t) - kTileKeys, last_start(*then)));
   }
 
   int64_t block_of(const Task& t, int64_t key) const { return block_tables[t.sequence * max_blocks + key / block_size]; }
@@ -353,10 +360,12 @@ struct Attention {
 #if FLYBALL_AMX
     AmxTiles tiles;
 #endif
-    KeyTile<C> next;
-    for (KeyTile<C> tile = first_tile(t); !tile.empty(); tile = next) {
-      next = locate(t, tile.start + kTileKeys);
-      const KeyTile<C> coming = !next.empty() ? next : then ? first_tile(*then) : tile;
+    KeyTile<C> tile = locate(t, first_start(t)), coming = locate_ahead(t, then, tile.start + kTileKeys);
+    for (bool is_last = false; !is_last;) {
+      const int64_t end = tile.start + kTileKeys;
+      is_last = end >= t.last_key;
+      const KeyTile<C> later = locate_ahead(t, then, end + kTileKeys);
+      if (rows <= kFewRows && has_vectors()) fetch_addresses(later);
 #if FLYBALL_AMX
       if constexpr (std::is_same_v<E, Bf16Pair>) {
         if (has_amx()) visit_by_tiles(t, tile, coming, work, tiles);
@@ -364,7 +373,8 @@ struct Attention {
       } else
 #endif
         visit(t, tile, coming, work);
-      if (is_one_run || (next.start % kRunKeys != 0 && !next.empty())) continue;
+      tile = std::exchange(coming, later);
+      if (is_one_run || (end % kRunKeys != 0 && !is_last)) continue;
       for (int64_t row = 0; row < rows; ++row) absorb(work.whole.row(row, work.dim), work.run.row(row, work.dim), work.dim);
       work.run.reset(rows, work.dim);
     }

@@ -333,6 +333,16 @@ struct CachedValues {
   }
 };
 
+// Has the CPU look up where in memory a tile's blocks are, before all of it is fetched: a block of a large cache is in a page of its
+// own, and what is fetched meanwhile would wait.
+template <class C>
+inline void fetch_addresses(const KeyTile<C>& tile) {
+  for (int64_t v = 0; v < kTileKeys / kLanes; v += 16 / kLanes) {
+    prefetch_line(tile.keys[v]);
+    prefetch_line(tile.values[v]);
+  }
+}
+
 // Of the j-th and the next key of such a tile.
 template <class C>
 inline void fetch_values(const KeyTile<C>& tile, int64_t j) {
