@@ -135,7 +135,8 @@ struct Attention {
     return tile;
   }
 
-  // The same, or, where the task has no more, as far on in the task that this thread may get next, or null.
+  // The tile from `start` on. Where the task ends before it, the one as far on in `then`: a task that this thread may get next, or null.
+  // Of the last of both, the last tile.
   KeyTile<C> locate_ahead(const Task& t, const Task* then, int64_t start) const {
     if (start < t.last_key || !then) return locate(t, std::min(start, last_start(t)));
     return locate(*then, std::min(first_start(*then) + start - last_start(t) - kTileKeys, last_start(*then)));
