@@ -47,6 +47,9 @@ struct Attention {
   // Whether the blocks hold whole vectors of keys. The tiles of others are copied out of them first.
   bool has_vectors() const { return block_size % kLanes == 0; }
 
+  // Whether coming tiles are fetched: with few rows, memory is the limit.
+  bool fetches(const Task& t) const { return num_rows(t) <= kFewRows && has_vectors(); }
+
   // Whether operands of keys, or values, can be made from the cache as it is.
   template <class E>
   bool reads_keys() const {
@@ -230,7 +233,7 @@ struct Attention {
     constexpr bool kConvertsKeys = kDepth<E> == 1 ? !std::is_same_v<C, float> : kIsInt8<C>;
     constexpr bool kConvertsValues = !std::is_same_v<C, float> || kDepth<E> > 1;
     const int64_t rows = num_rows(t), operands = num_operands<E>();
-    const bool is_few = rows <= kFewRows, fetches = is_few && has_vectors();
+    const bool is_few = rows <= kFewRows, fetches = this->fetches(t);
     const bool packs_keys = !reads_keys<E>() || (kConvertsKeys && !is_few);
     const bool packs_values = !reads_values() || (kConvertsValues && !is_few);
     if (!has_vectors()) copy_out(t, tile, reinterpret_cast<C*>(work.block_keys), reinterpret_cast<C*>(work.block_values));
@@ -294,7 +297,7 @@ struct Attention {
       else pack_keys_of_odd_size(tile, operands, work.keys);
       pad_keys(operands, work.keys);
     }
-    const bool fetches = rows <= kFewRows && has_vectors();
+    const bool fetches = this->fetches(t);
     pack_values(tile, reads_values(), work.dim, work.values, [&](int64_t pair) {
       if (fetches) fetch_values(coming, 2 * pair);
     });
@@ -366,7 +369,7 @@ struct Attention {
       const int64_t end = tile.start + kTileKeys;
       is_last = end >= t.last_key;
       const KeyTile<C> later = locate_ahead(t, then, end + kTileKeys);
-      if (rows <= kFewRows && has_vectors()) fetch_addresses(later);
+      if (fetches(t)) fetch_addresses(later);
 #if FLYBALL_AMX
       if constexpr (std::is_same_v<E, Bf16Pair>) {
         if (has_amx()) visit_by_tiles(t, tile, coming, work, tiles);

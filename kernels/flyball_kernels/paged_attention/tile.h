@@ -19,10 +19,10 @@
 namespace flyball {
 
 constexpr int64_t kTileKeys = 64, kRunKeys = 512;  // of a tile, and of a run of tiles
-constexpr int64_t kLineBytes = 64;  // of a cache line
-constexpr int64_t kNoEnd = std::numeric_limits<int32_t>::max();  // of a run that has all operands
 constexpr int64_t kQueryRows = 96;                  // amortises packing a tile of keys
 constexpr int64_t kFewRows = 8;  // up to here operands are made from the cache when they are used, and not packed before
+constexpr int64_t kLineBytes = 64;  // of a cache line
+constexpr int64_t kNoEnd = std::numeric_limits<int32_t>::max();  // rows of a run that has all of them
 static_assert(kRunKeys % kTileKeys == 0 && kTileKeys % kLanes == 0);
 
 // How many features, or keys, an operand holds.
@@ -336,7 +336,7 @@ struct CachedValues {
 // Has the CPU look up where in memory a tile's blocks are, before all of it is fetched: a block of a large cache is in a page of its
 // own, and what is fetched meanwhile would wait.
 template <class C>
-inline void fetch_addresses(const KeyTile<C>& tile) {
+[[gnu::always_inline]] inline void fetch_addresses(const KeyTile<C>& tile) {
   for (int64_t v = 0; v < kTileKeys / kLanes; v += 16 / kLanes) {
     prefetch_line(tile.keys[v]);
     prefetch_line(tile.values[v]);
@@ -345,7 +345,7 @@ inline void fetch_addresses(const KeyTile<C>& tile) {
 
 // Of the j-th and the next key of such a tile.
 template <class C>
-inline void fetch_values(const KeyTile<C>& tile, int64_t j) {
+[[gnu::always_inline]] inline void fetch_values(const KeyTile<C>& tile, int64_t j) {
   for (const C* from : {tile.value(j), tile.value(j + 1)})
     for (int64_t d = 0; d < tile.head_dim; d += kLineBytes / sizeof(C)) prefetch_line(from + d);
 }
