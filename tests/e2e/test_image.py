@@ -1,17 +1,19 @@
-"""The image serves what the checkout serves on the same machine: no figure is published that its users do not get."""
+"""The image runs what the checkout runs on the same machine: no figure is published that its users do not get."""
 
 import asyncio
 import random
+import re
 import string
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from checkpoints import make_checkpoint
 from e2e_kit.answers import Answer, Ask
-from e2e_kit.models import SERVED_NAME, Model, from_folder
+from e2e_kit.models import SERVED_NAME, from_folder
 from e2e_kit.node import Node
 from e2e_kit.work import new_session
 from flyball_kernels.cpu import build
@@ -27,13 +29,15 @@ SIZES = {
 """The 88 million parameters of the benchmarks, less their vocabulary."""
 NUM_THREADS = "--num-threads=2"
 ROUNDS, NUM_REQUESTS, PROMPT_CHARACTERS, OUTPUT_TOKENS = 5, 16, 64, 24
-LEAST_SHARE = 0.7
+CHOICES = r"C\+\+ ops: (\S+)", r"CPU linear layers: (\S+)", r"(\S+ on cpu, kernels \S+, attention \S+),"
 
 
-def test_the_image_is_as_fast_as_the_checkout(
+def test_the_image_runs_the_kernels_of_the_checkout(
     operator: Node, namespace: str, tmp_path: Path, figures: dict[str, Any]
 ) -> None:
-    """In turns. In each round other work on the machine hits both alike, most of the time; the best round counts."""
+    """Both are measured too, in turns. Their rates are shown and not judged: a pod and a process of this test do not get
+    equal shares of a machine that has other work.
+    """
     folder = make_checkpoint(tmp_path / "model", "llama3", dtype=torch.bfloat16, **SIZES)
     for path in (tmp_path, *folder.iterdir()):
         path.chmod(0o755)  # pods run as another user
@@ -50,10 +54,12 @@ def test_the_image_is_as_fast_as_the_checkout(
         for seed in range(ROUNDS):
             for name, url in urls.items():
                 found[name].append(asyncio.run(tokens_per_s(url, seed)))
-    image, checkout = max(zip(found["image"], found["checkout"], strict=True), key=lambda rates: rates[0] / rates[1])
-    figures |= {"image_tokens_per_s": image, "checkout_tokens_per_s": checkout}
-    figures["image_over_checkout"] = image / checkout
-    assert figures["image_over_checkout"] >= LEAST_SHARE, f"{found}\n{log(model)}"
+    figures |= {f"{name}_tokens_per_s": median(rates) for name, rates in found.items()}
+    pairs = zip(found["image"], found["checkout"], strict=True)
+    figures["image_over_checkout"] = median(image / checkout for image, checkout in pairs)
+    of_image = choices(model.kubectl("logs", f"deployment/{model.name}"))
+    assert of_image == choices((tmp_path / "log").read_text())
+    assert of_image[1] == "cpp"
 
 
 async def tokens_per_s(url: str, seed: int) -> float:
@@ -68,7 +74,8 @@ async def tokens_per_s(url: str, seed: int) -> float:
     return NUM_REQUESTS * OUTPUT_TOKENS / (time.monotonic() - start_s)
 
 
-def log(model: Model) -> str:
-    """Return what the runtime says of its kernels."""
-    lines = model.kubectl("logs", f"deployment/{model.name}").splitlines()
-    return "\n".join(line for line in lines if "flyball_kernels" in line)
+def choices(log: str) -> list[str]:
+    """Return what a runtime's log says of the kernels that it runs: instruction set, linear layers, dtype and attention."""
+    found = [re.search(pattern, log) for pattern in CHOICES]
+    assert all(found), log
+    return [one[1] for one in found if one]
