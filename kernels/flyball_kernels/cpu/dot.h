@@ -64,14 +64,9 @@ inline Vec add_product(Vec sum, VecU a, VecU b) {
 }
 #endif
 
-// Rounds to nearest, ties to even, and returns what it stored. The instruction of AVX512_BF16 makes denormals 0.
+// Returns what it stored.
 inline Vec store_rounded(c10::BFloat16* to, Vec v) {
-#if defined(__AVX512BF16__)
-  const __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)v);
-  __builtin_memcpy(to, &rounded, sizeof(rounded));
-#else
   store(to, v);
-#endif
   return load(to);
 }
 

@@ -104,6 +104,8 @@ inline void store(float* to, Vec v) { __builtin_memcpy(to, &v, sizeof(v)); }
 inline void store(c10::BFloat16* to, Vec v) {
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
   const bfloat16x4_t out = vcvt_bf16_f32((float32x4_t)v);  // what the rest says, in one instruction
+#elif defined(__AVX512BF16__)
+  const __m256bh out = _mm512_cvtneps_pbh((__m512)v);  // the same, but denormals become 0
 #else
   const VecU bits = (VecU)v;
   const VecU rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
@@ -191,11 +193,18 @@ inline float max(Vec v) {
 
 // 2**x, at most 2 units in the last place off; below -126 it is 0. The polynomial is 2**f on [-0.5, 0.5] (Cephes).
 inline Vec exp2(Vec x) {
+#if defined(__AVX512F__)
+  const __mmask16 tiny = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_LT_OQ);
+  x = (Vec)_mm512_min_ps(_mm512_set1_ps(127.0f), (__m512)x);  // x if it is not a number
+  const Vec whole = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vec f = x - whole;
+#else
   const VecI tiny = x < -126.0f;
   x = tiny ? splat(-126.0f) : x;
   x = x > 127.0f ? splat(127.0f) : x;
   const Vec shifted = x + 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer, kept in the low bits
   const Vec f = x - (shifted - 12582912.0f);
+#endif
   Vec p = splat(1.535336188319500e-4f);
   p = p * f + 1.339887440266574e-3f;
   p = p * f + 9.618437357674640e-3f;
@@ -203,8 +212,12 @@ inline Vec exp2(Vec x) {
   p = p * f + 2.402264791363012e-1f;
   p = p * f + 6.931472028550421e-1f;
   p = p * f + 1.0f;
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_scalef_ps(_knot_mask16(tiny), (__m512)p, (__m512)whole);
+#else
   const Vec result = (Vec)((VecI)p + ((VecI)shifted << 23));
   return tiny ? Vec{} : result;
+#endif
 }
 
 inline Vec exp(Vec x) { return exp2(x * kLog2e); }

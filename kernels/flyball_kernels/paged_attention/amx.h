@@ -8,9 +8,6 @@ namespace flyball {
 
 static_assert(kAmxColumns == kLanes && kAmxStepBytes == 2 * kLanes * sizeof(c10::BFloat16));
 
-// The first of the keys that are multiplied together with the begin-th.
-inline int64_t step_of(int64_t begin) { return begin / kTogether * kTogether; }
-
 // Rows of operands that are missing from whole steps become zeros: the keys' last features, values of keys that are not there.
 inline void pad_keys(int64_t num_operands, Bf16Pair* packed) {
   std::memset(packed + num_operands * kTileKeys, 0, (round_up(num_operands, kLanes) - num_operands) * kTileKeys * sizeof(*packed));
@@ -35,52 +32,6 @@ inline void score_by_tiles(const Workspace<Bf16Pair>& work, int64_t row, int64_t
                           round_up(num_operands, kLanes) / kLanes, false, work.scores + j, kTileKeys,
                           [&](int64_t step) { fetch(j / kLanes, step); });
   }
-}
-
-// 2**x for weights, which will be rounded to 8 bits: at most 2**-18 of it off. Below -149 it is 0. The polynomial is 2**f on
-// [-0.5, 0.5], with the least relative error that its degree can have.
-inline Vec exp2_of_weights(Vec x) {
-  x = max(x, splat(-200.0f));  // -inf has no fraction
-  const Vec whole = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const Vec f = x - whole;
-  Vec p = splat(9.57010221e-3f);
-  p = p * f + 5.59178591e-2f;
-  p = p * f + 2.40247443e-1f;
-  p = p * f + 6.93121791e-1f;
-  p = p * f + 9.99999285e-1f;
-  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
-}
-
-// As soften_row, for the keys of whole steps from begin to end. What scores are multiplied by to be in base 2 is positive.
-inline void soften_row_by_tiles(const Workspace<Bf16Pair>& work, float factor, int64_t row, int64_t slot, int64_t first,
-                                int64_t last, int64_t begin, int64_t end) {
-  float* scores = work.scores + slot * kTileKeys;
-  auto* weights = reinterpret_cast<c10::BFloat16*>(work.weights + slot * kTileKeys);
-  const Sums sums = work.run.row(row, work.dim);
-  const int64_t stop = round_up(end, kTogether);
-  std::fill(scores + begin, scores + std::clamp(first, begin, stop), kNegInf);
-  std::fill(scores + std::clamp(last, begin, end), scores + stop, kNegInf);
-  Vec top = splat(kNegInf), total{};
-  for (int64_t j = begin; j < stop; j += kLanes) top = max(top, load(scores + j));
-  const float new_max = std::max(*sums.max, max(top) * factor);
-  if (new_max == kNegInf) {  // the row sees none of the keys so far
-    std::memset(weights + begin, 0, (stop - begin) * sizeof(*weights));
-    return;
-  }
-  for (int64_t j = begin; j < stop; j += kTogether) {
-    const Vec low = exp2_of_weights(load(scores + j) * factor - new_max);
-    const Vec high = exp2_of_weights(load(scores + j + kLanes) * factor - new_max);
-    const VecU pairs = (VecU)(__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    std::memcpy(weights + j, &pairs, sizeof(pairs));
-    total = add_product(total, pairs, VecU{} + 0x3f803f80u);  // ones
-  }
-  if (new_max != *sums.max) {
-    const float correction = exp2(splat(*sums.max - new_max))[0];
-    for (int64_t d = 0; d < work.dim; d += kLanes) store(sums.out + d, load(sums.out + d) * correction);
-    *sums.sum *= correction;
-    *sums.max = new_max;
-  }
-  *sums.sum += sum(total);
 }
 
 // out += weights * values, for the keys of whole steps from begin to end

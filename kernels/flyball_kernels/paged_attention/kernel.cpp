@@ -216,13 +216,19 @@ struct Attention {
   template <class E>
   void soften(const Task& t, const KeyTile<C>& tile, const Scales<C>& scales, const Workspace<E>& work, int64_t row,
               int64_t height, int64_t begin, int64_t end) const {
-    for (int64_t i = 0; i < height; ++i) {
-      float* scores = work.scores + i * kTileKeys;
-      if (kDepth<E> > 1) scale_row(scores, begin, end, query_scale());
-      if constexpr (kIsInt8<C>) scale_row(scores, begin, end, scales.keys);
-      if (softcap > 0.0f) bound_row(scores, begin, end, softcap * kLog2e);
-      soften_row(work, scales, row + i, i, first_key(t, tile, row + i), last_key(t, tile, row + i), begin, end);
+    float factor = kDepth<E> > 1 ? query_scale() : 1.0f;
+    if (kIsInt8<C> || softcap > 0.0f || !(factor > 0.0f)) {
+      for (int64_t i = 0; i < height; ++i) {
+        float* scores = work.scores + i * kTileKeys;
+        if (kDepth<E> > 1) scale_row(scores, begin, end, factor);
+        if constexpr (kIsInt8<C>) scale_row(scores, begin, end, scales.keys);
+        if (softcap > 0.0f) bound_row(scores, begin, end, softcap * kLog2e);
+      }
+      factor = 1.0f;
     }
+    soften_strip(
+        work, scales, factor, row, height, [&](int64_t i) { return first_key(t, tile, row + i); },
+        [&](int64_t i) { return last_key(t, tile, row + i); }, begin, end);
   }
 
   // Strip by strip, because a strip's scores then stay in the nearest cache. Keys that a strip does not see are left out.
@@ -273,15 +279,9 @@ struct Attention {
 #if FLYBALL_AMX
   void soften_by_tiles(const Task& t, const KeyTile<C>& tile, const Scales<C>& scales, const Workspace<Bf16Pair>& work,
                        int64_t row, int64_t height, int64_t begin, int64_t end) const {
-    const float factor = query_scale();
-    const int64_t stop = round_up(end, kTogether);
-    if (!kIsInt8<C> && softcap == 0.0f && factor > 0.0f) {
-      for (int64_t i = 0; i < height; ++i)
-        soften_row_by_tiles(work, factor, row + i, i, first_key(t, tile, row + i), last_key(t, tile, row + i), begin, end);
-      return;
-    }
     soften(t, tile, scales, work, row, height, begin, end);
-    if (stop - end < kLanes) return;
+    const int64_t stop = round_up(end, kTogether);
+    if (kRoundsPairs<Bf16Pair, C> || stop - end < kLanes) return;
     for (int64_t i = 0; i < height; ++i) store_weights(work.weights + i * kTileKeys, stop - kLanes, Vec{});
   }
 
@@ -389,7 +389,8 @@ struct Attention {
     float total = *sums.sum;
     if (sinks) total += exp2(splat(sinks[q_head_of(t, row)] * kLog2e - *sums.max))[0];
     T* to = out + row_offset(t, row);
-    for (int64_t d = 0; d < head_dim; d += kLanes) store_up_to(to + d, load(sums.out + d) / total, head_dim - d);
+    const float share = 1.0f / total;
+    for (int64_t d = 0; d < head_dim; d += kLanes) store_up_to(to + d, load(sums.out + d) * share, head_dim - d);
   }
 
   // The runs of a tile stand next to each other; merges those from `begin` on and returns where the next tile's begin.
@@ -418,9 +419,8 @@ struct Attention {
               struct Tile;
               const int64_t rows = std::max(kQueryRows, group());
               float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
-              team.share_chunks(tasks.size(), 1, [&](size_t i) {
-                const size_t then = i + team.size();
-                run(tasks[i], then < tasks.size() ? &tasks[then] : nullptr, memory, partials);
+              team.share_runs(tasks.size(), 1, [&](size_t i, size_t next) {
+                run(tasks[i], next < tasks.size() ? &tasks[next] : nullptr, memory, partials);
               });
               if (num_partial_rows == 0) return;
               team.run_once([&] {

@@ -115,6 +115,9 @@ inline void for_each_vectors(int64_t rows, int64_t begin, int64_t end, F f) {
 
 constexpr int64_t kTogether = 2 * kLanes;  // keys of a step of matrix units
 
+// The first of the keys that are multiplied together with the begin-th.
+inline int64_t step_of(int64_t begin) { return begin / kTogether * kTogether; }
+
 // Scales of a tile's keys and values in an int8 cache; other caches have none.
 template <class C>
 struct Scales {};
@@ -130,7 +133,7 @@ struct Scales<int8_t> {
   }
   // Of keys that are not there, beside others.
   void reset(int64_t begin, int64_t end) {
-    begin = begin / kTogether * kTogether;
+    begin = step_of(begin);
     std::fill(keys + begin, keys + round_up(end, kTogether), 0.0f);
     std::fill(values + begin, values + round_up(end, kTogether), 0.0f);
   }
@@ -354,6 +357,17 @@ template <class C>
 template <class E>
 inline void restore_order(float* out, int64_t dim) {
   constexpr int64_t kRun = 2 * kLanes;
+#if defined(__AVX512BF16__)
+  if constexpr (kDepth<E> > 1) {
+    const VecI low{0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+    for (int64_t d = 0; d < dim; d += kRun) {
+      const __m512 first = (__m512)load(out + d), second = (__m512)load(out + d + kLanes);
+      store(out + d, (Vec)_mm512_permutex2var_ps(first, (__m512i)low, second));
+      store(out + d + kLanes, (Vec)_mm512_permutex2var_ps(first, (__m512i)(low + 8), second));
+    }
+    return;
+  }
+#endif
   for (int64_t d = 0; d < dim; d += kRun) {
     float sums[kRun];
     std::memcpy(sums, out + d, sizeof(sums));
@@ -479,33 +493,78 @@ inline Vec store_weights(E* weights, int64_t j, Vec weight, const Scales<int8_t>
   else return scale > 0.0f ? stored / scale : weight;
 }
 
-// Turns scores of the row, in the slot-th row of the scores, into weights relative to its new maximum, and scales what was
-// summed before to it. Keys outside [first, last) are hidden from the row, and so is what fills the last vector.
+// Whether weights are computed and rounded two vectors at a time, as pairs.
 template <class E, class C>
-inline void soften_row(const Workspace<E>& work, const Scales<C>& scales, int64_t row, int64_t slot, int64_t first, int64_t last,
-                       int64_t begin, int64_t end) {
-  float* scores = work.scores + slot * kTileKeys;
-  E* weights = work.weights + slot * kTileKeys;
+constexpr bool kRoundsPairs =
+#if defined(__AVX512BF16__)
+    std::is_same_v<E, Bf16Pair> && !kIsInt8<C>;
+
+// 2**x for weights, which will be rounded to 8 bits: at most 2**-18 of it off. Below -149 it is 0. The polynomial is 2**f on
+// [-0.5, 0.5], with the least relative error that its degree can have.
+inline Vec exp2_of_weights(Vec x) {
+  x = max(x, splat(-200.0f));  // -inf has no fraction
+  const Vec whole = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vec f = x - whole;
+  Vec p = splat(9.57010221e-3f);
+  p = p * f + 5.59178591e-2f;
+  p = p * f + 2.40247443e-1f;
+  p = p * f + 6.93121791e-1f;
+  p = p * f + 9.99999285e-1f;
+  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
+}
+
+// Stores the pairs of weights of 2**low and 2**high from the j-th on, and adds what it stored to a sum.
+inline Vec add_weights(Vec sum, Bf16Pair* weights, int64_t j, Vec low, Vec high) {
+  const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh((__m512)exp2_of_weights(high), (__m512)exp2_of_weights(low));
+  std::memcpy(reinterpret_cast<c10::BFloat16*>(weights) + j, &pairs, sizeof(pairs));
+  return add_product(sum, (VecU)pairs, VecU{} + 0x3f803f80u);  // ones
+}
+#else
+    false;
+#endif
+
+// Turns the scores of a strip of rows into weights relative to each row's new maximum, and scales what was summed before to it.
+// Scores are in base 2 when they are multiplied by a factor, which is positive. Keys outside [first(i), last(i)) are hidden from
+// the i-th row, and so is what fills the last step. Each part is for all rows before the next one, since a row alone would wait
+// for its sums longer than it computes.
+template <class E, class C, class F, class G>
+inline void soften_strip(const Workspace<E>& work, const Scales<C>& scales, float factor, int64_t row, int64_t height, F first,
+                         G last, int64_t begin, int64_t end) {
+  constexpr int64_t kStep = kRoundsPairs<E, C> ? kTogether : kLanes;
+  const int64_t start = begin / kStep * kStep, stop = round_up(end, kStep);
   const Sums sums = work.run.row(row, work.dim);
-  const int64_t stop = begin + round_up(end - begin, kLanes);
-  std::fill(scores + begin, scores + std::clamp(first, begin, stop), kNegInf);
-  std::fill(scores + std::clamp(last, begin, end), scores + stop, kNegInf);
-  Vec top = splat(*sums.max), total{};
-  for (int64_t j = begin; j < stop; j += kLanes) top = flyball::max(top, load(scores + j));
-  const float new_max = flyball::max(top);
-  if (new_max == kNegInf) {  // the row sees none of the keys so far
-    for (int64_t j = begin; j < stop; j += kLanes) store_weights(weights, j, Vec{});
-    return;
+  float tops[kStripRows];
+  Vec totals[kStripRows];
+  for (int64_t i = 0; i < height; ++i) {
+    float* scores = work.scores + i * kTileKeys;
+    std::fill(scores + start, scores + std::clamp(first(i), begin, stop), kNegInf);
+    std::fill(scores + std::clamp(last(i), begin, end), scores + stop, kNegInf);
+    Vec top = load(scores + start);
+    for (int64_t j = start + kLanes; j < stop; j += kLanes) top = max(top, load(scores + j));
+    tops[i] = std::max(sums.max[i], max(top) * factor);
   }
-  for (int64_t j = begin; j < stop; j += kLanes)
-    total += store_weights(weights, j, exp2(load(scores + j) - new_max), scales);
-  if (new_max != *sums.max) {
-    const float correction = exp2(splat(*sums.max - new_max))[0];
-    for (int64_t d = 0; d < work.dim; d += kLanes) store(sums.out + d, load(sums.out + d) * correction);
-    *sums.sum *= correction;
-    *sums.max = new_max;
+  for (int64_t i = 0; i < height; ++i) {
+    const float* scores = work.scores + i * kTileKeys;
+    E* weights = work.weights + i * kTileKeys;
+    const Vec zero = splat(tops[i] == kNegInf ? 0.0f : -tops[i]);  // of a row that sees none of the keys so far all weights are 0
+    const auto power = [&](int64_t j) { return add_product(zero, load(scores + j), splat(factor)); };
+    Vec total{};
+    for (int64_t j = start; j < stop; j += kStep) {
+      if constexpr (kRoundsPairs<E, C>) total = add_weights(total, weights, j, power(j), power(j + kLanes));
+      else total += store_weights(weights, j, exp2(power(j)), scales);
+    }
+    totals[i] = total;
   }
-  *sums.sum += flyball::sum(total);
+  for (int64_t i = 0; i < height; ++i) {
+    if (tops[i] != sums.max[i]) {
+      const float correction = exp2(splat(sums.max[i] - tops[i]))[0];
+      float* out = sums.out + i * work.dim;
+      for (int64_t d = 0; d < work.dim; d += kLanes) store(out + d, load(out + d) * correction);
+      sums.sum[i] *= correction;
+      sums.max[i] = tops[i];
+    }
+    sums.sum[i] += sum(totals[i]);
+  }
 }
 
 }  // namespace flyball
