@@ -152,9 +152,9 @@ def step_tokens_table() -> str:
     return markdown(header, rows) + f"\n\n{where(result)}"
 
 
-def quantization_table() -> str:
+def quantization_table(name: str) -> str:
     """Each kind of weights: tokens a second by sequences, and how fast one sequence reads its weights."""
-    result = read("quantization")
+    result = read(name)
     if result is None:
         return NOT_MEASURED
     by_load, copy = result["output_tokens_per_s"], result["bounds"]["copy_gb_per_s"]["median"]
@@ -349,15 +349,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-avx2": partial(vllm_table, "versus_vllm_avx2"),
     "time-avx2": partial(time_table, "versus_vllm_avx2"),
     "llamacpp-avx2": partial(llamacpp_table, "versus_llamacpp_avx2", "versus_llamacpp_avx2_4_bits"),
-    "quantization": quantization_table,
+    "quantization": partial(quantization_table, "quantization"),
+    "quantization-zen5": partial(quantization_table, "quantization_zen5"),
     "perplexity": perplexity_table,
     "api-process": api_process_table,
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),
     "openvino": openvino_table,
     "linear": linear_table,
     "linear-avx2": partial(linear_table, "_avx2"),
+    "linear-zen5": partial(linear_table, "_zen5"),
     "attention": attention_table,
     "attention-avx2": partial(attention_table, "paged_attention_decode_avx2"),
+    "attention-zen5": partial(attention_table, "paged_attention_decode_zen5"),
     "step-tokens": step_tokens_table,
     "time": time_table,
     "time-before": before_table,

@@ -109,8 +109,8 @@ inline void for_each_vectors(int64_t rows, int64_t begin, int64_t end, F f) {
   }
 }
 
-// Into the first cache; what does not fit there beside what is being read stays in the second. Inlined at any rate: a function that
-// only prefetches does nothing in GCC's eyes, so that it removes the call.
+// Into the first cache; what does not fit there beside what is being read stays in the second. Inlined at any rate: a function
+// that only prefetches does nothing in GCC's eyes, so that it removes the call.
 [[gnu::always_inline]] inline void prefetch_line(const void* from) { __builtin_prefetch(from); }
 
 constexpr int64_t kTogether = 2 * kLanes;  // keys of a step of matrix units
@@ -524,9 +524,9 @@ inline Vec add_weights(Vec sum, Bf16Pair* weights, int64_t j, Vec low, Vec high)
 #endif
 
 // Turns the scores of a strip of rows into weights relative to each row's new maximum, and scales what was summed before to it.
-// Scores are in base 2 when they are multiplied by a factor, which is positive. Keys outside [first(i), last(i)) are hidden from
-// the i-th row, and so is what fills the last step. Each part is for all rows before the next one, since a row alone would wait
-// for its sums longer than it computes.
+// Scores are in base 2 when they are multiplied by a factor, which is positive. Keys outside [first(i), last(i)) are hidden
+// from the i-th row, and so is what fills the last step. Each part is for all rows before the next one, since a row alone would
+// wait for its sums longer than it computes.
 template <class E, class C, class F, class G>
 inline void soften_strip(const Workspace<E>& work, const Scales<C>& scales, float factor, int64_t row, int64_t height, F first,
                          G last, int64_t begin, int64_t end) {
@@ -546,8 +546,8 @@ inline void soften_strip(const Workspace<E>& work, const Scales<C>& scales, floa
   for (int64_t i = 0; i < height; ++i) {
     const float* scores = work.scores + i * kTileKeys;
     E* weights = work.weights + i * kTileKeys;
-    const Vec zero = splat(tops[i] == kNegInf ? 0.0f : -tops[i]);  // of a row that sees none of the keys so far all weights are 0
-    const auto power = [&](int64_t j) { return add_product(zero, load(scores + j), splat(factor)); };
+    const Vec origin = splat(tops[i] == kNegInf ? 0.0f : -tops[i]);  // where a row has seen no key so far all weights are 0
+    const auto power = [&](int64_t j) { return add_product(origin, load(scores + j), splat(factor)); };
     Vec total{};
     for (int64_t j = start; j < stop; j += kStep) {
       if constexpr (kRoundsPairs<E, C>) total = add_weights(total, weights, j, power(j), power(j + kLanes));
