@@ -184,6 +184,18 @@ def test_triton_searches_sequences_in_turns(num_splits, monkeypatch):
     check_triton([1, 22, 1, 0, 25, 1], [30, 22, 7, 3, 30, 1], num_splits=num_splits, **TINY)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_key_that_is_not_a_number_shows_in_the_rows_that_see_it(dtype):
+    inputs = attention_inputs([1, 40], [70, 70], **ONE_KV_HEAD, dtype=dtype)
+    for sequence in range(2):
+        inputs["k_cache"][inputs["block_tables"][sequence, 50 // 16], 50 % 16] = float("nan")
+    out = torch.zeros_like(inputs["query"])
+    paged_attention(**inputs, scale=0.125, max_query_len=40, out=out)
+    sees_it = torch.tensor([True] + [position >= 50 for position in range(30, 70)])
+    assert out.isnan().flatten(1).all(1).tolist() == sees_it.tolist()
+    assert out.isfinite().flatten(1).all(1).tolist() == (~sees_it).tolist()
+
+
 def test_blocks_before_a_window_are_not_read(run):
     inputs = attention_inputs([1, 20], [200, 120], **TINY)
     spare = (set(range(len(inputs["k_cache"]))) - set(inputs["block_tables"].flatten().tolist())).pop()

@@ -502,7 +502,7 @@ constexpr bool kRoundsPairs =
 // 2**x for weights, which will be rounded to 8 bits: at most 2**-18 of it off. Below -149 it is 0. The polynomial is 2**f on
 // [-0.5, 0.5], with the least relative error that its degree can have.
 inline Vec exp2_of_weights(Vec x) {
-  x = max(x, splat(-200.0f));  // -inf has no fraction
+  x = max(splat(-200.0f), x);  // -inf has no fraction; x if it is not a number
   const Vec whole = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Vec f = x - whole;
   Vec p = splat(9.57010221e-3f);
