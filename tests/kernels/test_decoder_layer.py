@@ -164,6 +164,19 @@ def test_gives_the_bits_of_its_parts(batch, kind, dtype):
     assert_same_bits({**layer, "cos_sin_cache": angles(), "eps": 1e-5, "scale": 32**-0.5}, step(batch, dtype))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", [672, 648], ids=["whole panels of gates", "a part of a panel"])
+def test_gates_in_panels_have_the_bits_of_gates_in_rows(inner, kind, activation, dtype):
+    """One row takes several panels at a time, a few take one, and many take one in several tiles."""
+    layer = with_linears(layer_weights(dtype, inner=inner, bias=True), kind, CPP)
+    for batch in ("one decode", "decodes", "a prompt among decodes", "more rows than a linear layer takes at a time"):
+        given = step(batch, dtype)
+        assert_same_bits(
+            {**layer, "cos_sin_cache": angles(), "eps": 1e-5, "scale": 32**-0.5, "activation": activation}, given
+        )
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 def test_gives_the_bits_of_its_parts_with_an_int8_cache(batch, dtype):
     layer = with_linears(layer_weights(dtype, qk_norm=True), "plain", CPP)

@@ -21,6 +21,4 @@ Work paged_attention_work(const Tensor& query, const Tensor& k_cache, const Tens
                           std::optional<int64_t> sliding_window, std::optional<double> softcap, const OptionalTensor& sinks,
                           std::optional<bool> dot, const Tensor& out);
 
-Work swiglu_work(const Tensor& gate_up, bool is_gelu, const Tensor& out);
-
 }  // namespace flyball

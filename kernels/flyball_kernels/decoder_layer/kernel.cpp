@@ -31,7 +31,7 @@ struct DecoderLayer : torch::CustomClassHolder {
   double scale;
   std::optional<int64_t> sliding_window;
   std::optional<double> softcap;
-  bool is_gelu;
+  Activation activation;
 
   DecoderLayer(Part qkv, Part output, Part gate_up, Part down, Tensor attention_norm, Tensor mlp_norm, OptionalTensor q_norm,
                OptionalTensor k_norm, double eps, double norm_offset, Tensor cos_sin_cache, double scale,
@@ -39,7 +39,8 @@ struct DecoderLayer : torch::CustomClassHolder {
       : qkv(std::move(qkv)), output(std::move(output)), gate_up(std::move(gate_up)), down(std::move(down)),
         attention_norm(std::move(attention_norm)), mlp_norm(std::move(mlp_norm)), q_norm(std::move(q_norm)),
         k_norm(std::move(k_norm)), eps(eps), norm_offset(norm_offset), cos_sin_cache(std::move(cos_sin_cache)), scale(scale),
-        sliding_window(sliding_window), softcap(softcap), is_gelu(is_gelu) {}
+        sliding_window(sliding_window), softcap(softcap),
+        activation(is_gelu ? Activation::kGeluTanh : Activation::kSilu) {}
 
   void check(const Tensor& x, const OptionalTensor& residual, const Inputs& inputs) const {
     const auto& [positions, k_cache, v_cache, slot_mapping, block_tables, cu_query_lens, context_lens] = inputs;
@@ -131,8 +132,7 @@ class Stretch {
         options_(x.options()), entered_(empty(x.size(1))),
         query_(empty(first.output->in_features).view({rows_, first.output->in_features / head_dim_, head_dim_})),
         attended_(at::empty_like(query_)), out_(empty(x.size(1))), total_(empty(x.size(1))), normed_(block(x.size(1))),
-        projected_(block(first.qkv->out_features)), added_(block(x.size(1))), inner_(block(first.gate_up->out_features)),
-        gated_(block(first.down->in_features)) {}
+        projected_(block(first.qkv->out_features)), added_(block(x.size(1))), gated_(block(first.down->in_features)) {}
 
   void embed(const Tensor& ids, const Tensor& table, const Tensor& x) { works_.push_back(embedding_work(ids, table, x)); }
 
@@ -153,11 +153,10 @@ class Stretch {
                               layer.sliding_window, layer.softcap, {}, {}, attended_));
     const Tensor attended = attended_.view({rows_, layer.output->in_features});
     for_blocks([&](const Rows& of, const Rows& block) {
-      const Tensor normed = block(normed_), added = block(added_), inner = block(inner_), gated = block(gated_);
+      const Tensor normed = block(normed_), added = block(added_), gated = block(gated_);
       work(layer.output->work(of(attended), added));
       work(rms_norm_work(added, of(entered), layer.mlp_norm, layer.eps, layer.norm_offset, normed, of(total_)));
-      work(layer.gate_up->work(normed, inner));
-      work(swiglu_work(inner, layer.is_gelu, gated));
+      work(layer.gate_up->gated_work(normed, layer.activation, gated));
       work(layer.down->work(gated, of(out_)));
     });
   }
@@ -207,7 +206,7 @@ class Stretch {
   const int64_t rows_, block_rows_, head_dim_;
   const at::TensorOptions options_;
   const Tensor entered_, query_, attended_, out_, total_;      // of all rows
-  const Tensor normed_, projected_, added_, inner_, gated_;  // of a block's
+  const Tensor normed_, projected_, added_, gated_;          // of a block's
   Tensor narrow_;  // logits, until they are wide
   std::vector<Work> works_;
 };

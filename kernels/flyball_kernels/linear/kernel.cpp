@@ -321,18 +321,26 @@ bool should_stream([[maybe_unused]] const Output<A>& out, [[maybe_unused]] int64
 #endif
 }
 
-// rows of x [rows, k] to rows of out, by each thread of a team
+// Whether a thread multiplies a panel of gates and the panel that they are for, and gates it while it is in the nearest cache.
+template <class A>
+bool gates_panels(int64_t n) {
+  return !kHasTiles<A> && n % (2 * kPanel) == 0;
+}
+
+// rows of x [rows, k] to rows of out, by each thread of a team. With an activation they are of the second half of the columns,
+// gated by the first half.
 template <class A>
 void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typename A::Weight* packed, int64_t n,
-                  Output<A> out, [[maybe_unused]] bool streams, const Team& team, float* memory) {
+                  Output<A> out, [[maybe_unused]] std::optional<Activation> activation, [[maybe_unused]] bool streams,
+                  const Team& team, float* memory) {
   static_assert(sizeof(typename A::Input) == sizeof(float));
   const Sizes size = sizes(k, out);
   auto* inputs = reinterpret_cast<typename A::Input*>(memory);
   [[maybe_unused]] auto* more = reinterpret_cast<float*>(inputs + rows * size.inputs);
   if constexpr (kIsQuantized<A>) out.scales.rows = more;
   if constexpr (kHasRuns<A>) out.scales.inputs = reinterpret_cast<RunInputs*>(more);
-  const int64_t num_panels = round_up(n, kPanel) / kPanel, num_tiles = round_up(rows, A::kTileRows) / A::kTileRows;
-  const int64_t num_threads = team.size();
+  const int64_t num_halves = activation ? 2 : 1, num_panels = round_up(n, kPanel) / kPanel / num_halves;  // of a half
+  const int64_t num_tiles = round_up(rows, A::kTileRows) / A::kTileRows, num_threads = team.size();
   const int64_t group = num_panels >= 2 * num_threads * panels_at_once<A>(rows) ? panels_at_once<A>(rows) : 1;
   const int64_t num_groups = round_up(num_panels, group) / group;
   const auto tile_start = [=](int64_t tile) { return tile * rows / num_tiles; };  // tiles of equal height, give or take 1
@@ -352,27 +360,53 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
     // unless there are few panels.
     const int64_t unit = num_groups < 4 * num_threads ? 1 : num_tiles;
     team.share_runs(num_groups * num_tiles, unit, [&](int64_t begin, int64_t end) {
-      int64_t panel = begin / num_tiles * group, tile = begin % num_tiles;
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = tile_start(tile), num_rows = tile_start(tile + 1) - row;
-        multiply<A>(num_rows, std::min(group, num_panels - panel), inputs + row * size.inputs, packed + panel * size.panel,
-                    size.inputs, out.from(row, panel * kPanel));
-        if (++tile == num_tiles) panel += group, tile = 0;
+      using T = typename A::Value;
+      alignas(64) T gates[kTilesOfBlock * A::kTileRows * kPanel], gated[A::kTileRows * kPanel];
+      for (int64_t last; begin < end; begin = last) {
+        const int64_t panel = begin / num_tiles * group, width = std::min(group, num_panels - panel), columns = width * kPanel;
+        const int64_t first = begin % num_tiles;
+        last = std::min(begin - first + num_tiles, end);
+        for (int64_t half = 0; half < num_halves; ++half) {
+          const int64_t of_half = half * num_panels + panel;
+          for (int64_t tile = first; tile < first + last - begin; ++tile) {
+            const int64_t row = tile_start(tile), num_rows = tile_start(tile + 1) - row;
+            T* const gates_of_tile = gates + (row - tile_start(first)) * columns;
+            Output<A> to = out.from(row, of_half * kPanel);
+            if (activation) to.data = half == 0 ? gates_of_tile : gated, to.stride = columns;
+            multiply<A>(num_rows, width, inputs + row * size.inputs, packed + of_half * size.panel, size.inputs, to);
+            for (int64_t r = 0; half == 1 && r < num_rows; ++r)
+              gate_row(*activation, gates_of_tile + r * columns, gated + r * columns,
+                       out.data + (row + r) * out.stride + panel * kPanel, columns);
+          }
+        }
       }
     });
   }
 }
 
-// x [m, k] -> out [m, n]
+// x [m, k] -> out [m, n], or with an activation [m, n / 2]
 template <class A>
 Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typename A::Weight* packed, int64_t n,
-                 const Output<A>& out) {
+                 const Output<A>& out, std::optional<Activation> activation) {
+  using T = typename A::Value;
+  constexpr int64_t kLine = 64 / sizeof(float);
   const Sizes size = sizes(k, out);
   const int64_t block_rows = rows_of_block<A>(size.inputs);
-  return {std::min(m, block_rows) * (size.inputs + size.more), [=](const Team& team, float* memory) {
-            const bool streams = should_stream(out, m, team);
+  const bool gates_later = activation && !gates_panels<A>(n);  // then all columns come into memory first
+  const int64_t num_inputs = round_up(std::min(m, block_rows) * (size.inputs + size.more), kLine);
+  const int64_t num_columns = gates_later ? round_up(m * n * sizeof(T), sizeof(float)) / sizeof(float) : 0;
+  return {num_inputs + num_columns, [=](const Team& team, float* memory) {
+            Output<A> to = out;
+            if (gates_later) to.data = reinterpret_cast<T*>(memory + num_inputs), to.stride = n;
+            const bool streams = should_stream(to, m, team);
             for (int64_t row = 0; row < m; row += block_rows)
-              linear_block<A>(x + row * k, std::min(block_rows, m - row), k, packed, n, out.from(row, 0), streams, team, memory);
+              linear_block<A>(x + row * k, std::min(block_rows, m - row), k, packed, n, to.from(row, 0),
+                              gates_later ? std::nullopt : activation, streams, team, memory);
+            if (!gates_later) return;
+            team.share(m, [&](int64_t row) {
+              const T* gates = to.data + row * n;
+              gate_row(*activation, gates, gates + n / 2, out.data + row * out.stride, n / 2);
+            });
           }};
 }
 
@@ -471,16 +505,19 @@ Tensor linear_pack(const Tensor& unpacked, const std::string& arithmetic) {
   return packed;
 }
 
+// How many columns of weights become so many of an output.
+int64_t num_columns(const Tensor& out, std::optional<Activation> activation) { return (activation ? 2 : 1) * out.size(1); }
+
 Work linear_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Arithmetic arithmetic,
-                 const Tensor& out) {
-  const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
+                 std::optional<Activation> activation, const Tensor& out) {
+  const int64_t m = x.size(0), k = x.size(1), n = num_columns(out, activation);
   Work work;
   with_arithmetic(x.scalar_type(), arithmetic, [&]<class A>(A) {
     using T = typename A::Value;
     typename A::Scales scales{};
     if constexpr (kHasRuns<A>) scales = {nullptr, A::runs(k)};
     work = linear_work<A>(data<const T>(x), m, k, data<const typename A::Weight>(packed), n,
-                          {data<T>(out), n, n, data_or_null<T>(bias), scales});
+                          {data<T>(out), out.size(1), n, data_or_null<T>(bias), scales}, activation);
   });
   return work;
 }
@@ -488,7 +525,7 @@ Work linear_work(const Tensor& x, const Tensor& packed, const std::optional<Tens
 Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n,
               const std::string& arithmetic) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_work(x, packed, bias, arithmetic_of(arithmetic), out)});
+  run_in_team({linear_work(x, packed, bias, arithmetic_of(arithmetic), {}, out)});
   return out;
 }
 
@@ -518,14 +555,14 @@ std::tuple<Tensor, Tensor, Tensor> linear_int8_pack(const Tensor& unpacked, cons
 }
 
 Work linear_int8_work(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor& sums,
-                      const std::optional<Tensor>& bias, const Tensor& out) {
-  const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
+                      const std::optional<Tensor>& bias, std::optional<Activation> activation, const Tensor& out) {
+  const int64_t m = x.size(0), k = x.size(1), n = num_columns(out, activation);
   Work work;
   dispatch(x, "linear_int8", [&]<class T>(T*) {
     const ColumnScales of_columns{nullptr, data<const float>(scales), data<const int32_t>(sums)};
     const auto with = [&]<class A>(A) {
       work = linear_work<A>(data<const T>(x), m, k, data<const int8_t>(packed), n,
-                            {data<T>(out), n, n, data_or_null<T>(bias), of_columns});
+                            {data<T>(out), out.size(1), n, data_or_null<T>(bias), of_columns}, activation);
     };
 #if FLYBALL_AMX
     if (has_amx() && m > Int8<T>::kTileRows) return with(AmxInt8<T>{});
@@ -538,7 +575,7 @@ Work linear_int8_work(const Tensor& x, const Tensor& packed, const Tensor& scale
 Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scales, const Tensor& sums,
                    const std::optional<Tensor>& bias, int64_t n) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_int8_work(x, packed, scales, sums, bias, out)});
+  run_in_team({linear_int8_work(x, packed, scales, sums, bias, {}, out)});
   return out;
 }
 
@@ -581,14 +618,15 @@ Tensor linear_grouped_pack(const Tensor& unpacked, const Tensor& scales, const s
 
 // A group has an even number of features.
 Work linear_grouped_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t bits,
-                         int64_t group_size, bool has_zeros, int64_t input_bits, const Tensor& out) {
-  const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
+                         int64_t group_size, bool has_zeros, int64_t input_bits, std::optional<Activation> activation,
+                         const Tensor& out) {
+  const int64_t m = x.size(0), k = x.size(1), n = num_columns(out, activation);
   Work work;
   const auto with = [&]<class A>(A) {
     using T = typename A::Value;
     const RunScales scales{nullptr, Runs::make<A>(k, group_size, has_zeros)};
     work = linear_work<A>(data<const T>(x), m, k, data<const uint8_t>(packed), n,
-                          {data<T>(out), n, n, data_or_null<T>(bias), scales});
+                          {data<T>(out), out.size(1), n, data_or_null<T>(bias), scales}, activation);
   };
   with_groups(x.scalar_type(), bits, input_bits, [&]<class A>(A arithmetic) {
     if constexpr (has_byte_pairs() && std::is_same_v<A, GroupedWide::Bytes>)
@@ -601,7 +639,7 @@ Work linear_grouped_work(const Tensor& x, const Tensor& packed, const std::optio
 Tensor linear_grouped(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t bits,
                       int64_t group_size, bool has_zeros, int64_t input_bits) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, input_bits, out)});
+  run_in_team({linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, input_bits, {}, out)});
   return out;
 }
 
@@ -633,20 +671,21 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 
 c10::intrusive_ptr<Linear> packed_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, std::string arithmetic) {
   return c10::make_intrusive<Linear>(
-      k, n, [=, arithmetic = arithmetic_of(arithmetic)](const Tensor& x, const Tensor& out) {
-        return linear_work(x, packed, bias, arithmetic, out);
+      k, n, [=, arithmetic = arithmetic_of(arithmetic)](const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
+        return linear_work(x, packed, bias, arithmetic, activation, out);
       });
 }
 
 c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums, OptionalTensor bias, int64_t n, int64_t k) {
-  return c10::make_intrusive<Linear>(
-      k, n, [=](const Tensor& x, const Tensor& out) { return linear_int8_work(x, packed, scales, sums, bias, out); });
+  return c10::make_intrusive<Linear>(k, n, [=](const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
+    return linear_int8_work(x, packed, scales, sums, bias, activation, out);
+  });
 }
 
 c10::intrusive_ptr<Linear> grouped_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, int64_t bits,
                                           int64_t group_size, bool has_zeros, int64_t input_bits) {
-  return c10::make_intrusive<Linear>(k, n, [=](const Tensor& x, const Tensor& out) {
-    return linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, input_bits, out);
+  return c10::make_intrusive<Linear>(k, n, [=](const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
+    return linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, input_bits, activation, out);
   });
 }
 

@@ -4,17 +4,25 @@
 #include <torch/custom_class.h>
 
 #include "../cpu/works.h"
+#include "../swiglu/gate.h"
 
 namespace flyball {
 
 struct Linear : torch::CustomClassHolder {
-  using Prepare = std::function<Work(const Tensor& x, const Tensor& out)>;
+  // x [m, in_features] -> out [m, out_features], both contiguous; with an activation out has half as many columns: the second
+  // half of them times the activation of the first half.
+  using Prepare = std::function<Work(const Tensor& x, std::optional<Activation> activation, const Tensor& out)>;
 
   const int64_t in_features, out_features;
-  const Prepare work;  // x [m, in_features] -> out [m, out_features], both contiguous
 
-  Linear(int64_t in_features, int64_t out_features, Prepare work)
-      : in_features(in_features), out_features(out_features), work(std::move(work)) {}
+  Linear(int64_t in_features, int64_t out_features, Prepare prepare)
+      : in_features(in_features), out_features(out_features), prepare_(std::move(prepare)) {}
+
+  Work work(const Tensor& x, const Tensor& out) const { return prepare_(x, std::nullopt, out); }
+  Work gated_work(const Tensor& x, Activation activation, const Tensor& out) const { return prepare_(x, activation, out); }
+
+ private:
+  const Prepare prepare_;
 };
 
 // Of n columns and k features; see the ops of the same weights.
