@@ -50,11 +50,11 @@ def ours(layer: Callable[..., Layer]) -> Callable[[Tensor], Layer]:
 
 QUANTIZED = {
     "int8": (ours(Int8Linear), 1.0),
-    "w8a16": (ours(partial(GroupedLinear, bits=8)), 1.0 + 4 / 128),
-    "int4": (ours(GroupedLinear), 0.5 + 4 / 32),
-    "w4a8": (ours(partial(GroupedLinear, input_bits=8)), 0.5 + 4 / 32),
+    "w8a16": (ours(partial(GroupedLinear, bits=8)), 1.0 + 2 / 128),
+    "int4": (ours(GroupedLinear), 0.5 + 2 / 32),
+    "w4a8": (ours(partial(GroupedLinear, input_bits=8)), 0.5 + 2 / 32),
 }
-"""A layer, and the bytes that it has for each weight, scales included."""
+"""A layer, and the bytes that it has for each weight, scales included: groups of bf16 have one of 16 bits."""
 
 
 def rotating(make: Callable[[Tensor], Layer], weight: Tensor, bytes_per_weight: float) -> Layer:

@@ -249,7 +249,7 @@ def bytes_per_weight(quantization: Quantization) -> float:
 
     if quantization in IN_GROUPS:
         bits = IN_GROUPS[quantization].weight
-        return bits / 8 + 4 / GROUP_SIZES[bits]
+        return bits / 8 + 2 / GROUP_SIZES[bits]  # scales of weights in bf16 have 16 bits
     return 2.0 if quantization == "none" else 1.0
 
 

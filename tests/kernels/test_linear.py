@@ -412,6 +412,22 @@ def test_groups_hold_whole_numbers_exactly(backend, bits):
         torch.testing.assert_close(out, x @ weight.T, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("bits", "input_bits"), [(4, 16), (4, 8), (8, 16)])
+def test_scales_in_16_bits_have_the_bits_of_scales_in_32(bits, input_bits, zeros, dtype):
+    short = grouped(320, 128, 32, zeros, bits)
+    short = short._replace(scales=short.scales.to(dtype).float())
+    long = short._replace(scales=short.scales.clone())
+    long.scales[-1] = 1 / 3  # no number of 16 bits; a layer's scales are all alike
+    layers = [GroupedLinear(one, backend=CPP, dtype=dtype, input_bits=input_bits) for one in (short, long)]
+    for num_rows in (1, 3, 14, 60):
+        x = torch.randn(num_rows, 320, dtype=dtype)
+        outs = [layer(x)[:, :-1] for layer in layers]
+        torch.testing.assert_close(*outs, rtol=0, atol=0)
+    held = [layer._weight.nbytes for layer in layers]
+    assert held[1] - held[0] == (0 if dtype == torch.float32 else 128 * 320 // 32 * 2)
+
+
 @pytest.mark.parametrize("num_rows", range(2, 13))
 @pytest.mark.parametrize(("bits", "input_bits"), [(4, 16), (4, 8), (8, 16)])
 @pytest.mark.parametrize("group_size", [32, 30, 5000])

@@ -57,6 +57,9 @@ inline std::pair<VecU, VecU> interleave(VecU first, VecU second) {
 }
 
 #if defined(__AVX512BF16__)
+// Pairs of bf16 of two vectors, one behind the other in memory, rounded to nearest, ties to even; denormals become 0.
+inline VecU round_both(Vec first, Vec second) { return (VecU)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
+
 inline Vec add_product(Vec sum, VecU a, VecU b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 #elif FLYBALL_DOT
 inline Vec add_product(Vec sum, VecU a, VecU b) {

@@ -1,22 +1,24 @@
 // Weights of 4 or 8 bits, from 0 to 15 or 255. Groups of a column's features have a scale, and a zero that is the middle, 8 or
 // 128, unless told. Included by kernel.cpp, inside its namespace.
 //
-// A panel is one stream: for each run of features, which is a group or a part of one, the scales of the panel's columns, then
-// scales times how far zeros lie from the middle if some do, then the weights. Two of 4 bits are in a byte: its low half has a
-// weight of the first half of the panel's columns, its high half one of the second.
+// A panel is one stream: for each run of features, which is a group or a part of one, the scales of the panel's columns, in the
+// dtype of inputs if that rounds none of the layer's, else in fp32; then, if zeros lie elsewhere than in the middle, scales times
+// how far, in fp32; then the weights. Two of 4 bits are in a byte: its low half has a weight of the first half of the panel's
+// columns, its high half one of the second.
 #pragma once
 
 // How the features of a column are cut into runs.
 struct Runs {
   int64_t k, group, of_group, features, steps, num;  // of_group: runs of a group; features and steps of a run
   bool has_zeros;                                    // others than the middle
+  at::ScalarType scales;
 
   template <class A>
-  static Runs make(int64_t k, int64_t group_size, bool has_zeros) {
+  static Runs make(int64_t k, int64_t group_size, bool has_zeros, at::ScalarType scales) {
     const int64_t group = std::max<int64_t>(1, std::min(group_size, k));
     const int64_t of_group = round_up(group, A::kMaxFeatures) / A::kMaxFeatures;
     const int64_t steps = round_up(round_up(group, of_group) / of_group, A::kDepth) / A::kDepth;
-    return {k, group, of_group, steps * A::kDepth, steps, round_up(k, group) / group * of_group, has_zeros};
+    return {k, group, of_group, steps * A::kDepth, steps, round_up(k, group) / group * of_group, has_zeros, scales};
   }
 
   int64_t first(int64_t run) const { return run / of_group * group + run % of_group * features; }
@@ -24,14 +26,12 @@ struct Runs {
     return std::max<int64_t>(0, std::min({features, (run / of_group + 1) * group - first(run), k - first(run)}));
   }
   int64_t num_steps() const { return num * steps; }
-  template <class A>
-  int64_t header_bytes() const {
-    return (has_zeros ? 2 : 1) * kPanel * sizeof(typename A::Scale);
-  }
+  int64_t scale_bytes() const { return scales == at::kFloat ? sizeof(float) : sizeof(int16_t); }
+  int64_t header_bytes() const { return kPanel * (scale_bytes() + (has_zeros ? sizeof(float) : 0)); }
 
   template <class A>
   int64_t panel_bytes() const {
-    return num * (header_bytes<A>() + steps * A::kWidth);
+    return num * (header_bytes() + steps * A::kWidth);
   }
 };
 
@@ -63,7 +63,6 @@ struct GroupedFma {
   using Input = float;
   using Sum = Vec;
   using Scales = RunScales;
-  using Scale = float;  // of a group
   static constexpr bool kIsUnrolled = false;   // too few registers are left where weights are unpacked
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8;
@@ -141,7 +140,6 @@ struct GroupedBytes {
   using Input = uint32_t;  // four features
   using Sum = VecI;
   using Scales = RunScales;
-  using Scale = float;  // of a group
   static constexpr bool kIsUnrolled = false;   // too few registers are left where weights are unpacked
   static constexpr int kBits = Bits;
   static constexpr bool kIsSigned = Bits == 8 && kZero == 0;  // what the instruction takes beside signed inputs
@@ -261,23 +259,25 @@ struct GroupedWide : GroupedBytes<c10::BFloat16, 4, 2> {
   }
 };
 
-// values [n, k], of_groups [n, groups] each -> panels
+// values [n, k], scales of runs.scales and offsets [n, groups] -> panels
 template <class A>
-void pack_groups(const uint8_t* values, const float* scales, const float* offsets, int64_t n, const Runs& runs, uint8_t* packed) {
+void pack_groups(const uint8_t* values, const uint8_t* scales, const float* offsets, int64_t n, const Runs& runs, uint8_t* packed) {
   const int64_t num_panels = round_up(n, kPanel) / kPanel, groups = runs.num / runs.of_group;
   constexpr uint8_t kMiddle = middle(A::kBits);
 #pragma omp parallel for
   for (int64_t panel = 0; panel < num_panels; ++panel) {
     uint8_t* to = packed + panel * runs.panel_bytes<A>();
     for (int64_t run = 0; run < runs.num; ++run) {
-      for (const float* of_groups : {scales, offsets}) {
-        if (!of_groups) continue;
-        for (int64_t i = 0; i < kPanel; ++i, to += sizeof(float)) {
-          const int64_t column = panel * kPanel + i;
-          const float value = column < n ? of_groups[column * groups + run / runs.of_group] : 0.0f;
-          std::memcpy(to, &value, sizeof(value));
+      const auto write = [&](const uint8_t* of_groups, at::ScalarType type) {
+        const int64_t size = c10::elementSize(type);
+        for (int64_t i = 0; i < kPanel; ++i, to += size) {
+          const int64_t column = panel * kPanel + column_of(type, i);
+          if (column < n) std::memcpy(to, of_groups + (column * groups + run / runs.of_group) * size, size);
+          else std::memset(to, 0, size);
         }
-      }
+      };
+      write(scales, runs.scales);
+      if (offsets) write(reinterpret_cast<const uint8_t*>(offsets), at::kFloat);
       const uint8_t* of_run = values + runs.first(run);
       const auto value = [&, size = runs.size(run)](int64_t column, int64_t feature) {
         return column < n && feature < size ? of_run[column * runs.k + feature] : kMiddle;
@@ -359,15 +359,25 @@ template <class A, int Rows>
   }
 }
 
+// Calls f with a null pointer of the type of scales in a panel.
+template <class A, class F>
+void with_scales(const Runs& runs, F f) {
+  using T = typename A::Value;
+  if (runs.scales == c10::CppTypeToScalarType<T>::value) return f(static_cast<T*>(nullptr));
+  if constexpr (requires { A::kBits; }) f(static_cast<float*>(nullptr));  // blocks have none in fp32
+}
+
 // A panel times a tile of Rows rows, run by run.
-template <class A, int Rows>
+template <class A, int Rows, class Scale>
 [[gnu::noinline]] void multiply_runs(const typename A::Input* x, const uint8_t* panel, const Output<A>& out) {
   const Runs& runs = out.scales.runs;
   Vec low[Rows] = {}, high[Rows] = {};
   for (int64_t run = 0; run < runs.num; ++run) {
-    const auto* header = reinterpret_cast<const typename A::Scale*>(panel);
-    for (int64_t line = 0; line < runs.header_bytes<A>(); line += 64) __builtin_prefetch(panel + kAheadBytes + line);
-    panel += runs.header_bytes<A>();
+    const auto* scales = reinterpret_cast<const Scale*>(panel);
+    const auto* offsets = reinterpret_cast<const float*>(scales + kPanel);
+    const int64_t header_bytes = kPanel * (sizeof(Scale) + (runs.has_zeros ? sizeof(float) : 0));
+    for (int64_t line = 0; line < header_bytes; line += 64) __builtin_prefetch(panel + kAheadBytes + line);
+    panel += header_bytes;
     RunSums<A, Rows> sums = {};
 #pragma GCC unroll 16
     for (int row = 0; row < Rows; ++row)
@@ -376,15 +386,15 @@ template <class A, int Rows>
       add_pair_steps<A, Rows>(runs.steps, x, panel, sums);
     else
       add_steps<A, Rows>(runs.steps, x, panel, sums);
-    const Vec low_scales = load(header), high_scales = load(header + kLanes);
+    const Pair of_columns = load_pair(scales);
 #pragma GCC unroll 16
     for (int row = 0; row < Rows; ++row) {
       const RunInputs& inputs = out.scales.inputs[row * runs.num + run];
-      low[row] = A::add_sums(low[row], sums.low[row], inputs, low_scales);
-      high[row] = A::add_sums(high[row], sums.high[row], inputs, high_scales);
+      low[row] = A::add_sums(low[row], sums.low[row], inputs, of_columns.low);
+      high[row] = A::add_sums(high[row], sums.high[row], inputs, of_columns.high);
       if (!runs.has_zeros) continue;
-      low[row] = add_product(low[row], load(header + kPanel), splat(-inputs.sum));
-      high[row] = add_product(high[row], load(header + kPanel + kLanes), splat(-inputs.sum));
+      low[row] = add_product(low[row], load(offsets), splat(-inputs.sum));
+      high[row] = add_product(high[row], load(offsets + kLanes), splat(-inputs.sum));
     }
   }
 #pragma GCC unroll 16

@@ -35,11 +35,14 @@ using Pair = Halves<Vec>;
 inline Pair load_pair(const float* from) { return {load(from), load(from + kLanes)}; }
 inline Pair load_pair(const c10::Half* from) { return {load(from), load(from + kLanes)}; }
 
-// bf16 panels are interleaved (with 16 lanes 0, 16, 1, 17, ...), so that a shift and a mask make two vectors of one load.
+// In bf16, columns are interleaved (with 16 lanes 0, 16, 1, 17, ...), so that a shift and a mask make two vectors of one load.
 inline Pair load_pair(const c10::BFloat16* from) {
   const VecU both = load_raw<VecU>(from);
-  return {(Vec)(both << 16), (Vec)(both & 0xffff0000u)};
+  return {first_of(both), second_of(both)};
 }
+
+// The column of the i-th number of a panel's row.
+constexpr int64_t column_of(at::ScalarType type, int64_t i) { return type == at::kBFloat16 ? i / 2 + i % 2 * kLanes : i; }
 
 // Nothing: sums are results.
 struct NoScales {
@@ -58,7 +61,7 @@ struct Fma {
   using Scales = NoScales;
   static constexpr int64_t kDepth = 1, kWidth = kPanel, kTileRows = flyball::kTileRows;
 
-  static int64_t column(int64_t i) { return std::is_same_v<T, c10::BFloat16> ? i / 2 + i % 2 * kLanes : i; }
+  static int64_t column(int64_t i) { return column_of(c10::CppTypeToScalarType<T>::value, i); }
   static int64_t feature(int64_t) { return 0; }
   static Pair weights(const T* from) { return load_pair(from); }
   static Input input(const T* x, int64_t) { return static_cast<float>(*x); }
@@ -109,11 +112,8 @@ void store_panel(T* to, Vec low, Vec high) {
 }
 
 #if defined(__AVX512BF16__)
-// Rounds to nearest, ties to even; denormals become 0.
-inline __m512i round_panel(Vec low, Vec high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
-
 inline void store_panel(c10::BFloat16* to, Vec low, Vec high) {
-  const __m512i rounded = round_panel(low, high);
+  const VecU rounded = round_both(low, high);
   __builtin_memcpy(to, &rounded, sizeof(rounded));
 }
 #endif
@@ -126,7 +126,7 @@ void stream_panel(T* to, Vec low, Vec high) {
 
 #if defined(__AVX512BF16__)
 inline void stream_panel(c10::BFloat16* to, Vec low, Vec high) {
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), round_panel(low, high));
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)round_both(low, high));
 }
 #endif
 
@@ -271,7 +271,7 @@ void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, cons
               const Output<A>& out) {
   if (rows == Rows) {
     if constexpr (kHasRuns<A>) {
-      multiply_runs<A, Rows>(x, panels, out);
+      with_scales<A>(out.scales.runs, [&]<class Scale>(Scale*) { multiply_runs<A, Rows, Scale>(x, panels, out); });
     } else {
       if (num_panels == panels_at_once<A>(Rows)) return multiply_tile<A, Rows, panels_at_once<A>(Rows)>(x, panels, steps, out);
       for (int64_t p = 0; p < num_panels; ++p)
@@ -579,9 +579,10 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scal
   return out;
 }
 
-// Call f with the arithmetic for weights of so many bits and inputs of this type, which have so many bits.
+// Call f with the arithmetic for weights of so many bits, scales of a type, and inputs of this type, which have so many bits.
 template <class F>
-void with_groups(at::ScalarType type, int64_t bits, int64_t input_bits, F f) {
+void with_groups(at::ScalarType type, int64_t bits, at::ScalarType scales, int64_t input_bits, F f) {
+  TORCH_CHECK_VALUE(scales == type || scales == at::kFloat, "scales are ", scales, "; they must be ", type, ", like inputs, or Float.");
   TORCH_CHECK_VALUE(bits == 4 || bits == 8, "bits is ", bits, "; it must be 4 or 8.");
   TORCH_CHECK_VALUE(input_bits == 16 || (input_bits == 8 && bits == 4), "input_bits is ", input_bits,
                     "; it must be 16, or 8 beside weights of 4 bits.");
@@ -600,35 +601,35 @@ void with_groups(at::ScalarType type, int64_t bits, int64_t input_bits, F f) {
   });
 }
 
-// values [n, k] of 0 to 15 or 255, scales and offsets [n, groups] -> panels for inputs of this type
+// values [n, k] of 0 to 15 or 255, scales of this type or fp32 and offsets of fp32 [n, groups] -> panels for inputs of this type
 Tensor linear_grouped_pack(const Tensor& unpacked, const Tensor& scales, const std::optional<Tensor>& offsets, int64_t bits,
                            int64_t group_size, at::ScalarType type, int64_t input_bits) {
   const Tensor values = unpacked.contiguous(), of_groups = scales.contiguous();
   const std::optional<Tensor> others = offsets ? std::optional(offsets->contiguous()) : std::nullopt;
   const int64_t n = values.size(0), k = values.size(1);
   Tensor packed;
-  with_groups(type, bits, input_bits, [&]<class A>(A) {
-    const Runs runs = Runs::make<A>(k, group_size, offsets.has_value());
+  with_groups(type, bits, of_groups.scalar_type(), input_bits, [&]<class A>(A) {
+    const Runs runs = Runs::make<A>(k, group_size, offsets.has_value(), of_groups.scalar_type());
     packed = empty_weight({round_up(n, kPanel) / kPanel, runs.panel_bytes<A>()}, values.options());
-    pack_groups<A>(data<const uint8_t>(values), data<const float>(of_groups), data_or_null<float>(others), n, runs,
-                   data<uint8_t>(packed));
+    pack_groups<A>(data<const uint8_t>(values), static_cast<const uint8_t*>(of_groups.data_ptr()), data_or_null<float>(others), n,
+                   runs, data<uint8_t>(packed));
   });
   return packed;
 }
 
 // A group has an even number of features.
 Work linear_grouped_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t bits,
-                         int64_t group_size, bool has_zeros, int64_t input_bits, std::optional<Activation> activation,
-                         const Tensor& out) {
+                         int64_t group_size, bool has_zeros, at::ScalarType scales, int64_t input_bits,
+                         std::optional<Activation> activation, const Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = num_columns(out, activation);
   Work work;
   const auto with = [&]<class A>(A) {
     using T = typename A::Value;
-    const RunScales scales{nullptr, Runs::make<A>(k, group_size, has_zeros)};
+    const RunScales of_runs{nullptr, Runs::make<A>(k, group_size, has_zeros, scales)};
     work = linear_work<A>(data<const T>(x), m, k, data<const uint8_t>(packed), n,
-                          {data<T>(out), out.size(1), n, data_or_null<T>(bias), scales}, activation);
+                          {data<T>(out), out.size(1), n, data_or_null<T>(bias), of_runs}, activation);
   };
-  with_groups(x.scalar_type(), bits, input_bits, [&]<class A>(A arithmetic) {
+  with_groups(x.scalar_type(), bits, scales, input_bits, [&]<class A>(A arithmetic) {
     if constexpr (has_byte_pairs() && std::is_same_v<A, GroupedWide::Bytes>)
       if (m >= GroupedWide::kLeastRows) return with(GroupedWide{});
     with(arithmetic);
@@ -637,9 +638,9 @@ Work linear_grouped_work(const Tensor& x, const Tensor& packed, const std::optio
 }
 
 Tensor linear_grouped(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t bits,
-                      int64_t group_size, bool has_zeros, int64_t input_bits) {
+                      int64_t group_size, bool has_zeros, at::ScalarType scales, int64_t input_bits) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, input_bits, {}, out)});
+  run_in_team({linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, scales, input_bits, {}, out)});
   return out;
 }
 
@@ -656,7 +657,7 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def("linear_grouped_pack(Tensor values, Tensor scales, Tensor? offsets, int bits, int group_size, ScalarType inputs, "
         "int input_bits) -> Tensor");
   m.def("linear_grouped(Tensor x, Tensor packed, Tensor? bias, int out_features, int bits, int group_size, bool has_zeros, "
-        "int input_bits) -> Tensor");
+        "ScalarType scales, int input_bits) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, str arithmetic) -> Tensor");
   m.impl("linear_pack", c10::DispatchKey::CPU, TORCH_FN(linear_pack));
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
@@ -683,9 +684,9 @@ c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums
 }
 
 c10::intrusive_ptr<Linear> grouped_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, int64_t bits,
-                                          int64_t group_size, bool has_zeros, int64_t input_bits) {
+                                          int64_t group_size, bool has_zeros, at::ScalarType scales, int64_t input_bits) {
   return c10::make_intrusive<Linear>(k, n, [=](const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
-    return linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, input_bits, activation, out);
+    return linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, scales, input_bits, activation, out);
   });
 }
 

@@ -29,6 +29,6 @@ struct Linear : torch::CustomClassHolder {
 c10::intrusive_ptr<Linear> packed_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, std::string arithmetic);
 c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums, OptionalTensor bias, int64_t n, int64_t k);
 c10::intrusive_ptr<Linear> grouped_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, int64_t bits,
-                                          int64_t group_size, bool has_zeros, int64_t input_bits);
+                                          int64_t group_size, bool has_zeros, at::ScalarType scales, int64_t input_bits);
 
 }  // namespace flyball

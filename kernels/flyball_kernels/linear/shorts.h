@@ -78,32 +78,31 @@ struct ShortInputs {
 // block are the same numbers, and inputs of at least 1/32; the others are off by at most 1/4096 or 1/8192 of it, where
 // rounding to bf16 had moved the largest itself by up to 1/512. Sums of a block are exact: 64 * 4080 * 8160 fits 32 bits.
 struct Blocks : ShortInputs<13> {
-  using Scale = c10::BFloat16;  // a power of two
   static constexpr int32_t kWeightBits = 12;
   static constexpr int64_t kWidth = kPanel * kDepth * sizeof(int16_t), kMaxFeatures = 64;
 
-  static Runs runs(int64_t k) { return Runs::make<Blocks>(k, kMaxFeatures, false); }
+  static Runs runs(int64_t k) { return Runs::make<Blocks>(k, kMaxFeatures, false, at::kBFloat16); }  // powers of two
   static Halves<VecI> weights(const Weight* from) { return {load_raw<VecI>(from), load_raw<VecI>(from + kWidth / 2)}; }
 };
 
 // weight [n, k] -> panels: for each block the units of the panel's columns, then its steps
 inline void pack_blocks(const c10::BFloat16* weight, int64_t n, const Runs& runs, uint8_t* packed) {
-  const int64_t num_panels = round_up(n, kPanel) / kPanel, header_bytes = runs.header_bytes<Blocks>();
+  const int64_t num_panels = round_up(n, kPanel) / kPanel, header_bytes = runs.header_bytes();
 #pragma omp parallel for
   for (int64_t panel = 0; panel < num_panels; ++panel) {
     uint8_t* to = packed + panel * runs.panel_bytes<Blocks>();
     for (int64_t run = 0; run < runs.num; ++run, to += header_bytes + runs.steps * Blocks::kWidth) {
       for (int64_t i = 0; i < kPanel; ++i) {
-        const int64_t column = panel * kPanel + i;
+        const int64_t of_panel = column_of(runs.scales, i), column = panel * kPanel + of_panel;
         Blocks::Input whole[Blocks::kMaxFeatures / Blocks::kDepth] = {};
-        Blocks::Scale scale = 0.0f;
+        Blocks::Value scale = 0.0f;
         if (column < n) {
           const c10::BFloat16* values = weight + column * runs.k + runs.first(run);
           scale = ShortInputs<Blocks::kWeightBits>::round_run(values, runs.size(run), whole, runs).unit;
         }
         std::memcpy(to + i * sizeof(scale), &scale, sizeof(scale));
         for (int64_t step = 0; step < runs.steps; ++step)
-          std::memcpy(to + header_bytes + step * Blocks::kWidth + i * sizeof(whole[step]), &whole[step], sizeof(whole[step]));
+          std::memcpy(to + header_bytes + step * Blocks::kWidth + of_panel * sizeof(whole[step]), &whole[step], sizeof(whole[step]));
       }
     }
   }
@@ -111,7 +110,6 @@ inline void pack_blocks(const c10::BFloat16* weight, int64_t n, const Runs& runs
 
 // Weights of 8 bits in groups, which become 16 in registers. Inputs are those that GroupedBytes has in two planes.
 struct GroupedShorts : ShortInputs<15> {
-  using Scale = float;
   static constexpr int kBits = 8;
   static constexpr bool kIsSigned = true;
   static constexpr int64_t kWidth = kPanel * kDepth, kMaxFeatures = 256;

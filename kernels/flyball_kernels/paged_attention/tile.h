@@ -229,10 +229,6 @@ constexpr int kRowsOfKeys = kDepth<E> == 1 && kIsBf16<C> ? 2 : 1;
 template <class E, class C>
 constexpr int kKeyRowsOfOne = kDepth<E> > 1 && !kIsBf16<C> ? 2 : 1;
 
-// Two operands of each pair of bf16: of the first ones, which are at lower addresses, and of the second.
-inline Vec first_of(VecU pairs) { return (Vec)(pairs << 16); }
-inline Vec second_of(VecU pairs) { return (Vec)(pairs & 0xffff0000u); }
-
 // Operands of V vectors of keys: the s-th row of the i-th S, where keys[v] is where the first row of keys is.
 template <class E, class C, size_t V, class Row>
 [[gnu::always_inline]] inline void load_keys(const C* const (&keys)[V], int64_t stride, int64_t i, int s, Row (&row)[V]) {
@@ -515,9 +511,9 @@ inline Vec exp2_of_weights(Vec x) {
 
 // Stores the pairs of weights of 2**low and 2**high from the j-th on, and adds what it stored to a sum.
 inline Vec add_weights(Vec sum, Bf16Pair* weights, int64_t j, Vec low, Vec high) {
-  const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh((__m512)exp2_of_weights(high), (__m512)exp2_of_weights(low));
+  const VecU pairs = round_both(exp2_of_weights(low), exp2_of_weights(high));
   std::memcpy(reinterpret_cast<c10::BFloat16*>(weights) + j, &pairs, sizeof(pairs));
-  return add_product(sum, (VecU)pairs, VecU{} + 0x3f803f80u);  // ones
+  return add_product(sum, pairs, VecU{} + 0x3f803f80u);  // ones
 }
 #else
     false;
