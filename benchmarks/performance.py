@@ -211,19 +211,15 @@ def api_process_table() -> str:
     return markdown(header, rows) + f"\n\n{where(result)}"
 
 
-def llamacpp_table(*names: str) -> str:
-    """Return the table of several results; of a pair that two of them have, the last's."""
-    results = [result for name in names if (result := read(name)) is not None]
-    if not results:
+def llamacpp_table(name: str) -> str:
+    result = read(name)
+    if result is None:
         return NOT_MEASURED
-    pairs = {bits: pair for result in results for bits, pair in result["pairs"].items()}
-    bits_in_order = dict.fromkeys(bits for result in results for bits in result["pairs"])
-    rows = [row for bits in bits_in_order for row in clients_rows(pairs[bits]["by_concurrency"], "llamacpp", bits)]
-    under = dict.fromkeys(
-        f"llama.cpp {result['llamacpp'].removeprefix('version: ')}. {where(result)}" for result in results
-    )
-    lines = [line for result in results for line in bounds_of_16_bits(result)]
-    return "\n\n".join([markdown(("Bits", "Clients", "Flyball", "llama.cpp", ""), rows), *under, *lines])
+    pairs = result["pairs"].items()
+    rows = [row for bits, pair in pairs for row in clients_rows(pair["by_concurrency"], "llamacpp", bits)]
+    under = f"llama.cpp {result['llamacpp'].removeprefix('version: ')}. {where(result)}"
+    lines = bounds_of_16_bits(result)
+    return "\n\n".join([markdown(("Bits", "Clients", "Flyball", "llama.cpp", ""), rows), under, *lines])
 
 
 def bounds_of_16_bits(result: Result) -> list[str]:
@@ -348,7 +344,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "llamacpp": partial(llamacpp_table, "versus_llamacpp"),
     "vllm-avx2": partial(vllm_table, "versus_vllm_avx2"),
     "time-avx2": partial(time_table, "versus_vllm_avx2"),
-    "llamacpp-avx2": partial(llamacpp_table, "versus_llamacpp_avx2", "versus_llamacpp_avx2_4_bits"),
+    "llamacpp-avx2": partial(llamacpp_table, "versus_llamacpp_avx2"),
     "quantization": partial(quantization_table, "quantization"),
     "quantization-zen5": partial(quantization_table, "quantization_zen5"),
     "perplexity": perplexity_table,
