@@ -362,6 +362,7 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
     team.share_runs(num_groups * num_tiles, unit, [&](int64_t begin, int64_t end) {
       using T = typename A::Value;
       alignas(64) T gates[kTilesOfBlock * A::kTileRows * kPanel], gated[A::kTileRows * kPanel];
+      static_assert(kHasRuns<A> || A::kTileRows >= 3 * panels_at_once<A>(3), "a tile of few rows is that of several panels");
       for (int64_t last; begin < end; begin = last) {
         const int64_t panel = begin / num_tiles * group, width = std::min(group, num_panels - panel), columns = width * kPanel;
         const int64_t first = begin % num_tiles;
