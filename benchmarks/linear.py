@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from common import save
 from flyball_kernels import GroupedLinear, Int8Linear, PackedLinear, choose_backend
+from flyball_runtime import doctor
 from flyball_runtime.bounds import Bounds
 from machine import compare, in_results
 
@@ -49,12 +50,12 @@ def ours(layer: Callable[..., Layer]) -> Callable[[Tensor], Layer]:
 
 
 QUANTIZED = {
-    "int8": (ours(Int8Linear), 1.0),
-    "w8a16": (ours(partial(GroupedLinear, bits=8)), 1.0 + 2 / 128),
-    "int4": (ours(GroupedLinear), 0.5 + 2 / 32),
-    "w4a8": (ours(partial(GroupedLinear, input_bits=8)), 0.5 + 2 / 32),
+    "int8": (ours(Int8Linear), doctor.bytes_per_weight("int8")),
+    "w8a16": (ours(partial(GroupedLinear, bits=8)), doctor.bytes_per_weight("w8a16")),
+    "int4": (ours(GroupedLinear), doctor.bytes_per_weight("int4")),
+    "w4a8": (ours(partial(GroupedLinear, input_bits=8)), doctor.bytes_per_weight("w4a8")),
 }
-"""A layer, and the bytes that it has for each weight, scales included: groups of bf16 have one of 16 bits."""
+"""A layer, and the bytes that it has for each weight, scales included."""
 
 
 def rotating(make: Callable[[Tensor], Layer], weight: Tensor, bytes_per_weight: float) -> Layer:

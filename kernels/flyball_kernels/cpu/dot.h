@@ -44,6 +44,10 @@ inline void store(Bf16Pair* to, V pairs) {
 // Pairs of two vectors that hold bf16 values.
 inline VecU pair_up(Vec first, Vec second) { return (VecU)first >> 16 | (VecU)second; }
 
+// The two vectors of pairs: those at lower addresses, and the others.
+inline Vec first_of(VecU pairs) { return (Vec)(pairs << 16); }
+inline Vec second_of(VecU pairs) { return (Vec)(pairs & 0xffff0000u); }
+
 // Pairs of two vectors of bf16 as they are in memory: those of the first four features of each eight, and of the last four.
 inline std::pair<VecU, VecU> interleave(VecU first, VecU second) {
 #if defined(__AVX512BF16__)

@@ -75,10 +75,6 @@ inline Vec load(const c10::BFloat16* from) {
 #endif
 }
 
-// Two vectors of pairs of bf16 that lie next to each other: the ones at lower addresses, and the others.
-inline Vec first_of(VecU pairs) { return (Vec)(pairs << 16); }
-inline Vec second_of(VecU pairs) { return (Vec)(pairs & 0xffff0000u); }
-
 inline Vec load(const c10::Half* from) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtph_ps(load_raw<__m256i>(from));

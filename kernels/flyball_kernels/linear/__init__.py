@@ -226,17 +226,14 @@ class GroupedLinear:
         self.out_features, self.in_features = grouped.values.shape
         grouped = grouped.without_needless_zeros()
         self._input_bits, self._group_size = input_bits, grouped.group_size
-        scales = grouped.scales.to(self._dtype)
-        if not scales.float().equal(grouped.scales):
-            scales = grouped.scales
-        has_zeros = grouped.zeros is not None
-        self._settings = (grouped.bits, grouped.group_size, has_zeros, scales.dtype, input_bits)  # of the C++ op
         if self._is_triton:
             from flyball_kernels.linear import kernel  # triton is there on Linux only
 
             self._weight = kernel.pack_groups(grouped)
+        elif self._is_cpp:
+            self._weight, self._settings = self._packed(grouped)
         else:
-            self._weight = self._packed(grouped, scales) if self._is_cpp else reference.unrounded(grouped)
+            self._weight = reference.unrounded(grouped)
         self._bias = None if bias is None else bias.detach().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -270,12 +267,16 @@ class GroupedLinear:
             self._weight, self._bias, self.out_features, self.in_features, *self._settings
         )
 
-    def _packed(self, grouped: Grouped, scales: Tensor) -> Tensor:
-        offsets = None
+    def _packed(self, grouped: Grouped) -> tuple[Tensor, tuple[Any, ...]]:
+        """Return the weight, and what the C++ op has to know of it."""
+        scales, offsets = grouped.scales_in(self._dtype), None
         if grouped.zeros is not None:
             offsets = grouped.scales * (grouped.zeros.float() - grouped.middle)
-        settings = (grouped.bits, grouped.group_size, self._dtype, self._input_bits)
-        return torch.ops.flyball.linear_grouped_pack(grouped.values, scales, offsets, *settings)
+        bits, group_size, input_bits = grouped.bits, grouped.group_size, self._input_bits
+        packed = torch.ops.flyball.linear_grouped_pack(
+            grouped.values, scales, offsets, bits, group_size, self._dtype, input_bits
+        )
+        return packed, (bits, group_size, offsets is not None, scales.dtype, input_bits)
 
 
 class Float8Linear:

@@ -26,8 +26,7 @@ struct Runs {
     return std::max<int64_t>(0, std::min({features, (run / of_group + 1) * group - first(run), k - first(run)}));
   }
   int64_t num_steps() const { return num * steps; }
-  int64_t scale_bytes() const { return scales == at::kFloat ? sizeof(float) : sizeof(int16_t); }
-  int64_t header_bytes() const { return kPanel * (scale_bytes() + (has_zeros ? sizeof(float) : 0)); }
+  int64_t header_bytes() const { return kPanel * ((scales == at::kFloat ? 4 : 2) + (has_zeros ? 4 : 0)); }
 
   template <class A>
   int64_t panel_bytes() const {
@@ -371,11 +370,11 @@ void with_scales(const Runs& runs, F f) {
 template <class A, int Rows, class Scale>
 [[gnu::noinline]] void multiply_runs(const typename A::Input* x, const uint8_t* panel, const Output<A>& out) {
   const Runs& runs = out.scales.runs;
+  const int64_t header_bytes = runs.header_bytes();
   Vec low[Rows] = {}, high[Rows] = {};
   for (int64_t run = 0; run < runs.num; ++run) {
     const auto* scales = reinterpret_cast<const Scale*>(panel);
     const auto* offsets = reinterpret_cast<const float*>(scales + kPanel);
-    const int64_t header_bytes = kPanel * (sizeof(Scale) + (runs.has_zeros ? sizeof(float) : 0));
     for (int64_t line = 0; line < header_bytes; line += 64) __builtin_prefetch(panel + kAheadBytes + line);
     panel += header_bytes;
     RunSums<A, Rows> sums = {};

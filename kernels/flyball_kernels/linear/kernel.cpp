@@ -361,7 +361,7 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
     const int64_t unit = num_groups < 4 * num_threads ? 1 : num_tiles;
     team.share_runs(num_groups * num_tiles, unit, [&](int64_t begin, int64_t end) {
       using T = typename A::Value;
-      alignas(64) T gates[kTilesOfBlock * A::kTileRows * kPanel], gated[A::kTileRows * kPanel];
+      alignas(64) T gates[kTilesOfBlock * A::kTileRows * kPanel], values[A::kTileRows * kPanel];
       static_assert(kHasRuns<A> || A::kTileRows >= 3 * panels_at_once<A>(3), "a tile of few rows is that of several panels");
       for (int64_t last; begin < end; begin = last) {
         const int64_t panel = begin / num_tiles * group, width = std::min(group, num_panels - panel), columns = width * kPanel;
@@ -373,10 +373,10 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
             const int64_t row = tile_start(tile), num_rows = tile_start(tile + 1) - row;
             T* const gates_of_tile = gates + (row - tile_start(first)) * columns;
             Output<A> to = out.from(row, of_half * kPanel);
-            if (activation) to.data = half == 0 ? gates_of_tile : gated, to.stride = columns;
+            if (activation) to.data = half == 0 ? gates_of_tile : values, to.stride = columns;
             multiply<A>(num_rows, width, inputs + row * size.inputs, packed + of_half * size.panel, size.inputs, to);
             for (int64_t r = 0; half == 1 && r < num_rows; ++r)
-              gate_row(*activation, gates_of_tile + r * columns, gated + r * columns,
+              gate_row(*activation, gates_of_tile + r * columns, values + r * columns,
                        out.data + (row + r) * out.stride + panel * kPanel, columns);
           }
         }
@@ -394,20 +394,16 @@ Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typenam
   const Sizes size = sizes(k, out);
   const int64_t block_rows = rows_of_block<A>(size.inputs);
   const bool gates_later = activation && !gates_panels<A>(n);  // then all columns come into memory first
-  const int64_t num_inputs = round_up(std::min(m, block_rows) * (size.inputs + size.more), kLine);
-  const int64_t num_columns = gates_later ? round_up(m * n * sizeof(T), sizeof(float)) / sizeof(float) : 0;
-  return {num_inputs + num_columns, [=](const Team& team, float* memory) {
+  const int64_t of_inputs = round_up(std::min(m, block_rows) * (size.inputs + size.more), kLine);  // floats
+  const int64_t of_columns = gates_later ? round_up(m * n * sizeof(T), sizeof(float)) / sizeof(float) : 0;
+  return {of_inputs + of_columns, [=](const Team& team, float* memory) {
             Output<A> to = out;
-            if (gates_later) to.data = reinterpret_cast<T*>(memory + num_inputs), to.stride = n;
+            if (gates_later) to.data = reinterpret_cast<T*>(memory + of_inputs), to.stride = n;
             const bool streams = should_stream(to, m, team);
             for (int64_t row = 0; row < m; row += block_rows)
               linear_block<A>(x + row * k, std::min(block_rows, m - row), k, packed, n, to.from(row, 0),
                               gates_later ? std::nullopt : activation, streams, team, memory);
-            if (!gates_later) return;
-            team.share(m, [&](int64_t row) {
-              const T* gates = to.data + row * n;
-              gate_row(*activation, gates, gates + n / 2, out.data + row * out.stride, n / 2);
-            });
+            if (gates_later) gate_rows<T>(team, *activation, to.data, out.data, m, n / 2);
           }};
 }
 

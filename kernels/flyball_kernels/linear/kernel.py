@@ -230,15 +230,8 @@ def pack_groups(weight: Grouped) -> Packed:
     chunks = chunks.view(out_features, -1, at_once, chunk)
     values = chunks[:, :, 0] if at_once == 1 else chunks[:, :, 0] | chunks[:, :, 1] << 4
     zeros = None if weight.zeros is None else weight.zeros.T.contiguous()
-    scales = _shortest(weight.scales).T.contiguous()
+    scales = weight.scales_in(torch.bfloat16, torch.float16).T.contiguous()
     return Packed(values.flatten(1).contiguous(), scales, zeros, weight.bits, chunk, group_size // chunk)
-
-
-def _shortest(scales: Tensor) -> Tensor:
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(scales.to(dtype).float(), scales):
-            return scales.to(dtype)
-    return scales
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:

@@ -62,6 +62,13 @@ class Grouped(NamedTuple):
         is_needed = self.zeros is not None and not bool((self.zeros == self.middle).all())
         return self if is_needed else self._replace(zeros=None)
 
+    def scales_in(self, *dtypes: torch.dtype) -> Tensor:
+        """Return the scales in the first of these dtypes that rounds none of them, else in fp32."""
+        for dtype in dtypes:
+            if torch.equal(self.scales.to(dtype).float(), self.scales):
+                return self.scales.to(dtype)
+        return self.scales
+
 
 def round_groups(matrix: Tensor, group_size: int, bits: int = 4) -> Grouped:
     """Round groups of each row to numbers of so many bits, whose zeros are the middle. That of largest magnitude becomes 0."""

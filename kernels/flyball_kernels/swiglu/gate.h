@@ -1,7 +1,7 @@
 // activation(gate) * up, fp32 inside.
 #pragma once
 
-#include "../cpu/vec.h"
+#include "../cpu/team.h"
 
 namespace flyball {
 
@@ -28,6 +28,15 @@ template <class T>
 void gate_row(Activation activation, const T* gate, const T* up, T* out, int64_t n) {
   if (activation == Activation::kSilu) gate_by(silu, gate, up, out, n);
   else gate_by(gelu_tanh, gate, up, out, n);
+}
+
+// from [rows, 2 * n], of which the first half are gates -> to [rows, n], by a team
+template <class T>
+void gate_rows(const Team& team, Activation activation, const T* from, T* to, int64_t rows, int64_t n) {
+  team.share(rows, [&](int64_t row) {
+    const T* gates = from + 2 * row * n;
+    gate_row(activation, gates, gates + n, to + row * n, n);
+  });
 }
 
 }  // namespace flyball

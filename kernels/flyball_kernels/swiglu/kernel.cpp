@@ -1,8 +1,6 @@
 // The op of gate.h.
 #include "gate.h"
 
-#include "../cpu/team.h"
-
 namespace flyball {
 namespace {
 
@@ -11,11 +9,8 @@ Tensor swiglu(const Tensor& gate_up, bool is_gelu) {
   const int64_t rows = out.size(0), n = out.size(1);
   const Activation activation = is_gelu ? Activation::kGeluTanh : Activation::kSilu;
   dispatch(from, "swiglu", [&]<class T>(T*) {
-    const auto run = [=, in = data<const T>(from), to = data<T>(out)](const Team& team, float*) {
-      team.share(rows, [&](int64_t row) {
-        const T* gate = in + 2 * row * n;
-        gate_row(activation, gate, gate + n, to + row * n, n);
-      });
+    const auto run = [&](const Team& team, float*) {
+      gate_rows(team, activation, data<const T>(from), data<T>(out), rows, n);
     };
     run_in_team({{0, run}}, out.numel() > kParallelGrain);
   });
