@@ -7,8 +7,8 @@ With ``--decode``: contexts of 1k to 16k against the bytes a second that torch c
 many calls as a small model has layers follow each other, as in a step of it: a call just after a copy finds threads asleep, and
 nothing in the CPU's caches. Keys and values come from memory: the sequences change from call to call.
 
-With ``--arithmetic``: prompts, and chunks of them, by the bf16 dot product against fp32 FMAs, and their share of the rate
-that torch's bf16 matrix product reaches in the same run. Needs a CPU with AVX512_BF16.
+With ``--prompts``: prompts, and chunks of them, as a share of the rate that torch's matrix product reaches in the same run
+(see Bounds), and against fp32 FMAs where the CPU has a bf16 dot product.
 
 With ``--kv-dtype int8``: decodes of long contexts, and chunks of prompts, with a KV cache of int8 against one of bf16. Layers
 take turns, as in a model, so that no cache of the CPU keeps their keys and values. Beside them what a copy in the same run
@@ -16,7 +16,7 @@ reads and writes.
 
     python benchmarks/paged_attention.py [--dtype bfloat16]
     python benchmarks/paged_attention.py --decode
-    python benchmarks/paged_attention.py --arithmetic
+    python benchmarks/paged_attention.py --prompts
     python benchmarks/paged_attention.py --kv-dtype int8
 """
 
@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common import save
 from flyball_kernels import Backend, choose_backend, kv_cache, paged_attention
-from flyball_runtime.bounds import COPIED_BYTES, Bounds
+from flyball_runtime.bounds import COPIED_BYTES, MATRIX, Bounds
 from machine import compare, describe, median_of
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 12, 4, 64, 16
@@ -184,44 +184,52 @@ def measure_decodes(backend: Backend) -> None:
     save("paged_attention_decode", {"instruction_set": torch.ops.flyball.instruction_set(), "decodes": result})
 
 
-def compare_arithmetics(
-    backend: Backend, heads: tuple[int, int, int], query_len: int, context_len: int
+def measure_prompt(
+    backend: Backend, bounds: Bounds, heads: tuple[int, int, int], query_len: int, context_len: int
 ) -> dict[str, Any]:
     """Return medians of rounds in turns for the last tokens of one context, and of torch's matrix product between them."""
     inputs = batch(1, query_len, context_len, torch.bfloat16, heads)
     run = partial(paged_attention, **inputs, scale=heads[2] ** -0.5, max_query_len=query_len, backend=backend)
-    left, right = (torch.randn(1536, 1536, dtype=torch.bfloat16) for _ in range(2))
     times = []
     for _ in range(ROUNDS):
-        dot, fma = compare(lambda: run(dot=True), lambda: run(dot=False))
-        times.append((dot, fma, compare(lambda: torch.mm(left, right), lambda: None, seconds=0.2)[0]))
+        ours, fma = compare(run, partial(run, dot=False))
+        times.append((ours, fma, compare(bounds.matmul, lambda: None, seconds=0.2)[0]))
     seen = query_len * context_len - query_len * (query_len - 1) / 2  # pairs of a token and a key that it sees
     work = 4e-9 * seen * heads[0] * heads[2]
-    matmul = 2e-9 * len(left) ** 3
+    matmul = 2e-9 * MATRIX**3
     return {
         "tokens": query_len,
         "context": context_len,
-        "dot_gflops": median_of(work / dot for dot, _, _ in times),
-        "fma_gflops": median_of(work / fma for _, fma, _ in times),
+        "gflops": median_of(work / ours for ours, _, _ in times),
         "matmul_gflops": median_of(matmul / seconds for _, _, seconds in times),
-        "dot_over_fma": median_of(fma / dot for dot, fma, _ in times),
-        "dot_over_matmul": median_of(work / dot / (matmul / seconds) for dot, _, seconds in times),
+        "share_of_matmul": median_of(work / ours / (matmul / seconds) for ours, _, seconds in times),
+        "fma_gflops": median_of(work / fma for _, fma, _ in times),
+        "over_fma": median_of(fma / ours for ours, fma, _ in times),
     }
 
 
-def measure_arithmetics(backend: Backend) -> None:
+def measure_prompts(backend: Backend) -> None:
     result = {}
+    bounds = Bounds()
     for heads in HEADS:
         name = "{}/{} heads of {}".format(*heads)
-        result[name] = [compare_arithmetics(backend, heads, *lengths) for lengths in PROMPTS]
+        result[name] = [measure_prompt(backend, bounds, heads, *lengths) for lengths in PROMPTS]
         for row in result[name]:
             print(
-                f"{name}  {row['tokens']:4} tokens of {row['context']:4}  dot {row['dot_gflops']['median']:6.1f} GFLOP/s  "
-                f"fma {row['fma_gflops']['median']:6.1f}  {row['dot_over_fma']['median']:5.2f}x  "
-                f"{row['dot_over_matmul']['median']:5.1%} of torch's {row['matmul_gflops']['median']:6.1f}",
+                f"{name}  {row['tokens']:4} tokens of {row['context']:4}  {row['gflops']['median']:6.1f} GFLOP/s  "
+                f"{row['share_of_matmul']['median']:5.1%} of torch's {row['matmul_gflops']['median']:6.1f}  "
+                f"{row['over_fma']['median']:5.2f}x of fp32 FMAs",
                 flush=True,
             )
-    save("paged_attention", {"causal_work": "4 x tokens and keys seen x query heads x head size", "prompts": result})
+    save(
+        "paged_attention_prompts",
+        {
+            "instruction_set": torch.ops.flyball.instruction_set(),
+            "causal_work": "4 x tokens and keys seen x query heads x head size",
+            "product": str(bounds.dtype).removeprefix("torch."),
+            "prompts": result,
+        },
+    )
 
 
 def int8_cache(cache: Tensor) -> Tensor:
@@ -287,7 +295,7 @@ def measure_caches(backend: Backend) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--arithmetic", action="store_true", help="the bf16 dot product against fp32 FMAs")
+    parser.add_argument("--prompts", action="store_true", help="prompts against the rate of a matrix product")
     parser.add_argument("--decode", action="store_true", help="decodes against the bytes a second of a copy")
     parser.add_argument("--kv-dtype", choices=["int8"], help="a KV cache of int8 against one of bf16")
     options = parser.parse_args()
@@ -300,8 +308,8 @@ def main() -> None:
     if options.decode:
         measure_decodes(backend)
         return
-    if options.arithmetic:
-        measure_arithmetics(backend)
+    if options.prompts:
+        measure_prompts(backend)
         return
     for num_seqs, context_len in ((1, 600), (1, 8192), (8, 600), (64, 128), (64, 600), (256, 300)):
         inputs = batch(num_seqs, 1, context_len, dtype)

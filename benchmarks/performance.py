@@ -39,7 +39,10 @@ LOADS = {
     "prefill_16_x_128": "prompts of 128",
     "prefill_16_x_1024": "prompts of 1,024",
 }
-PARTS = {"linear": "linear layers", "paged_attention": "attention", "outside any op": "outside ops", "": "other ops"}
+NAMED = {"linear": "linear layers", "paged_attention": "attention", "outside any op": "outside ops"}
+OTHERS = "other ops"
+PARTS = (*NAMED.values(), OTHERS)
+"""Of a step's time; ops are named by a part of their names."""
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#999999")  # Okabe and Ito
 
 Result = dict[str, Any]
@@ -283,12 +286,29 @@ def attention_table(name: str = "paged_attention_decode") -> str:
     return markdown(("Sequences x context", *by_heads), rows) + f"\n\n{where(result)}"
 
 
+def prompts_table(machine: str) -> str:
+    result = read(f"paged_attention_prompts{machine}")
+    if result is None:
+        return NOT_MEASURED
+    by_heads = result["prompts"]
+    cells = {
+        (heads, one["context"], one["tokens"]): (
+            f"{one['gflops']['median']:.0f} GFLOP/s, {one['share_of_matmul']['median']:.0%}"
+        )
+        for heads, rows in by_heads.items()
+        for one in rows
+    }
+    lengths = list(dict.fromkeys((context, tokens) for _, context, tokens in cells))
+    rows = [[f"{n:,} of {context:,}", *(cells[heads, context, n] for heads in by_heads)] for context, n in lengths]
+    return markdown(("Last tokens of a context", *by_heads), rows) + f"\n\n{where(result)}"
+
+
 def time_table(name: str = "versus_vllm") -> str:
     result = read(name)
     if result is None:
         return NOT_MEASURED
     rows = [[LOADS[load], *(f"{x:.0%}" for x in parts.values())] for load, parts in shares_of_time(result).items()]
-    return markdown(("", *PARTS.values()), rows) + f"\n\n{where(result)}"
+    return markdown(("", *PARTS), rows) + f"\n\n{where(result)}"
 
 
 def shares_of_time(result: Result) -> dict[str, dict[str, float]]:
@@ -297,12 +317,9 @@ def shares_of_time(result: Result) -> dict[str, dict[str, float]]:
 
 
 def parts_of(ops: dict[str, float]) -> dict[str, float]:
-    """Return the share of each part from those of ops."""
-    parts = dict.fromkeys(PARTS.values(), 0.0)
-    for op, share in ops.items():
-        if op != "tokens_per_s":
-            parts[next(name for key, name in PARTS.items() if key in op)] += share
-    return parts
+    """Return the share of each part from those of the longest ops; the others are the rest."""
+    parts = {name: sum(share for op, share in ops.items() if key in op) for key, name in NAMED.items()}
+    return parts | {OTHERS: 1.0 - sum(parts.values())}
 
 
 def before_table() -> str:
@@ -316,7 +333,7 @@ def before_table() -> str:
             token_us = 1e6 / ops["tokens_per_s"]
             times = [number(share * token_us) for share in parts_of(ops).values()]
             rows.append([LOADS[load], side, number(ops["tokens_per_s"]), *times])
-    head = ("", f"{result['before']} and now", "tokens a second", *(f"{part}, us a token" for part in PARTS.values()))
+    head = ("", f"{result['before']} and now", "tokens a second", *(f"{part}, us a token" for part in PARTS))
     return markdown(head, rows) + f"\n\n{where(result)}"
 
 
@@ -357,6 +374,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "attention-avx2": partial(attention_table, "paged_attention_decode_avx2"),
     "attention-zen5": partial(attention_table, "paged_attention_decode_zen5"),
+    "prompts-avx2": partial(prompts_table, "_avx2"),
     "step-tokens": step_tokens_table,
     "time": time_table,
     "time-before": before_table,
@@ -503,7 +521,7 @@ def draw_time(new_figure: Callable[..., Any]) -> Any:
     figure = new_figure(figsize=(10, 2.4), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(shares)
-    for part, color in zip(PARTS.values(), COLORS, strict=False):
+    for part, color in zip(PARTS, COLORS, strict=False):
         widths = [100 * parts[part] for parts in shares.values()]
         axes.barh([LOADS[load] for load in shares], widths, left=left, label=part, color=color)
         left = [a + b for a, b in zip(left, widths, strict=True)]
