@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections import OrderedDict
@@ -121,7 +122,7 @@ LOADING_S = 0.01
 """The same while an adapter is being loaded."""
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Has the engine write to the log what each of its threads is doing, also while Python itself stands still."""
+"""Has the engine write to the log what each of its threads is doing."""
 
 ARRIVALS_S = 0.005
 """How long the sequences that run wait for new requests to be taken in between two steps. A request takes tens of
@@ -138,6 +139,7 @@ def run_engine(
         parent_pid: the API process; the engine ends when that is gone, also if it went while the model was loading.
         spawned_at_s: ``time.time()`` when the process was asked for; what passed since then went into imports.
     """
+    answer_stacks_signal()
     # Here, because the API process imports this module too and has no use for torch.
     from flyball_runtime.engine.runner import start_engine
 
@@ -146,7 +148,6 @@ def run_engine(
     # decision, which ends this one by StopEngine, by SIGKILL or by its own end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    faulthandler.register(STACKS_SIGNAL)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = EngineEnd(connection)
     try:
@@ -162,6 +163,23 @@ def run_engine(
         logger.critical("the engine died:\n%s", traceback.format_exc())
         _say_last(channel, Died(f"{type(error).__name__}: {error}", is_config_error=False))
         raise SystemExit(1) from None
+
+
+def answer_stacks_signal() -> None:
+    """Have a thread of its own answer STACKS_SIGNAL. To be called before there are other threads: they must block it too.
+
+    The thread writes while it holds Python's lock, so that no stack changes meanwhile. Written by the signal's handler
+    (``faulthandler.register``), stacks of threads that run have crashed the engine (python/cpython#116008), just when it had
+    come back. The price: while native code that never returns holds the lock, nothing is written.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})
+    threading.Thread(target=_write_stacks_when_asked, name="flyball-stacks", daemon=True).start()
+
+
+def _write_stacks_when_asked() -> None:
+    while True:
+        signal.sigwait({STACKS_SIGNAL})
+        faulthandler.dump_traceback()
 
 
 def _say_last(channel: EngineEnd, died: Died) -> None:

@@ -229,6 +229,27 @@ def test_a_stopped_engine_makes_no_progress_until_it_goes_on(path: Path) -> None
     run(path, scenario, max_model_len=8192)
 
 
+def test_an_engine_that_comes_back_survives_the_writing_of_its_stacks(
+    path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Any of its threads may be the first to get the signal when a stopped process goes on, and the others run meanwhile."""
+
+    async def scenario(client: EngineClient) -> None:
+        await client.wait_ready()
+        stream = client.submit(request("busy", max_tokens=8000))
+        await anext(stream)
+        for _ in range(300):
+            os.kill(client.engine_pid, signal.SIGSTOP)
+            client.log_stacks()
+            os.kill(client.engine_pid, signal.SIGCONT)
+            await asyncio.sleep(0.002)
+        client.abort("busy")
+        assert (await collect(client.submit(request("next"))))[1].num_output_tokens == 8
+
+    run(path, scenario, max_model_len=8192)
+    assert "most recent call first" in capfd.readouterr().err
+
+
 def test_who_stops_waiting_for_a_limits_answer_disturbs_nobody(run_shared: RunShared) -> None:
     async def scenario(client: EngineClient) -> None:
         revision = client.limits().revision
