@@ -18,9 +18,14 @@ class GoModule:
     path: str
     version: str
 
+    @property
+    def folder(self) -> Path:
+        """Its files: read-only."""
+        return _folder(self)
+
     def file(self, name: str) -> Path:
         """Return a file of the module, by its path inside."""
-        return _folder(self) / name
+        return self.folder / name
 
 
 @cache

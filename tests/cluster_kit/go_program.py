@@ -2,16 +2,19 @@
 
 import fcntl
 import hashlib
+import inspect
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster_kit.errors import CommandFailed, MissingProgram
+from cluster_kit.go_module import GoModule
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class GoProgram:
         versioned_by: the required module whose version names the build.
         packages: what is built; each leaves a binary of its last path element's name, "." of the folder's.
         ldflags: for the linker; ``{version}`` stands for the version.
+        trim: removes what is not needed from a copy of the module ``versioned_by``, which is built in its place. A function
+            that needs nothing around it: its source is part of the cache's key.
     """
 
     name: str
@@ -32,6 +37,7 @@ class GoProgram:
     packages: tuple[str, ...] = (".",)
     tags: str = ""
     ldflags: str = "-s -w"
+    trim: Callable[[Path], None] | None = None
 
     @property
     def version(self) -> str:
@@ -62,10 +68,23 @@ class GoProgram:
         # What runs beside it counts seconds; who waits for it does not.
         command = ("nice", "-n", "19", self._go(), "build", *flags, "-o", f"{unfinished}/", *self.packages)
         environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false"}
-        done = subprocess.run(command, cwd=self.module, env=environment, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise CommandFailed(command, done.returncode, done.stderr)
+        with self._sources() as folder:
+            _run(command, folder, environment)
         unfinished.rename(self.folder)
+
+    @contextmanager
+    def _sources(self) -> Iterator[Path]:
+        """Give the folder to build in: our module, or a copy that requires what ``trim`` left."""
+        if self.trim is None:
+            yield self.module
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            original = GoModule(self.versioned_by, self.version).folder
+            _run(("cp", "-r", "--no-preserve=mode", str(original), "trimmed"), folder)
+            self.trim(Path(folder, "trimmed"))
+            module = shutil.copytree(self.module, Path(folder, "module"))
+            _run((self._go(), "mod", "edit", f"-replace={self.versioned_by}=../trimmed"), module)
+            yield module
 
     def _go(self) -> str:
         if found := shutil.which("go"):
@@ -75,6 +94,8 @@ class GoProgram:
 
     def _digest(self) -> str:
         digest = hashlib.sha256(repr((self.packages, self.tags, self.ldflags)).encode())
+        if self.trim is not None:
+            digest.update(inspect.getsource(self.trim).encode())
         for path in sorted(self.module.rglob("*")):
             if path.is_file():
                 digest.update(path.read_bytes())
@@ -86,6 +107,12 @@ def cache_folder() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flyball"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _run(command: tuple[str, ...], folder: Path | str, environment: dict[str, str] | None = None) -> None:
+    done = subprocess.run(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise CommandFailed(command, done.returncode, done.stderr)
 
 
 def _first(pattern: str, file: Path) -> str:
