@@ -307,6 +307,7 @@ def test_triton_with_any_logits_and_any_settings(logits, row):
     check_against_the_reference(logits, row, sample_by_triton)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @OVERFLOWS
 @pytest.mark.slow
 @examples(max_examples=1000)
@@ -315,6 +316,7 @@ def test_triton_with_many_finite_logits_and_settings(logits, row):
     check_against_the_reference(logits, row, sample_by_triton)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}])
 def test_triton_samples_follow_the_filtered_distribution(filters):
