@@ -42,7 +42,7 @@ LOADS = {
 NAMED = {"linear": "linear layers", "paged_attention": "attention", "outside any op": "outside ops"}
 OTHERS = "other ops"
 PARTS = (*NAMED.values(), OTHERS)
-"""Of a step's time; ops are named by a part of their names."""
+"""The parts of a step's time. NAMED maps what the names of a part's ops contain to the part; OTHERS is the rest."""
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#999999")  # Okabe and Ito
 
 Result = dict[str, Any]
@@ -273,34 +273,38 @@ def attention_table(name: str = "paged_attention_decode") -> str:
     result = read(name)
     if result is None:
         return NOT_MEASURED
-    by_heads = result["decodes"]
-    cells = {
-        (heads, one["sequences"], one["context"]): (
-            f"{one['gb_per_s']:.1f} GB/s, {one['share_of_copy']:.0%} ({one['share_of_copy_beyond_it']:.0%})"
-        )
-        for heads, rows in by_heads.items()
-        for one in rows
-    }
-    lengths = list(dict.fromkeys((sequences, context) for _, sequences, context in cells))
-    rows = [[f"{n} x {length:,}", *(cells[heads, n, length] for heads in by_heads)] for n, length in lengths]
-    return markdown(("Sequences x context", *by_heads), rows) + f"\n\n{where(result)}"
+    return heads_side_by_side(
+        "Sequences x context",
+        result["decodes"],
+        lambda one: f"{one['sequences']} x {one['context']:,}",
+        lambda one: f"{one['gb_per_s']:.1f} GB/s, {one['share_of_copy']:.0%} ({one['share_of_copy_beyond_it']:.0%})",
+        where(result),
+    )
 
 
-def prompts_table(machine: str) -> str:
-    result = read(f"paged_attention_prompts{machine}")
+def prompts_table(name: str) -> str:
+    result = read(name)
     if result is None:
         return NOT_MEASURED
-    by_heads = result["prompts"]
-    cells = {
-        (heads, one["context"], one["tokens"]): (
-            f"{one['gflops']['median']:.0f} GFLOP/s, {one['share_of_matmul']['median']:.0%}"
-        )
-        for heads, rows in by_heads.items()
-        for one in rows
-    }
-    lengths = list(dict.fromkeys((context, tokens) for _, context, tokens in cells))
-    rows = [[f"{n:,} of {context:,}", *(cells[heads, context, n] for heads in by_heads)] for context, n in lengths]
-    return markdown(("Last tokens of a context", *by_heads), rows) + f"\n\n{where(result)}"
+    return heads_side_by_side(
+        "Last tokens of a context",
+        result["prompts"],
+        lambda one: f"{one['tokens']:,} of {one['context']:,}",
+        lambda one: f"{one['gflops']['median']:.0f} GFLOP/s, {one['share_of_matmul']['median']:.0%}",
+        where(result),
+    )
+
+
+def heads_side_by_side(
+    title: str,
+    by_heads: dict[str, list[Result]],
+    label: Callable[[Result], str],
+    cell: Callable[[Result], str],
+    under: str,
+) -> str:
+    """Return a table with a row for each measurement, which all heads have in the same order, and a column for each heads."""
+    rows = [[label(same[0]), *(cell(one) for one in same)] for same in zip(*by_heads.values(), strict=True)]
+    return markdown((title, *by_heads), rows) + f"\n\n{under}"
 
 
 def time_table(name: str = "versus_vllm") -> str:
@@ -374,7 +378,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "attention-avx2": partial(attention_table, "paged_attention_decode_avx2"),
     "attention-zen5": partial(attention_table, "paged_attention_decode_zen5"),
-    "prompts-avx2": partial(prompts_table, "_avx2"),
+    "prompts-avx2": partial(prompts_table, "paged_attention_prompts_avx2"),
     "step-tokens": step_tokens_table,
     "time": time_table,
     "time-before": before_table,

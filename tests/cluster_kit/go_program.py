@@ -80,6 +80,7 @@ class GoProgram:
             return
         with tempfile.TemporaryDirectory() as folder:
             original = GoModule(self.versioned_by, self.version).folder
+            # Go's module cache is read-only, its folders too
             _run(("cp", "-r", "--no-preserve=mode", str(original), "trimmed"), folder)
             self.trim(Path(folder, "trimmed"))
             module = shutil.copytree(self.module, Path(folder, "module"))

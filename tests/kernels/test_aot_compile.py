@@ -29,7 +29,7 @@ def test_every_kernel_compiles_for_every_architecture(compiled):
 
 
 def test_nothing_spills(compiled):
-    # a loop that spills takes hundreds of bytes; 8 are one or two registers that wait on the stack until their loop ends
+    # 8 bytes are one or two registers that wait on the stack until their loop ends
     assert [row for row in compiled if row["stack_bytes"] > 8] == []
 
 
