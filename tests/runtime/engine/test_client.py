@@ -238,7 +238,7 @@ def test_an_engine_that_comes_back_survives_the_writing_of_its_stacks(
         await client.wait_ready()
         stream = client.submit(request("busy", max_tokens=8000))
         await anext(stream)
-        for _ in range(300):
+        for _ in range(1000):
             os.kill(client.engine_pid, signal.SIGSTOP)
             client.log_stacks()
             os.kill(client.engine_pid, signal.SIGCONT)
