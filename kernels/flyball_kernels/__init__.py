@@ -2,7 +2,7 @@
 
 from flyball_kernels.backend import Backend, choose_backend
 from flyball_kernels.cache_blocks import CacheBlocks
-from flyball_kernels.decoder_layer import DecoderHead, DecoderLayer, decoder_layers
+from flyball_kernels.decoder_layer import DecoderHead, DecoderLayer, DecoderStack
 from flyball_kernels.linear import Float8Linear, GroupedLinear, Int8Linear, PackedLinear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.penalties import penalize
@@ -19,6 +19,7 @@ __all__ = [
     "CacheBlocks",
     "DecoderHead",
     "DecoderLayer",
+    "DecoderStack",
     "Float8Linear",
     "GroupedLinear",
     "Int8Linear",
@@ -26,7 +27,6 @@ __all__ = [
     "add_rms_norm",
     "apply_token_bitmask",
     "choose_backend",
-    "decoder_layers",
     "paged_attention",
     "penalize",
     "place_threads",

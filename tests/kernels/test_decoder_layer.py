@@ -12,10 +12,10 @@ from flyball_kernels import (
     Backend,
     DecoderHead,
     DecoderLayer,
+    DecoderStack,
     GroupedLinear,
     Int8Linear,
     PackedLinear,
-    decoder_layers,
     kv_cache,
 )
 from flyball_kernels.decoder_layer import reference
@@ -126,17 +126,15 @@ def run(
         ends: embedding and head.
     """
     each = [given, *others]
-    return decoder_layers(
-        layers,
+    stack = DecoderStack(layers, [(one["k_cache"], one["v_cache"]) for one in each], range(len(each)), **ends)
+    return stack(
         given["x"],
         given["residual"],
         given["positions"],
-        [(one["k_cache"], one["v_cache"]) for one in each],
         [one["slot_mapping"] for one in each],
         [one["block_tables"] for one in each],
         given["cu_query_lens"],
         given["context_lens"],
-        **ends,
     )
 
 
@@ -263,7 +261,7 @@ def test_embedding_and_head_are_checked():
     layer = DecoderLayer(**with_linears(layer_weights(torch.bfloat16), "plain", CPP), **settings)
     given = step("decodes", torch.bfloat16) | {"x": torch.arange(9)}
     first, table = given | {"residual": None}, torch.randn(9, 96).bfloat16()
-    with pytest.raises(ValueError, match="with an embedding, which has 2 dimensions, there is no residual"):
+    with pytest.raises(ValueError, match="with an embedding there is no residual"):
         run([layer], given, embedding=table)
     with pytest.raises(ValueError, match="token ids is Int of shape"):
         run([layer], first | {"x": torch.arange(9).int()}, embedding=table)
@@ -294,12 +292,42 @@ def test_layers_that_cannot_run_as_one_are_refused():
     given = step("decodes", torch.bfloat16)
     with pytest.raises(ValueError, match="there are no layers to run"):
         run([], given)
-    with pytest.raises(ValueError, match=r"k_caches has 1 tensors; there are 2 layers"):
+    with pytest.raises(ValueError, match="there are 2 layers, caches of 1 and groups of 1"):
         run([layer, layer], given)
-    with pytest.raises(ValueError, match="layers that run as one op must have the same sizes"):
+    with pytest.raises(ValueError, match="layers that run as one op must have the same sizes and dtype"):
         run([layer, narrow], given, given)
-    with pytest.raises(ValueError, match=r"x is BFloat16 of shape \[9, 96\].*must be Float"):
+    with pytest.raises(ValueError, match=r"k_cache is BFloat16 .*must be Float"):
         run([layer, single], given, given)
+    floats = given | {name: given[name].float() for name in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match="layers that run as one op must have the same sizes and dtype"):
+        run([layer, single], given, floats)
+
+
+def test_a_layer_takes_slots_and_block_tables_of_its_group():
+    settings: dict[str, Any] = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+    layers = [DecoderLayer(**with_linears(layer_weights(torch.bfloat16), "plain", CPP), **settings) for _ in range(3)]
+    groups = [step("decodes", torch.bfloat16) for _ in range(2)]
+    given = [groups[0], groups[0], groups[1]]
+    expected = run(layers, *[copied(one) for one in given])
+    caches = [(one["k_cache"].clone(), one["v_cache"].clone()) for one in given]
+
+    def run_with(group_of: list[int], num_groups: int = 2) -> tuple[Tensor, Tensor]:
+        return DecoderStack(layers, caches, group_of)(
+            given[0]["x"],
+            given[0]["residual"],
+            given[0]["positions"],
+            [one["slot_mapping"] for one in groups[:num_groups]],
+            [one["block_tables"] for one in groups[:num_groups]],
+            given[0]["cu_query_lens"],
+            given[0]["context_lens"],
+        )
+
+    for one, other in zip(run_with([0, 0, 1]), expected, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="layer 2 is of group 1; there are slots and block tables of 1"):
+        run_with([0, 0, 1], 1)
+    with pytest.raises(ValueError, match="layer 1 is of group -1; a group is at least 0"):
+        run_with([0, -1, 1])
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -1,7 +1,6 @@
 """Dense decoder layers as one op. With few tokens, a CPU spends more time between small ops than in them."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from flyball_kernels.swiglu import Activation
 
 
 class DecoderLayer:
-    """Attention and a gated MLP, a norm before each, and the residual additions; see ``decoder_layers``.
+    """Attention and a gated MLP, a norm before each, and the residual additions; see ``DecoderStack``.
 
     Args:
         qkv, output, gate_up, down: linear layers with C++ weights, see ``Linear.kernel``.
@@ -77,7 +76,7 @@ class DecoderLayer:
 
 
 class DecoderHead:
-    """What makes logits of the last layer's output: a norm and a linear layer; see ``decoder_layers``.
+    """What makes logits of the last layer's output: a norm and a linear layer; see ``DecoderStack``.
 
     Args:
         norm: ``[hidden]`` RMSNorm weights.
@@ -94,61 +93,71 @@ class DecoderHead:
         self.kernel: Any = torch.classes.flyball.DecoderHead(norm, eps, norm_offset, linear.kernel)
 
 
-def decoder_layers(
-    layers: Sequence[DecoderLayer],
-    x: Tensor,
-    residual: Tensor | None,
-    positions: Tensor,
-    caches: Sequence[tuple[Tensor, Tensor]],
-    slot_mappings: Sequence[Tensor],
-    block_tables: Sequence[Tensor],
-    cu_query_lens: Tensor,
-    context_lens: Tensor,
-    *,
-    embedding: Tensor | None = None,
-    head: DecoderHead | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run layers that follow each other: ``reference.decoder_layer`` of each; with what comes before and behind, if wanted.
+class DecoderStack:
+    """Layers that follow each other, as one op: ``reference.decoder_layer`` of each; with what comes before and behind.
 
-    They run the C++ kernels of the ops that they contain, so they give their bits. Threads are started once for all.
+    They run the C++ kernels of the ops that they contain, so they give their bits. Threads are started once for all. What stays
+    from step to step is handed over and checked here: with few tokens, that would take as long as a layer.
 
     Args:
         layers: of equal sizes and dtype.
-        x: ``[num_tokens, hidden]``, contiguous.
-        residual: like ``x``, added to it first; None in a model's first layer.
-        positions: see ``rope_kv_write``.
-        caches, slot_mappings: K and V cache and slots of each layer, see ``rope_kv_write``; contiguous.
-        block_tables: of each layer, see ``paged_attention``.
-        cu_query_lens, context_lens: see ``paged_attention``.
-        embedding: ``[vocab, hidden]``; ``x`` is then ``[num_tokens]`` int64, whose rows are taken, and ``residual`` None.
+        caches: K and V cache of each layer, see ``rope_kv_write``; contiguous.
+        groups: which of the slot mappings and block tables of a call are a layer's.
+        embedding: ``[vocab, hidden]``; the first layer's input is then made of token ids.
         head: makes logits of all tokens.
-    Returns:
-        The last layer's output, which is still to be added, and the running sum of the residual: both new tensors. With a
-        head its logits, fp32, in the place of the output.
     Raises:
-        ValueError: a shape, dtype or layout is not as above.
-        IndexError: a token id, position, slot, length or block id is out of range.
+        ValueError: layers, caches, embedding and head do not fit each other.
     """
-    out: tuple[Tensor, Tensor] = _run()(
-        [layer.kernel for layer in layers],
-        x,
-        residual,
-        positions,
-        [k_cache for k_cache, _ in caches],
-        [v_cache for _, v_cache in caches],
-        list(slot_mappings),
-        list(block_tables),
-        cu_query_lens,
-        context_lens,
-        embedding,
-        None if head is None else head.kernel,
-    )
-    return out
 
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        caches: Sequence[tuple[Tensor, Tensor]],
+        groups: Sequence[int],
+        *,
+        embedding: Tensor | None = None,
+        head: DecoderHead | None = None,
+    ) -> None:
+        kernel: Any = torch.classes.flyball.DecoderStack(
+            [layer.kernel for layer in layers],
+            [k_cache for k_cache, _ in caches],
+            [v_cache for _, v_cache in caches],
+            list(groups),
+            embedding,
+            None if head is None else head.kernel,
+        )
+        self._run = kernel.run  # to find it takes longer than some ops
 
-@cache
-def _run() -> Any:
-    return torch.classes.flyball.DecoderLayer.run  # to find it takes longer than some ops
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        slot_mappings: list[Tensor],
+        block_tables: list[Tensor],
+        cu_query_lens: Tensor,
+        context_lens: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Run one step.
+
+        Args:
+            x: ``[num_tokens, hidden]``, contiguous; with an embedding ``[num_tokens]`` int64, token ids.
+            residual: ``[num_tokens, hidden]``, added to the first layer's input; None in a model's first layer.
+            positions: see ``rope_kv_write``.
+            slot_mappings: slots of each group, see ``rope_kv_write``; contiguous.
+            block_tables: of each group, see ``paged_attention``.
+            cu_query_lens, context_lens: see ``paged_attention``.
+        Returns:
+            The last layer's output, which is still to be added, and the running sum of the residual: both new tensors. With a
+            head its logits, fp32, in the place of the output.
+        Raises:
+            ValueError: a shape, dtype or layout is not as above, or a layer's group is not there.
+            IndexError: a token id, position, slot, length or block id is out of range.
+        """
+        out: tuple[Tensor, Tensor] = self._run(
+            x, residual, positions, slot_mappings, block_tables, cu_query_lens, context_lens
+        )
+        return out
 
 
 def _check_sizes(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> None:

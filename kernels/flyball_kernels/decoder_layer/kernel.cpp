@@ -42,20 +42,10 @@ struct DecoderLayer : torch::CustomClassHolder {
         sliding_window(sliding_window), softcap(softcap),
         activation(is_gelu ? Activation::kGeluTanh : Activation::kSilu) {}
 
-  void check(const Tensor& x, const OptionalTensor& residual, const Inputs& inputs) const {
-    const auto& [positions, k_cache, v_cache, slot_mapping, block_tables, cu_query_lens, context_lens] = inputs;
-    const auto type = attention_norm.scalar_type();
-    const int64_t rows = positions.numel(), num_seqs = context_lens.numel();
-    check_tensor("x", x, type, {rows, qkv->in_features});
-    if (residual) check_tensor("residual", *residual, type, x.sizes());
-    const auto cached = is_int8(k_cache) ? at::kChar : type;
+  void check(const Tensor& k_cache, const Tensor& v_cache) const {
+    const auto type = attention_norm.scalar_type(), cached = is_int8(k_cache) ? at::kChar : type;
     check_tensor("k_cache", k_cache, cached, {-1, -1, -1, -1});
     check_tensor("v_cache", v_cache, cached, k_cache.sizes());
-    check_tensor("positions", positions, at::kLong, {rows});
-    check_tensor("slot_mapping", slot_mapping, at::kLong, {rows});
-    check_tensor("block_tables", block_tables, at::kInt, {num_seqs, -1});
-    check_tensor("cu_query_lens", cu_query_lens, at::kInt, {num_seqs + 1});
-    check_tensor("context_lens", context_lens, at::kInt, {num_seqs});
     const int64_t num_kv = k_cache.size(2), head_dim = head_dim_of(k_cache), query = output->in_features;
     TORCH_CHECK_VALUE(head_dim > 0 && num_kv > 0 && query % (head_dim * num_kv) == 0 &&
                           qkv->out_features == query + 2 * num_kv * head_dim && cos_sin_cache.size(1) <= head_dim,
@@ -77,10 +67,10 @@ struct DecoderHead : torch::CustomClassHolder {
   DecoderHead(Tensor norm, double eps, double norm_offset, Part linear)
       : norm(std::move(norm)), eps(eps), norm_offset(norm_offset), linear(std::move(linear)) {}
 
-  void check(const Tensor& x) const {
-    TORCH_CHECK_VALUE(linear->in_features == x.size(1), "the head takes ", linear->in_features, " features; the layers give ",
-                      x.size(1), ".");
-    check_tensor("the head's norm", norm, x.scalar_type(), {x.size(1)});
+  void check(int64_t hidden, at::ScalarType type) const {
+    TORCH_CHECK_VALUE(linear->in_features == hidden, "the head takes ", linear->in_features, " features; the layers give ",
+                      hidden, ".");
+    check_tensor("the head's norm", norm, type, {hidden});
   }
 };
 
@@ -124,13 +114,12 @@ struct Rows {
   Tensor operator()(const Tensor& all) const { return num == all.size(0) ? all : all.narrow(0, begin, num); }
 };
 
-// Layers of one size, one after another. Those but the first begin with what the one before them left.
-class Stretch {
+// A step of layers of one size. Those but the first begin with what the one before them left.
+class Step {
  public:
-  Stretch(const DecoderLayer& first, const Tensor& x, const Tensor& k_cache)
-      : first_(first), rows_(x.size(0)), block_rows_(std::min(rows_, rows_at_once())), head_dim_(head_dim_of(k_cache)),
-        options_(x.options()), entered_(empty(x.size(1))),
-        query_(empty(first.output->in_features).view({rows_, first.output->in_features / head_dim_, head_dim_})),
+  Step(const DecoderLayer& first, const Tensor& x, const Tensor& k_cache)
+      : rows_(x.size(0)), block_rows_(std::min(rows_, rows_at_once())), options_(x.options()), entered_(empty(x.size(1))),
+        query_(at::empty({rows_, first.output->in_features / head_dim_of(k_cache), head_dim_of(k_cache)}, options_)),
         attended_(at::empty_like(query_)), out_(empty(x.size(1))), total_(empty(x.size(1))), normed_(block(x.size(1))),
         projected_(block(first.qkv->out_features)), added_(block(x.size(1))), gated_(block(first.down->in_features)) {}
 
@@ -138,7 +127,6 @@ class Stretch {
 
   void add(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs) {
     const auto& [positions, k_cache, v_cache, slot_mapping, block_tables, cu_query_lens, context_lens] = inputs;
-    check_size(layer, k_cache);
     const Tensor& entered = residual ? entered_ : x;
     const auto work = [&](Work one) { works_.push_back(std::move(one)); };
     for_blocks([&](const Rows& of, const Rows& block) {
@@ -163,7 +151,6 @@ class Stretch {
 
   // What the layers gave -> logits, in fp32
   Tensor finish(const DecoderHead& head) {
-    head.check(out_);
     const Tensor logits = empty(head.linear->out_features);
     for_blocks([&](const Rows& of, const Rows& block) {
       const Tensor normed = block(normed_);
@@ -194,16 +181,7 @@ class Stretch {
     }
   }
 
-  void check_size(const DecoderLayer& layer, const Tensor& k_cache) const {
-    const auto sizes = [](const DecoderLayer& one) {
-      return std::array{one.qkv->in_features, one.qkv->out_features, one.output->in_features, one.down->in_features};
-    };
-    TORCH_CHECK_VALUE(sizes(layer) == sizes(first_) && head_dim_of(k_cache) == head_dim_,
-                      "layers that run as one op must have the same sizes; run the others by themselves");
-  }
-
-  const DecoderLayer& first_;
-  const int64_t rows_, block_rows_, head_dim_;
+  const int64_t rows_, block_rows_;
   const at::TensorOptions options_;
   const Tensor entered_, query_, attended_, out_, total_;      // of all rows
   const Tensor normed_, projected_, added_, gated_;          // of a block's
@@ -211,42 +189,78 @@ class Stretch {
   std::vector<Work> works_;
 };
 
-// Caches, slots and block tables are those of each layer. With an embedding, x are token ids; with a head, logits are returned
-// in the place of what is still to be added.
-std::tuple<Tensor, Tensor> run_layers(const c10::List<Layer>& layers, const Tensor& x, const OptionalTensor& residual,
-                                      const Tensor& positions, const std::vector<Tensor>& k_caches,
-                                      const std::vector<Tensor>& v_caches, const std::vector<Tensor>& slot_mappings,
-                                      const std::vector<Tensor>& block_tables, const Tensor& cu_query_lens,
-                                      const Tensor& context_lens, const OptionalTensor& embedding,
-                                      const std::optional<Head>& head) {
-  const size_t num = layers.size();
-  TORCH_CHECK_VALUE(num > 0, "there are no layers to run");
-  for (const auto& [name, tensors] : {std::pair("k_caches", &k_caches), std::pair("v_caches", &v_caches),
-                                      std::pair("slot_mappings", &slot_mappings), std::pair("block_tables", &block_tables)})
-    TORCH_CHECK_VALUE(tensors->size() == num, name, " has ", tensors->size(), " tensors; there are ", num, " layers.");
-  Tensor begin = x;
-  if (embedding) {
-    TORCH_CHECK_VALUE(!residual && embedding->dim() == 2, "with an embedding, which has 2 dimensions, there is no residual");
-    check_tensor("token ids", x, at::kLong, {positions.numel()});
-    check_tensor("embedding", *embedding, layers.get(0)->attention_norm.scalar_type(), {-1, layers.get(0)->qkv->in_features});
-    check_below("token ids", data<const int64_t>(x), x.numel(), embedding->size(0));
-    begin = at::empty({x.numel(), embedding->size(1)}, embedding->options());
+// Layers that follow each other, and whose caches they are. What does not change from step to step is checked once.
+struct DecoderStack : torch::CustomClassHolder {
+  std::vector<Layer> layers;
+  std::vector<Tensor> k_caches, v_caches;
+  std::vector<int64_t> groups;
+  OptionalTensor embedding;
+  std::optional<Head> head;
+
+  // A layer takes the slots and block tables of its group. With an embedding, x are token ids; with a head, logits are returned
+  // in the place of what is still to be added.
+  DecoderStack(const c10::List<Layer>& given, std::vector<Tensor> k_caches_, std::vector<Tensor> v_caches_,
+               std::vector<int64_t> groups_, OptionalTensor embedding_, std::optional<Head> head_)
+      : layers(given.begin(), given.end()), k_caches(std::move(k_caches_)), v_caches(std::move(v_caches_)),
+        groups(std::move(groups_)), embedding(std::move(embedding_)), head(std::move(head_)) {
+    const size_t num = layers.size();
+    TORCH_CHECK_VALUE(num > 0, "there are no layers to run");
+    TORCH_CHECK_VALUE(k_caches.size() == num && v_caches.size() == num && groups.size() == num, "there are ", num,
+                      " layers, caches of ", k_caches.size(), " and groups of ", groups.size());
+    const auto sizes = [](const DecoderLayer& one, const Tensor& k_cache) {
+      return std::array{one.qkv->in_features, one.qkv->out_features, one.output->in_features, one.down->in_features,
+                        head_dim_of(k_cache), int64_t(one.attention_norm.scalar_type())};
+    };
+    for (size_t i = 0; i < num; ++i) {
+      layers[i]->check(k_caches[i], v_caches[i]);
+      TORCH_CHECK_VALUE(sizes(*layers[i], k_caches[i]) == sizes(*layers[0], k_caches[0]),
+                        "layers that run as one op must have the same sizes and dtype; run the others by themselves");
+      TORCH_CHECK_VALUE(groups[i] >= 0, "layer ", i, " is of group ", groups[i], "; a group is at least 0.");
+    }
+    if (embedding) check_tensor("embedding", *embedding, type(), {-1, hidden()});
+    if (head) (*head)->check(hidden(), type());
   }
-  std::optional<Stretch> stretch;
-  for (size_t i = 0; i < num; ++i) {
-    const DecoderLayer& layer = *layers.get(i);
-    const Tensor& from = i == 0 ? begin : stretch->out();
-    const OptionalTensor before = i == 0 ? residual : OptionalTensor(stretch->total());
-    const Inputs inputs{positions, k_caches[i], v_caches[i], slot_mappings[i], block_tables[i], cu_query_lens, context_lens};
-    layer.check(from, before, inputs);
-    if (i == 0) stretch.emplace(layer, from, k_caches[0]);
-    if (i == 0 && embedding) stretch->embed(x, *embedding, from);
-    stretch->add(layer, from, before, inputs);
+
+  std::tuple<Tensor, Tensor> run(const Tensor& x, const OptionalTensor& residual, const Tensor& positions,
+                                 const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
+                                 const Tensor& cu_query_lens, const Tensor& context_lens) const {
+    const int64_t rows = positions.numel(), num_seqs = context_lens.numel();
+    check_tensor("positions", positions, at::kLong, {rows});
+    check_tensor("context_lens", context_lens, at::kInt, {num_seqs});
+    check_tensor("cu_query_lens", cu_query_lens, at::kInt, {num_seqs + 1});
+    const size_t num_groups = std::min(slot_mappings.size(), block_tables.size());
+    for (size_t group = 0; group < num_groups; ++group) {
+      check_tensor("slot_mapping", slot_mappings[group], at::kLong, {rows});
+      check_tensor("block_tables", block_tables[group], at::kInt, {num_seqs, -1});
+    }
+    Tensor begin = x;
+    if (embedding) {
+      TORCH_CHECK_VALUE(!residual, "with an embedding there is no residual");
+      check_tensor("token ids", x, at::kLong, {rows});
+      check_below("token ids", data<const int64_t>(x), rows, embedding->size(0));
+      begin = at::empty({rows, hidden()}, embedding->options());
+    }
+    check_tensor("x", begin, type(), {rows, hidden()});
+    if (residual) check_tensor("residual", *residual, type(), {rows, hidden()});
+
+    Step step(*layers[0], begin, k_caches[0]);
+    if (embedding) step.embed(x, *embedding, begin);
+    for (size_t i = 0; i < layers.size(); ++i) {
+      const auto group = static_cast<size_t>(groups[i]);
+      TORCH_CHECK_VALUE(group < num_groups, "layer ", i, " is of group ", group, "; there are slots and block tables of ",
+                        num_groups, ".");
+      step.add(*layers[i], i == 0 ? begin : step.out(), i == 0 ? residual : OptionalTensor(step.total()),
+               {positions, k_caches[i], v_caches[i], slot_mappings[group], block_tables[group], cu_query_lens, context_lens});
+    }
+    const Tensor out = head ? step.finish(**head) : step.out();
+    step.run();
+    return {out, step.total()};
   }
-  const Tensor out = head ? stretch->finish(**head) : stretch->out();
-  stretch->run();
-  return {out, stretch->total()};
-}
+
+ private:
+  at::ScalarType type() const { return layers[0]->attention_norm.scalar_type(); }
+  int64_t hidden() const { return layers[0]->qkv->in_features; }
+};
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.class_<Linear>("Linear")  // before the class that takes it
@@ -256,8 +270,11 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.class_<DecoderHead>("DecoderHead").def(torch::init<Tensor, double, double, Part>());
   m.class_<DecoderLayer>("DecoderLayer")
       .def(torch::init<Part, Part, Part, Part, Tensor, Tensor, OptionalTensor, OptionalTensor, double, double, Tensor, double,
-                       std::optional<int64_t>, std::optional<double>, bool>())
-      .def_static("run", &run_layers);
+                       std::optional<int64_t>, std::optional<double>, bool>());
+  m.class_<DecoderStack>("DecoderStack")
+      .def(torch::init<c10::List<Layer>, std::vector<Tensor>, std::vector<Tensor>, std::vector<int64_t>, OptionalTensor,
+                       std::optional<Head>>())
+      .def("run", &DecoderStack::run);
 }
 
 }  // namespace

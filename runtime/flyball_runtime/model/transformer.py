@@ -3,15 +3,16 @@
 Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and a call costs no more than a call.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flyball_kernels import DecoderHead, decoder_layers
+from flyball_kernels import DecoderHead, DecoderStack
 from flyball_kernels import DecoderLayer as DecoderLayerOp
 from flyball_kernels.backend import Backend
 from flyball_kernels.paged_attention import paged_attention
@@ -43,8 +44,8 @@ class StepInputs:
 
     token_ids: Tensor
     positions: Tensor
-    slot_mappings: Sequence[Tensor]
-    block_tables: Sequence[Tensor]
+    slot_mappings: list[Tensor]
+    block_tables: list[Tensor]
     cu_query_lens: Tensor
     context_lens: Tensor
     max_query_len: int
@@ -234,8 +235,8 @@ class Sublayer:
 class DecoderLayer:
     """Attention and MLP, each within its norms. ``residual`` is the running sum; ``x`` is what is still to be added.
 
-    On a CPU most layers are an op (``op``), and several run as one. The others, and steps with LoRA adapters, run one op after
-    another; the results are the same to the last bit.
+    On a CPU most layers are an op (``op``), and ``CausalLM`` runs several as one. The others, and steps with LoRA adapters, run
+    one op after another, which is what a call does; the results are the same to the last bit.
     """
 
     def __init__(self, config: ModelConfig, layout: KVLayout, layer: int, cos_sin: Tensor, place: Place) -> None:
@@ -297,37 +298,21 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, inputs: StepInputs, kv: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        if self.op is not None and not inputs.adapted:
-            return _run_as_one([self.op], [self.attention.group], x, residual, inputs, [kv])
         x, residual = self.around_attention.enter(x, residual)
         x = self.around_attention.leave(self.attention(x, inputs, *kv))
         x, residual = self.around_mlp.enter(x, residual)
         return self.around_mlp.leave(self.mlp(x, inputs.adapted)), residual
 
 
-def _run_as_one(
-    ops: Sequence[DecoderLayerOp],
-    groups: Sequence[int],
-    x: Tensor,
-    residual: Tensor | None,
-    inputs: StepInputs,
-    caches: Sequence[tuple[Tensor, Tensor]],
-    embedding: Tensor | None = None,
-    head: DecoderHead | None = None,
-) -> tuple[Tensor, Tensor]:
-    slots, tables = inputs.slot_mappings, inputs.block_tables
-    return decoder_layers(
-        ops,
+def _run_stack(stack: DecoderStack, x: Tensor, residual: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    return stack(
         x,
         residual,
         inputs.positions,
-        caches,
-        [slots[group] for group in groups],
-        [tables[group] for group in groups],
+        inputs.slot_mappings,
+        inputs.block_tables,
         inputs.cu_query_lens,
         inputs.context_lens,
-        embedding=embedding,
-        head=head,
     )
 
 
@@ -354,6 +339,8 @@ class CausalLM:
         # Gemma rounds the factor to the dtype of the weights
         self.embedding_scale = float(torch.tensor(config.embedding_scale).to(place.dtype))
         self._head_op: DecoderHead | None = None
+        self._kv: KVTensors | None = None
+        self._stacks: dict[tuple[int, int, bool, bool], DecoderStack] = {}
         packing = place.stored.packing
         self.num_parameters = sum(num_weights(name, tensor, packing) for name, tensor in self.destinations())
 
@@ -416,7 +403,10 @@ class CausalLM:
         for start, end in self._stretches(inputs):
             ends_here = wants_all and end == len(self.layers) and end - start > 1
             head = self._head_op if ends_here else None
-            x, residual = self._run(start, end, x, residual, inputs, kv, head)
+            embeds = start == 0 and end > 1 and self.embedding_scale == 1.0
+            if start == 0 and not embeds:
+                x = self._embed(x)
+            x, residual = self._run(start, end, x, residual, inputs, kv, embeds, head)
             after_layer()
             if head is not None:
                 return self._scaled(x)
@@ -438,7 +428,9 @@ class CausalLM:
         x = self.embedding[inputs.positions % self.config.vocab_size]
         index = longest_reach(self.config.sliding_windows)
         layer, caches = self.layers[index], kv[self.layout.places[index][1]]
-        return lambda: layer(x, None, inputs, caches), lambda: self.lm_head(x[:num_rows]).float()
+        stack = None if layer.op is None else self._bound(index, index + 1, kv)
+        run = partial(layer, x, None, inputs, caches) if stack is None else partial(_run_stack, stack, x, None, inputs)
+        return run, lambda: self.lm_head(x[:num_rows]).float()
 
     def _stretches(self, inputs: StepInputs) -> Iterator[tuple[int, int]]:
         """Cut the layers into those that run as one; each stretch ends before its second number."""
@@ -460,25 +452,30 @@ class CausalLM:
         residual: Tensor | None,
         inputs: StepInputs,
         kv: KVTensors,
+        embeds: bool,
         head: DecoderHead | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run a stretch of layers; the first one's ``x`` are token ids, and with a head the last one's output is logits."""
-        embedding = self.embedding if start == 0 and end - start > 1 and self.embedding_scale == 1.0 else None
-        if start == 0 and embedding is None:
-            x = self._embed(x)
+        """Run a stretch of layers; with ``embeds`` its ``x`` are token ids, and with a head its output is logits."""
+        if self.layers[start].op is None or inputs.adapted:
+            return self.layers[start](x, residual, inputs, kv[self.layout.places[start][1]])
+        if kv is not self._kv:  # in an engine they are the same in all steps
+            self._kv, self._stacks = kv, {}
+        key = start, end, embeds, head is not None
+        if (stack := self._stacks.get(key)) is None:
+            stack = self._stacks[key] = self._bound(start, end, kv, embeds, head)
+        return _run_stack(stack, x, residual, inputs)
+
+    def _bound(
+        self, start: int, end: int, kv: KVTensors, embeds: bool = False, head: DecoderHead | None = None
+    ) -> DecoderStack:
+        """Return a stretch of layers, which are ops, as one op over their caches."""
         places = self.layout.places[start:end]
-        if end - start == 1:
-            return self.layers[start](x, residual, inputs, kv[places[0][1]])
-        ops = [layer.op for layer in self.layers[start:end] if layer.op is not None]
-        return _run_as_one(
-            ops,
-            [group for group, _ in places],
-            x,
-            residual,
-            inputs,
+        return DecoderStack(
+            [layer.op for layer in self.layers[start:end] if layer.op is not None],
             [kv[tensor] for _, tensor in places],
-            embedding,
-            head,
+            [group for group, _ in places],
+            embedding=self.embedding if embeds else None,
+            head=head,
         )
 
     def _logits(self, x: Tensor, residual: Tensor) -> Tensor:

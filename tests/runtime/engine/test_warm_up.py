@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from checkpoints import make_checkpoint
 from engines import generate, make_engine, random_prompts
@@ -97,7 +98,7 @@ class SlowModel:
 
     def __init__(self, model: CausalLM, layer_s: float, head_s: float, layers_at_once: int = 1, **config: Any) -> None:
         self.clock = FakeClock()
-        self.steps: list[tuple[int, StepInputs]] = []
+        self.steps: list[tuple[int, Tensor, Tensor, Tensor]] = []  # index, positions, block table, context lengths
         self.parts = SimpleNamespace(
             timed_parts=lambda *args: CausalLM.timed_parts(self.parts, *args),  # type: ignore[arg-type]
             backend=choose_backend("cpu"),
@@ -105,7 +106,8 @@ class SlowModel:
             layout=model.layout,
             config=replace(model.config, **config),
             embedding=model.embedding,
-            layers=[self._slow(self._noted(index, layer), layer_s) for index, layer in enumerate(model.layers)],
+            layers=[SimpleNamespace(op=index) for index in range(len(model.layers))],
+            _bound=lambda start, end, kv: self._slow(self._noted(start, model._bound(start, end, kv)), layer_s),
             lm_head=self._slow(model.lm_head, head_s),
         )
 
@@ -122,9 +124,9 @@ class SlowModel:
         return run
 
     def _noted(self, index: int, layer: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            self.steps.append((index, args[2]))
-            return layer(*args)
+        def run(x: Tensor, residual: None, positions: Tensor, slots: Any, tables: Any, *lens: Tensor) -> Any:
+            self.steps.append((index, positions, tables[0], lens[1]))
+            return layer(x, residual, positions, slots, tables, *lens)
 
         return run
 
@@ -138,9 +140,9 @@ def test_the_longest_pause_is_a_layer_or_the_head_of_the_largest_step(
 ) -> None:
     slow = SlowModel(model, layer_s, head_s)
     assert slow.longest_pause_s(max_num_seqs=64, max_num_batched_tokens=256) == pytest.approx(pause_s)
-    _, inputs = slow.steps[-1]
-    assert inputs.positions.tolist() == list(range(96, 128)), "the end of the longest context"
-    assert (inputs.context_lens.tolist(), inputs.block_tables[0].shape) == ([128], (1, 8))
+    _, positions, block_table, context_lens = slow.steps[-1]
+    assert positions.tolist() == list(range(96, 128)), "the end of the longest context"
+    assert (context_lens.tolist(), block_table.shape) == ([128], (1, 8))
 
 
 def test_a_pause_of_a_step_with_few_tokens_is_not_scaled(model: CausalLM) -> None:
@@ -163,7 +165,7 @@ def test_the_layer_that_attends_to_the_most_tokens_is_timed(
 ) -> None:
     slow = SlowModel(model, 0.5, 0.1, sliding_windows=windows)
     slow.longest_pause_s(max_num_seqs=4)
-    assert {index for index, _ in slow.steps} == {layer}
+    assert {index for index, *_ in slow.steps} == {layer}
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model import transformer
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.mlp import MLP
-from flyball_runtime.model.transformer import CausalLM, DecoderLayer, StepInputs
+from flyball_runtime.model.transformer import CausalLM, StepInputs
 
 MORE = [pytest.param(arch, marks=pytest.mark.slow) for arch in MORE_ARCHITECTURES]
 WITH_EXPERTS = {"mixtral", "qwen2 moe", "qwen3 moe", "gpt-oss"}
@@ -234,13 +234,13 @@ def test_a_step_that_samples_nothing_still_fills_the_cache(models) -> None:
 def test_progress_is_told_after_each_layer(models, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = models
     events: list[str] = []
-    compute = DecoderLayer.__call__
+    compute = CausalLM._run
 
     def recorded(*args: Any) -> Any:
         events.append("layer")
         return compute(*args)
 
-    monkeypatch.setattr(DecoderLayer, "__call__", recorded)
+    monkeypatch.setattr(CausalLM, "_run", recorded)
     monkeypatch.setattr(transformer, "LAYERS_AT_ONCE", 1)  # see test_heartbeat.py for several
     driver, sequence = PagedDriver(model), Sequence(_tokens(20, seed=5))
     driver._allocate(sequence, 20)
