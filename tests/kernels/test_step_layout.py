@@ -25,7 +25,7 @@ def given(**changes: Any) -> dict[str, Any]:
         "num_decodes": 2,
         "token_ids": torch.arange(100, 108),
         "block_tables": tables,
-        "last_token_ids": torch.arange(40, 46),
+        "last_token_ids": torch.tensor([40, 41, 42, 43, 44, -1]),
         "block_size": 4,
     } | changes
 
@@ -55,6 +55,14 @@ def test_tables_go_as_far_as_the_longest_context(backend):
     layout = step_layout(**given(entries=entries, token_ids=torch.empty(0, dtype=torch.int64)), backend=backend)
     assert [table.shape for table in layout.block_tables] == [(2, 2)] * 2
     assert layout.token_ids.tolist() == [42, 44]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_row_without_a_token_goes_on_with_token_0(backend):
+    entries = torch.tensor([[5, 4], [3, 7], [1, 1], [1, 1]])
+    inputs = given(entries=entries, token_ids=torch.empty(0, dtype=torch.int64))
+    assert step_layout(**inputs, backend=backend).token_ids.tolist() == [0, 44]
+    assert inputs["last_token_ids"].tolist() == [40, 41, 42, 43, 44, -1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

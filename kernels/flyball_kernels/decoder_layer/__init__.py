@@ -133,8 +133,8 @@ class DecoderStack:
         x: Tensor,
         residual: Tensor | None,
         positions: Tensor,
-        slot_mappings: list[Tensor],
-        block_tables: list[Tensor],
+        slot_mappings: Sequence[Tensor],
+        block_tables: Sequence[Tensor],
         cu_query_lens: Tensor,
         context_lens: Tensor,
     ) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ def step_layout(
         num_decodes: entries at the beginning that compute one token each, the last of their row.
         token_ids: those of the others, int64 on the host.
         block_tables: ``[num_groups, num_rows, max_blocks]`` int32, contiguous.
-        last_token_ids: ``[num_rows]`` int64, contiguous, beside ``block_tables``.
+        last_token_ids: ``[num_rows]`` int64, contiguous, beside ``block_tables``; a negative one stands for token 0.
     Returns:
         Tensors beside ``block_tables``.
     Raises:

@@ -70,7 +70,7 @@ Layout step_layout(const Tensor& of_entries, int64_t num_decodes, const Tensor& 
   for (int64_t i = 0; i < n; ++i) {
     const int64_t num = entries.query_lens[i];
     if (i < num_decodes) {
-      ids[token] = last[entries.rows[i]];
+      ids[token] = std::max<int64_t>(last[entries.rows[i]], 0);
     } else {
       std::copy_n(from, num, ids + token);
       from += num;

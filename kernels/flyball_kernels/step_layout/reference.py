@@ -25,7 +25,7 @@ def step_layout(
     table_entries = there(entry_of_token * num_blocks + positions // block_size)
     offsets, on_device = there(positions % block_size), there(rows)
     tables = [table[:, :num_blocks].index_select(0, on_device) for table in block_tables]
-    decoded = last_token_ids.index_select(0, on_device[:num_decodes])
+    decoded = last_token_ids.index_select(0, on_device[:num_decodes]).clamp_(min=0)
     return (
         torch.cat((decoded, there(token_ids.numpy()))) if len(token_ids) else decoded,
         there(positions),

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,13 +30,17 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
     Args:
         root: of the file system, for tests.
     """
-    return min((limit for _, _, limit in _limits(root)), default=None)
+    return min(_limits(root), default=None)
 
 
-def throttled_s(root: Path = Path("/")) -> float:
-    """Return the seconds in which CPU limits have stopped threads: of all cores together, since the cgroups began."""
+def throttled_s(of: Iterable[tuple[Path, str]]) -> float:
+    """Return the seconds in which CPU limits have stopped threads: of all cores together, since the cgroups began.
+
+    Args:
+        of: folder and version of each cgroup, as ``cgroups`` yields them, which takes longer than to read what they say.
+    """
     seconds = 0.0
-    for folder, kind, _ in _limits(root):
+    for folder, kind in of:
         name, unit_s = ("throttled_usec", 1e-6) if kind == V2 else ("throttled_time", 1e-9)
         for line in read(folder / "cpu.stat").splitlines():
             key, _, value = line.partition(" ")
@@ -126,12 +130,12 @@ def bind_to_numa_node(node: int, root: Path = Path("/")) -> int:
     return len(nodes[node])
 
 
-def _limits(root: Path) -> Iterator[tuple[Path, str, float]]:
-    """Yield folder and version of each cgroup that has a limit, and the limit."""
+def _limits(root: Path) -> Iterator[float]:
+    """Yield the limit of each cgroup that has one."""
     for folder, kind in cgroups("cpu", root):
         if kind == V2:
             quota, _, period = read(folder / "cpu.max").partition(" ")
         else:
             quota, period = (read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         if quota not in ("", "max", "-1") and period:
-            yield folder, kind, int(quota) / int(period)
+            yield int(quota) / int(period)

@@ -15,16 +15,22 @@ def entries_of(plan: BatchPlan) -> np.ndarray:
     return np.array((plan.rows, plan.starts, plan.num_scheduled, plan.samples), np.int64)
 
 
+_NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
+
 class Rows:
     """Block tables and last token of each row, on the device; a plan's row starts and table writes change them.
 
     A step copies no block table and no token that the device has already. Decodes, the bulk of a busy batch, take their
     tokens from here, so that the next step can be launched before anybody has seen them.
 
+    The C++ ops read what is written here through numpy, number by number or row by row: a step has few to write, and behind the
+    weights that it has read, each call of torch and each other function of numpy takes as long as a small op.
+
     Attributes:
         block_tables: ``[num_groups, max_num_seqs, max_blocks]`` int32; entries that no plan wrote for the row's sequence
             are not read.
-        last_token_ids: ``[max_num_seqs]`` int64.
+        last_token_ids: ``[max_num_seqs]`` int64; negative where the logits gave no token.
     """
 
     def __init__(
@@ -43,9 +49,21 @@ class Rows:
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self.last_token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._host: tuple[np.ndarray, np.ndarray] | None = None
+        if backend.name == "cpp":
+            self._host = self.block_tables.numpy(), self.last_token_ids.numpy()
 
     def apply(self, plan: BatchPlan) -> None:
         """Do what the plan says of rows."""
+        if self._host is not None:
+            block_tables, last_token_ids = self._host
+            for start in plan.row_starts:
+                last_token_ids[start.row] = start.last_token_id
+            for one in plan.row_tokens:
+                last_token_ids[one.row] = one.token_id
+            for write in plan.table_writes:
+                block_tables[write.group, write.row, write.at : write.at + len(write.blocks)] = write.blocks
+            return
         last = [(start.row, start.last_token_id) for start in plan.row_starts]
         last += [(one.row, one.token_id) for one in plan.row_tokens]
         if last:
@@ -72,7 +90,9 @@ class Rows:
         return step_inputs(
             entries,
             plan.num_decodes,
-            np.frombuffer(plan.token_ids, np.uint32).astype(np.int64),
+            torch.from_numpy(np.frombuffer(plan.token_ids, np.uint32).astype(np.int64))
+            if plan.token_ids
+            else _NO_TOKENS,
             self.block_tables,
             self.last_token_ids,
             self._block_size,
@@ -80,12 +100,11 @@ class Rows:
         )
 
     def remember(self, rows: np.ndarray, token_ids: Tensor) -> None:
-        """Keep the tokens just sampled, the inputs of the next decodes; a row whose logits gave none goes on with token 0,
-        until its sequence has ended."""
-        if self._device.type == "cpu":  # where numpy takes less time for a few tokens
-            self.last_token_ids.numpy()[rows] = np.maximum(token_ids.numpy(), 0)
+        """Keep the tokens just sampled, the inputs of the next decodes."""
+        if self._host is not None:
+            self._host[1][rows] = token_ids.numpy()
         else:
-            self.last_token_ids.index_copy_(0, self._tensor(rows), token_ids.clamp(min=0))
+            self.last_token_ids.index_copy_(0, self._tensor(rows), token_ids)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

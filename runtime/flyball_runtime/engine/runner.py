@@ -2,8 +2,8 @@
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,8 +60,7 @@ Moment = float | torch.cuda.Event
 """A time of ``time.monotonic``, or an event with one."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step under way.
 
     Attributes:
@@ -81,7 +80,7 @@ class LaunchedStep:
     logprobs: SampledLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     done: torch.cuda.Event | None = None
-    stuck: dict[int, str] = field(default_factory=dict)
+    stuck: dict[int, str] = {}  # noqa: RUF012  never changed
     pooled: PooledStates | None = None
     num_accepted: Tensor | None = None
     drafts: np.ndarray | None = None
@@ -282,7 +281,7 @@ class ModelRunner:
         self._blocks.copy(copies)
         self._swap_space.swap_in(plan.swap_ins)
         end = self._now()
-        return replace(self._compute(plan), swapping=(start, end))
+        return self._compute(plan)._replace(swapping=(start, end))
 
     def _now(self) -> Moment:
         """Return the time, or on a GPU an event that stands for it."""
@@ -304,7 +303,7 @@ class ModelRunner:
         inputs = self._rows.inputs(plan, entries)
         if self._adapted is not None:
             self._adapted.apply(plan)
-            inputs = replace(inputs, adapted=self._adapted.of_step(plan))
+            inputs = inputs._replace(adapted=self._adapted.of_step(plan))
         scores = self._prompt_logprobs(plan) if plan.prompt_spans else None
         pooled = self._pooled(plan) if plan.pool_spans else None
         logits = self._model.forward(
@@ -316,12 +315,11 @@ class ModelRunner:
         )
         if not logits.shape[0]:
             return self._to_host(logits.new_empty(0, dtype=torch.int64), None, scores, pooled)
-        rows_of, starts, lengths, _ = entries[:, entries[3] != 0]
+        rows_of, starts, lengths, _ = entries[:, entries[3] != 0] if False in plan.samples else entries
         ends = starts + lengths
         rows, positions = _each_draft(rows_of, ends, plan.num_drafts) if plan.num_drafts else (rows_of, ends)
-        raw = self._sampling.raw_logprobs(logits, rows)
-        token_ids = self._sampling.sample(logits, rows, positions)
-        logprobs, drafts, num_accepted = None if raw is None else raw.of_tokens(token_ids), None, None
+        token_ids, logprobs = self._sampling.sample_and_score(logits, rows, positions)
+        drafts, num_accepted = None, None
         if plan.num_drafts:
             drafts = _drafts_of(plan)
             token_ids, num_accepted = verify(token_ids, drafts, plan.num_drafts)
@@ -329,7 +327,7 @@ class ModelRunner:
         handle = self._to_host(token_ids, logprobs, scores, pooled, num_accepted)
         if self._draft_model is None:
             return handle
-        return replace(handle, drafts=drafts, drafting_s=self._draft_model.drafting_s)
+        return handle._replace(drafts=drafts, drafting_s=self._draft_model.drafting_s)
 
     def _prompt_logprobs(self, plan: BatchPlan) -> PromptLogprobs:
         begins = _begins(plan)

@@ -2,9 +2,11 @@
 
 import logging
 import math
+from pathlib import Path
 from typing import Protocol
 
 from flyball_runtime.core import cpus
+from flyball_runtime.core.cgroups import cgroups
 from flyball_runtime.core.clock import Clock
 from flyball_runtime.core.cpus import Demand, demand_since
 
@@ -47,10 +49,11 @@ class Readings(Protocol):
 
 
 class KernelReadings:
-    """What Linux says of this process and of the cores that it has now."""
+    """What Linux says of this process, and of the cores and cgroups that it has now."""
 
     def __init__(self) -> None:
         self._cores = cpus.cores()
+        self._cgroups = list(cgroups("cpu", Path("/")))
 
     def demand(self) -> dict[str, Demand]:
         return cpus.demand()
@@ -59,7 +62,7 @@ class KernelReadings:
         return cpus.idle_s(self._cores)
 
     def throttled_s(self) -> float:
-        return cpus.throttled_s()
+        return cpus.throttled_s(self._cgroups)
 
 
 class ThreadCount:

@@ -10,7 +10,7 @@ from flyball_runtime.core.past import Past
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.grammar.cache import GrammarCache
 from flyball_runtime.model.logits_processor import LogitsProcessor
-from flyball_runtime.model.logprobs import RawLogprobs
+from flyball_runtime.model.logprobs import RawLogprobs, SampledLogprobs
 
 __all__ = ["NO_TOKEN", "SamplingTensors"]
 
@@ -34,6 +34,7 @@ class SamplingTensors:
     ) -> None:
         self._backend = backend
         self._device = torch.device(device)
+        self._is_host = self._device.type == "cpu"
         self._temperature = np.zeros(num_rows, np.float32)
         self._top_k = np.zeros(num_rows, np.int64)
         self._top_p = np.ones(num_rows, np.float32)
@@ -63,13 +64,13 @@ class SamplingTensors:
             | MIN_P * (sampling.min_p != 0.0)
         )
 
-    def raw_logprobs(self, logits: Tensor, rows: np.ndarray) -> RawLogprobs | None:
-        """Return what ``sample``, which changes the logits, would lose; None when no row asks for it."""
-        if not self._ask(rows) & LOGPROBS:
-            return None
-        return RawLogprobs.of(logits, self._num_logprobs[rows])
-
     def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Choose one token per row; see ``sample_and_score``."""
+        return self._sample(logits, rows, positions, self._ask(rows))
+
+    def sample_and_score(
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[Tensor, SampledLogprobs | None]:
         """Choose one token per row; what a row gets depends on its own logits, settings and position alone.
 
         Args:
@@ -77,19 +78,25 @@ class SamplingTensors:
             rows: ``[n]`` integers, in the order of ``logits``.
             positions: ``[n]`` int64, how many tokens the sequence has before the sampled one.
         Returns:
-            ``[n]`` int64 token ids on the device of ``logits``; NO_TOKEN where a row's logits give no distribution.
+            ``[n]`` int64 token ids on the device of ``logits``, NO_TOKEN where a row's logits give no distribution; and the log
+            probabilities of the rows that ask for any, None when no row does.
         """
         asked = self._ask(rows)
+        raw = RawLogprobs.of(logits, self._num_logprobs[rows]) if asked & LOGPROBS else None
+        token_ids = self._sample(logits, rows, positions, asked)
+        return token_ids, None if raw is None else raw.of_tokens(token_ids)
+
+    def _sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, asked: int) -> Tensor:
         self.stuck = self._processor.apply(logits, rows, positions) if asked & CHANGES else {}
-        drawing = bool(asked & TEMPERATURE)
+        drawing, of_positions = bool(asked & TEMPERATURE), self._tensor(positions)
         token_ids = sample(
             logits,
             self._tensor(self._temperature[rows]) if drawing else None,
             self._tensor(self._top_k[rows]) if drawing and asked & TOP_K else None,
             self._tensor(self._top_p[rows]) if drawing and asked & TOP_P else None,
             self._tensor(self._min_p[rows]) if drawing and asked & MIN_P else None,
-            self._tensor(self._seeds[rows]),
-            self._tensor(positions),
+            self._tensor(self._seeds[rows]) if drawing else of_positions,  # no row looks at them
+            of_positions,
             backend=self._backend,
         )
         if asked & CHANGES:
@@ -101,5 +108,6 @@ class SamplingTensors:
         return int(np.bitwise_or.reduce(self._asks[rows]))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
         # a blocking copy would wait for the whole forward pass before the first kernel of sampling is launched
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return tensor if self._is_host else tensor.to(self._device, non_blocking=True)

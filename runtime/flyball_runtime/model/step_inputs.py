@@ -11,20 +11,20 @@ from flyball_runtime.model.transformer import StepInputs
 def step_inputs(
     entries: np.ndarray,
     num_decodes: int,
-    token_ids: np.ndarray,
+    token_ids: Tensor,
     block_tables: Tensor,
     last_token_ids: Tensor,
     block_size: int,
     backend: Backend,
 ) -> StepInputs:
-    """Lay out the tokens of a step; see ``step_layout``. ``entries`` and ``token_ids`` are int64."""
+    """Lay out the tokens of a step; see ``step_layout``. ``entries`` are int64."""
     layout = step_layout(
         torch.from_numpy(entries),
         num_decodes,
-        torch.from_numpy(token_ids),
+        token_ids,
         block_tables,
         last_token_ids,
         block_size,
         backend=backend,
     )
-    return StepInputs(**layout._asdict())
+    return StepInputs(*layout)

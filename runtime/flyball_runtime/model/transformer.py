@@ -3,10 +3,9 @@
 Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and a call costs no more than a call.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,9 +24,8 @@ from flyball_runtime.model.mlp import MLP, MixtureOfExperts
 from flyball_runtime.model.rope import cos_sin_cache
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One ragged batch: the tokens of all sequences one after another, no padding.
+class StepInputs(NamedTuple):
+    """One ragged batch: the tokens of all sequences one after another, no padding. It begins like ``StepLayout``.
 
     Attributes:
         token_ids, positions: ``[num_tokens]`` int64.
@@ -37,20 +35,20 @@ class StepInputs:
             window's first, are not read.
         cu_query_lens: ``[num_seqs + 1]`` int32, cumulative numbers of this step's tokens, from 0.
         context_lens: ``[num_seqs]`` int32, tokens in the cache once this step's are written.
-        max_query_len, max_context_len: the largest of each.
         logits_indices: ``[num_sampled]`` int64, increasing, tokens whose logits are wanted.
+        max_query_len, max_context_len: the largest of each.
         adapted: what LoRA adapters change for some of the tokens.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slot_mappings: list[Tensor]
-    block_tables: list[Tensor]
+    slot_mappings: Sequence[Tensor]
+    block_tables: Sequence[Tensor]
     cu_query_lens: Tensor
     context_lens: Tensor
+    logits_indices: Tensor
     max_query_len: int
     max_context_len: int
-    logits_indices: Tensor
     adapted: AdaptedStep = ()
 
 
@@ -304,6 +302,15 @@ class DecoderLayer:
         return self.around_mlp.leave(self.mlp(x, inputs.adapted)), residual
 
 
+def _ends_of_runs(flags: list[bool]) -> list[int]:
+    """Return for each flag where the run of set flags ends that it begins; for one that is not set, the next place."""
+    ends: list[int] = []
+    for index in reversed(range(len(flags))):
+        goes_on = bool(ends) and flags[index] and flags[index + 1]
+        ends.append(ends[-1] if goes_on else index + 1)
+    return ends[::-1]
+
+
 def _run_stack(stack: DecoderStack, x: Tensor, residual: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor]:
     return stack(
         x,
@@ -339,6 +346,7 @@ class CausalLM:
         # Gemma rounds the factor to the dtype of the weights
         self.embedding_scale = float(torch.tensor(config.embedding_scale).to(place.dtype))
         self._head_op: DecoderHead | None = None
+        self._ends: list[int] = []  # for each layer, where the layers end that are ops from there on, or the next one
         self._kv: KVTensors | None = None
         self._stacks: dict[tuple[int, int, bool, bool], DecoderStack] = {}
         packing = place.stored.packing
@@ -370,6 +378,7 @@ class CausalLM:
         """
         for layer in self.layers:
             layer.pack()
+        self._ends = _ends_of_runs([layer.op is not None for layer in self.layers])
         self.lm_head = self._place.of_head().linear(self.head_weight)
         del self.head_weight
         if self.lm_head.kernel is not None:
@@ -435,12 +444,11 @@ class CausalLM:
     def _stretches(self, inputs: StepInputs) -> Iterator[tuple[int, int]]:
         """Cut the layers into those that run as one; each stretch ends before its second number."""
         at_once = max(1, min(LAYERS_AT_ONCE, TOKENS_AT_ONCE // max(1, inputs.token_ids.shape[0])))
-        start, num_layers = 0, len(self.layers)
-        while start < num_layers:
-            end = start + 1
-            if self.layers[start].op is not None and not inputs.adapted:
-                while end < min(start + at_once, num_layers) and self.layers[end].op is not None:
-                    end += 1
+        if inputs.adapted:
+            at_once = 1
+        start = 0
+        while start < len(self._ends):
+            end = min(start + at_once, self._ends[start])
             yield start, end
             start = end
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flyball_runtime.core.cgroups import cgroups
 from flyball_runtime.core.cpus import bind_to_numa_node, cpu_limit, numa_nodes, throttled_s
 from flyball_runtime.core.errors import ConfigError
 from flyball_runtime.engine import start_up
@@ -98,11 +99,11 @@ def _num_threads(monkeypatch: pytest.MonkeyPatch, before: int, requested: int | 
 def test_what_limits_have_stopped_is_a_sum_of_both_versions(tmp_path: Path) -> None:
     v2_root = v2(tmp_path / "v2", "150000 100000")
     write(v2_root, {"sys/fs/cgroup/a/cpu.stat": "usage_usec 9\nnr_throttled 3\nthrottled_usec 2500000"})
-    assert throttled_s(v2_root) == 2.5
+    assert throttled_s(cgroups("cpu", v2_root)) == 2.5
     v1_root = v1(tmp_path / "v1", 40_000)
     write(v1_root, {"sys/fs/cgroup/cpu,cpuacct/pod/cpu.stat": "nr_periods 4\nthrottled_time 1500000000"})
-    assert throttled_s(v1_root) == 1.5
-    assert throttled_s(tmp_path / "no cgroups") == 0.0
+    assert throttled_s(cgroups("cpu", v1_root)) == 1.5
+    assert throttled_s(cgroups("cpu", tmp_path / "no cgroups")) == 0.0
 
 
 def each_core_a_node(root: Path) -> list[int]:

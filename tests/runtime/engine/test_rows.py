@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from flyball_kernels import choose_backend
 from flyball_runtime.core.speculation import SpeculativeConfig
@@ -92,7 +93,13 @@ def test_inputs_match_a_naive_layout_over_many_steps(backend: str, seed: int) ->
         scheduler.commit(step, tokens, num_accepted=[rng.randint(0, len(drafts)) for drafts in step.drafts])
 
 
-def test_a_row_without_a_token_goes_on_with_one_that_a_model_can_take() -> None:
-    rows = make_rows("torch", 2)
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_a_row_without_a_token_goes_on_with_one_that_a_model_can_take(backend: str) -> None:
+    rows = make_rows(backend, 2)
     rows.remember(np.array([1, 0]), torch.tensor([-1, 7]))
-    assert rows.last_token_ids.tolist() == [7, 0]
+    step = Step.of_decodes([], [])
+    step.seal(0)
+    plan = structs.replace(
+        step.plan, rows=[1, 0], starts=[3, 2], num_scheduled=[1, 1], samples=[True, True], num_decodes=2
+    )
+    assert rows.inputs(plan, entries_of(plan)).token_ids.tolist() == [0, 7]

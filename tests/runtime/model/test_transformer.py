@@ -1,7 +1,6 @@
 """Our model over a paged cache against transformers' own, on the same checkpoint."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from flyball_runtime.core.model_config import ModelConfig
 from flyball_runtime.model import transformer
 from flyball_runtime.model.loader import load_model
 from flyball_runtime.model.mlp import MLP
-from flyball_runtime.model.transformer import CausalLM, StepInputs
+from flyball_runtime.model.transformer import CausalLM, DecoderLayer, StepInputs
 
 MORE = [pytest.param(arch, marks=pytest.mark.slow) for arch in MORE_ARCHITECTURES]
 WITH_EXPERTS = {"mixtral", "qwen2 moe", "qwen3 moe", "gpt-oss"}
@@ -119,12 +118,12 @@ def _inputs(batch: list[tuple[Sequence, int]], all_logits: bool) -> StepInputs:
 
 
 def _to(inputs: StepInputs, device: torch.device) -> StepInputs:
-    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    values = inputs._asdict()
     moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
     moved |= {
         name: tuple(one.to(device) for one in value) for name, value in values.items() if isinstance(value, tuple)
     }
-    return replace(inputs, **moved)
+    return inputs._replace(**moved)
 
 
 def _load(
@@ -224,7 +223,7 @@ def test_a_step_that_samples_nothing_still_fills_the_cache(models) -> None:
     driver, sequence = PagedDriver(model), Sequence(token_ids)
     driver._allocate(sequence, 19)
     inputs = _inputs([(sequence, 19)], all_logits=False)
-    inputs = replace(inputs, logits_indices=torch.empty(0, dtype=torch.int64))
+    inputs = inputs._replace(logits_indices=torch.empty(0, dtype=torch.int64))
     assert model.forward(inputs, driver.kv).shape == (0, VOCAB_SIZE)
     sequence.num_computed_tokens = 19
     (logits,) = driver.step([(sequence, 1)])
@@ -262,17 +261,15 @@ def test_which_layers_run_as_one_op(arch: str, checkpoint: Callable) -> None:
 def test_one_op_gives_the_bits_of_its_parts(
     arch: str, dtype: torch.dtype, checkpoint: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = _load(checkpoint(arch, dtype=dtype), dtype, backend=choose_backend("cpu", "cpp"))
-
     def logits_and_cache() -> list[Tensor]:
+        model = _load(checkpoint(arch, dtype=dtype), dtype, backend=choose_backend("cpu", "cpp"))
         driver, sequences = PagedDriver(model, dtype), [Sequence(_tokens(60, seed=n)) for n in range(3)]
         steps = [(30, 7, 1), (1, 1, 1), (1, 20, 1)]  # prompts, decodes, and a chunk between decodes
         logits = [one for nums in steps for one in driver.step(list(zip(sequences, nums, strict=True)))]
         return logits + [cache for caches in driver.kv for cache in caches]
 
     together = logits_and_cache()
-    for layer in model.layers:
-        monkeypatch.setattr(layer, "op", None)
+    monkeypatch.setattr(DecoderLayer, "_as_op", lambda _: None)
     for one, other in zip(together, logits_and_cache(), strict=True):
         assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
