@@ -138,7 +138,8 @@ class Step {
                               layer.k_norm, layer.eps, layer.norm_offset, of(query_)));
     });
     work(paged_attention_work(query_, k_cache, v_cache, block_tables, cu_query_lens, context_lens, layer.scale,
-                              layer.sliding_window, layer.softcap, {}, {}, attended_));
+                              layer.sliding_window, layer.softcap, {}, {}, attended_,
+                              tasks_of(block_tables, k_cache, layer.sliding_window)));
     const Tensor attended = attended_.view({rows_, layer.output->in_features});
     for_blocks([&](const Rows& of, const Rows& block) {
       const Tensor normed = block(normed_), added = block(added_), gated = block(gated_);
@@ -172,6 +173,14 @@ class Step {
   Tensor empty(int64_t columns) const { return at::empty({rows_, columns}, options_); }
   Tensor block(int64_t columns) const { return at::empty({block_rows_, columns}, options_); }
 
+  // What attention makes of the step's lengths, null before the first layer of this kind.
+  SharedTasks& tasks_of(const Tensor& block_tables, const Tensor& k_cache, std::optional<int64_t> window) {
+    const Kind kind{&block_tables, k_cache.size(0), k_cache.size(1), window};
+    for (auto& [of, tasks] : tasks_)
+      if (of == kind) return tasks;
+    return tasks_.emplace_back(kind, nullptr).second;
+  }
+
   // Calls f for each block of rows, with those of a tensor of all rows, and those of one that blocks have in turns.
   template <class F>
   void for_blocks(F f) const {
@@ -186,6 +195,8 @@ class Step {
   const Tensor entered_, query_, attended_, out_, total_;      // of all rows
   const Tensor normed_, projected_, added_, gated_;          // of a block's
   Tensor narrow_;  // logits, until they are wide
+  using Kind = std::tuple<const Tensor*, int64_t, int64_t, std::optional<int64_t>>;  // block tables, a cache's blocks, their size, window
+  std::vector<std::pair<Kind, SharedTasks>> tasks_;
   std::vector<Work> works_;
 };
 

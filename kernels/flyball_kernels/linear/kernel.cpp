@@ -505,7 +505,9 @@ Tensor linear_pack(const Tensor& unpacked, const std::string& arithmetic) {
 // How many columns of weights become so many of an output.
 int64_t num_columns(const Tensor& out, std::optional<Activation> activation) { return (activation ? 2 : 1) * out.size(1); }
 
-Work linear_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, Arithmetic arithmetic,
+// Weights and bias are where tensors have them. To ask a tensor reads three cache lines, which hold nothing of it any more when
+// all weights have been read since the last step.
+Work linear_work(const Tensor& x, const void* packed, const void* bias, Arithmetic arithmetic,
                  std::optional<Activation> activation, const Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = num_columns(out, activation);
   Work work;
@@ -513,8 +515,8 @@ Work linear_work(const Tensor& x, const Tensor& packed, const std::optional<Tens
     using T = typename A::Value;
     typename A::Scales scales{};
     if constexpr (kHasRuns<A>) scales = {nullptr, A::runs(k)};
-    work = linear_work<A>(data<const T>(x), m, k, data<const typename A::Weight>(packed), n,
-                          {data<T>(out), out.size(1), n, data_or_null<T>(bias), scales}, activation);
+    work = linear_work<A>(data<const T>(x), m, k, static_cast<const typename A::Weight*>(packed), n,
+                          {data<T>(out), out.size(1), n, static_cast<const T*>(bias), scales}, activation);
   });
   return work;
 }
@@ -522,7 +524,7 @@ Work linear_work(const Tensor& x, const Tensor& packed, const std::optional<Tens
 Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n,
               const std::string& arithmetic) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_work(x, packed, bias, arithmetic_of(arithmetic), {}, out)});
+  run_in_team({linear_work(x, packed.data_ptr(), data_or_null<char>(bias), arithmetic_of(arithmetic), {}, out)});
   return out;
 }
 
@@ -551,15 +553,15 @@ std::tuple<Tensor, Tensor, Tensor> linear_int8_pack(const Tensor& unpacked, cons
   return {packed, scales, sums};
 }
 
-Work linear_int8_work(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor& sums,
-                      const std::optional<Tensor>& bias, std::optional<Activation> activation, const Tensor& out) {
+Work linear_int8_work(const Tensor& x, const int8_t* packed, const float* scales, const int32_t* sums, const void* bias,
+                      std::optional<Activation> activation, const Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = num_columns(out, activation);
   Work work;
   dispatch(x, "linear_int8", [&]<class T>(T*) {
-    const ColumnScales of_columns{nullptr, data<const float>(scales), data<const int32_t>(sums)};
+    const ColumnScales of_columns{nullptr, scales, sums};
     const auto with = [&]<class A>(A) {
-      work = linear_work<A>(data<const T>(x), m, k, data<const int8_t>(packed), n,
-                            {data<T>(out), out.size(1), n, data_or_null<T>(bias), of_columns}, activation);
+      work = linear_work<A>(data<const T>(x), m, k, packed, n,
+                            {data<T>(out), out.size(1), n, static_cast<const T*>(bias), of_columns}, activation);
     };
 #if FLYBALL_AMX
     if (has_amx() && m > Int8<T>::kTileRows) return with(AmxInt8<T>{});
@@ -572,7 +574,8 @@ Work linear_int8_work(const Tensor& x, const Tensor& packed, const Tensor& scale
 Tensor linear_int8(const Tensor& input, const Tensor& packed, const Tensor& scales, const Tensor& sums,
                    const std::optional<Tensor>& bias, int64_t n) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_int8_work(x, packed, scales, sums, bias, {}, out)});
+  run_in_team({linear_int8_work(x, data<const int8_t>(packed), data<const float>(scales), data<const int32_t>(sums),
+                                data_or_null<char>(bias), {}, out)});
   return out;
 }
 
@@ -615,16 +618,16 @@ Tensor linear_grouped_pack(const Tensor& unpacked, const Tensor& scales, const s
 }
 
 // A group has an even number of features.
-Work linear_grouped_work(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t bits,
-                         int64_t group_size, bool has_zeros, at::ScalarType scales, int64_t input_bits,
+Work linear_grouped_work(const Tensor& x, const uint8_t* packed, const void* bias, int64_t bits, int64_t group_size,
+                         bool has_zeros, at::ScalarType scales, int64_t input_bits,
                          std::optional<Activation> activation, const Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = num_columns(out, activation);
   Work work;
   const auto with = [&]<class A>(A) {
     using T = typename A::Value;
     const RunScales of_runs{nullptr, Runs::make<A>(k, group_size, has_zeros, scales)};
-    work = linear_work<A>(data<const T>(x), m, k, data<const uint8_t>(packed), n,
-                          {data<T>(out), out.size(1), n, data_or_null<T>(bias), of_runs}, activation);
+    work = linear_work<A>(data<const T>(x), m, k, packed, n,
+                          {data<T>(out), out.size(1), n, static_cast<const T*>(bias), of_runs}, activation);
   };
   with_groups(x.scalar_type(), bits, scales, input_bits, [&]<class A>(A arithmetic) {
     if constexpr (has_byte_pairs() && std::is_same_v<A, GroupedWide::Bytes>)
@@ -637,7 +640,8 @@ Work linear_grouped_work(const Tensor& x, const Tensor& packed, const std::optio
 Tensor linear_grouped(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t bits,
                       int64_t group_size, bool has_zeros, at::ScalarType scales, int64_t input_bits) {
   const Tensor x = input.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  run_in_team({linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, scales, input_bits, {}, out)});
+  run_in_team({linear_grouped_work(x, data<const uint8_t>(packed), data_or_null<char>(bias), bits, group_size, has_zeros, scales,
+                                   input_bits, {}, out)});
   return out;
 }
 
@@ -668,23 +672,30 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 }  // namespace
 
 c10::intrusive_ptr<Linear> packed_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, std::string arithmetic) {
-  return c10::make_intrusive<Linear>(
-      k, n, [=, arithmetic = arithmetic_of(arithmetic)](const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
-        return linear_work(x, packed, bias, arithmetic, activation, out);
-      });
+  const auto prepare = [weights = packed.data_ptr(), biases = data_or_null<char>(bias), arithmetic = arithmetic_of(arithmetic)](
+                           const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
+    return linear_work(x, weights, biases, arithmetic, activation, out);
+  };
+  return c10::make_intrusive<Linear>(k, n, prepare, std::vector{packed, bias.value_or(Tensor())});
 }
 
 c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums, OptionalTensor bias, int64_t n, int64_t k) {
-  return c10::make_intrusive<Linear>(k, n, [=](const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
-    return linear_int8_work(x, packed, scales, sums, bias, activation, out);
-  });
+  const auto prepare = [weights = data<const int8_t>(packed), of_columns = data<const float>(scales),
+                        of_weights = data<const int32_t>(sums), biases = data_or_null<char>(bias)](
+                           const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
+    return linear_int8_work(x, weights, of_columns, of_weights, biases, activation, out);
+  };
+  return c10::make_intrusive<Linear>(k, n, prepare, std::vector{packed, scales, sums, bias.value_or(Tensor())});
 }
 
 c10::intrusive_ptr<Linear> grouped_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, int64_t bits,
                                           int64_t group_size, bool has_zeros, at::ScalarType scales, int64_t input_bits) {
-  return c10::make_intrusive<Linear>(k, n, [=](const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
-    return linear_grouped_work(x, packed, bias, bits, group_size, has_zeros, scales, input_bits, activation, out);
-  });
+  const auto prepare = [bits, group_size, has_zeros, scales, input_bits, weights = data<const uint8_t>(packed),
+                        biases = data_or_null<char>(bias)](
+                           const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
+    return linear_grouped_work(x, weights, biases, bits, group_size, has_zeros, scales, input_bits, activation, out);
+  };
+  return c10::make_intrusive<Linear>(k, n, prepare, std::vector{packed, bias.value_or(Tensor())});
 }
 
 }  // namespace flyball

@@ -15,14 +15,16 @@ struct Linear : torch::CustomClassHolder {
 
   const int64_t in_features, out_features;
 
-  Linear(int64_t in_features, int64_t out_features, Prepare prepare)
-      : in_features(in_features), out_features(out_features), prepare_(std::move(prepare)) {}
+  // weights: the tensors that `prepare` has pointers into.
+  Linear(int64_t in_features, int64_t out_features, Prepare prepare, std::vector<Tensor> weights)
+      : in_features(in_features), out_features(out_features), prepare_(std::move(prepare)), weights_(std::move(weights)) {}
 
   Work work(const Tensor& x, const Tensor& out) const { return prepare_(x, std::nullopt, out); }
   Work gated_work(const Tensor& x, Activation activation, const Tensor& out) const { return prepare_(x, activation, out); }
 
  private:
   const Prepare prepare_;
+  const std::vector<Tensor> weights_;
 };
 
 // Of n columns and k features; see the ops of the same weights.

@@ -12,18 +12,26 @@
 #include "amx.h"
 
 namespace flyball {
+
+struct AttentionTasks {
+  // Rows are ordered by token and query head.
+  struct Task {
+    int64_t sequence, kv_head, first_token, num_tokens;  // tokens are counted from the sequence's first query
+    int64_t first_key, last_key;
+    int64_t partial;  // index of its first row among the partial results; -1 when it writes the output itself
+
+    bool is_same_tile(const Task& t) const {
+      return sequence == t.sequence && kv_head == t.kv_head && first_token == t.first_token;
+    }
+  };
+
+  std::vector<Task> tasks;
+  int64_t num_partial_rows = 0;
+};
+
 namespace {
 
-// Rows are ordered by token and query head.
-struct Task {
-  int64_t sequence, kv_head, first_token, num_tokens;  // tokens are counted from the sequence's first query
-  int64_t first_key, last_key;
-  int64_t partial;  // index of its first row among the partial results; -1 when it writes the output itself
-
-  bool is_same_tile(const Task& t) const {
-    return sequence == t.sequence && kv_head == t.kv_head && first_token == t.first_token;
-  }
-};
+using Task = AttentionTasks::Task;
 
 // Of queries and outputs T, and of a cache of C.
 template <class T, class C>
@@ -99,16 +107,16 @@ struct Attention {
     }
   }
 
-  std::vector<Task> plan(int64_t& num_partial_rows) const {
-    std::vector<Task> tasks;
+  AttentionTasks plan() const {
+    AttentionTasks planned;
     const int64_t height = std::max<int64_t>(1, kQueryRows / group());
     for (int64_t i = 0; i < num_sequences; ++i) {
       for (int64_t end = query_len(i); end > 0; end -= height) {  // from the end: the longest contexts start first
         const int64_t first = std::max<int64_t>(0, end - height);
-        for (int64_t h = 0; h < num_kv_heads; ++h) add_tile(tasks, {i, h, first, end - first}, num_partial_rows);
+        for (int64_t h = 0; h < num_kv_heads; ++h) add_tile(planned.tasks, {i, h, first, end - first}, planned.num_partial_rows);
       }
     }
-    return tasks;
+    return planned;
   }
 
   static int64_t first_start(const Task& t) { return t.first_key / kTileKeys * kTileKeys; }
@@ -412,10 +420,9 @@ struct Attention {
     return end;
   }
 
-  Work work() const {
-    int64_t num_partial_rows = 0;
-    std::vector<Task> tasks = plan(num_partial_rows);
-    return {num_partial_rows * (dim() + kLanes), [*this, tasks = std::move(tasks), num_partial_rows](const Team& team, float* partials) {
+  Work work(SharedTasks shared) const {
+    return {shared->num_partial_rows * (dim() + kLanes), [*this, shared](const Team& team, float* partials) {
+              const auto& [tasks, num_partial_rows] = *shared;
               struct Tile;
               const int64_t rows = std::max(kQueryRows, group());
               float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
@@ -434,8 +441,9 @@ void paged_attention(const Tensor& query, const Tensor& k_cache, const Tensor& v
                      const Tensor& cu_query_lens, const Tensor& context_lens, double scale,
                      std::optional<int64_t> sliding_window, std::optional<double> softcap,
                      const std::optional<Tensor>& sinks, std::optional<bool> dot, const Tensor& out) {
+  SharedTasks tasks;
   run_in_team({paged_attention_work(query, k_cache, v_cache, block_tables, cu_query_lens, context_lens, scale, sliding_window,
-                                    softcap, sinks, dot, out)});
+                                    softcap, sinks, dot, out, tasks)});
 }
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
@@ -450,7 +458,7 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 Work paged_attention_work(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
                           const Tensor& cu_query_lens, const Tensor& context_lens, double scale,
                           std::optional<int64_t> sliding_window, std::optional<double> softcap, const OptionalTensor& sinks,
-                          std::optional<bool> dot, const Tensor& out) {
+                          std::optional<bool> dot, const Tensor& out, SharedTasks& tasks) {
   TORCH_CHECK_VALUE(!dot.value_or(false) || (has_dot() && query.scalar_type() == at::kBFloat16),
                     "the bf16 dot product takes bfloat16 and a CPU with AVX512_BF16, or Arm's BF16");
   const int64_t block_size = k_cache.size(1), num_kv_heads = k_cache.size(2), head_dim = query.size(2);
@@ -463,8 +471,11 @@ Work paged_attention_work(const Tensor& query, const Tensor& k_cache, const Tens
         context_lens.size(0), block_tables.size(1), block_size, query.size(1), num_kv_heads, head_dim,
         sliding_window.value_or(std::numeric_limits<int32_t>::max()), static_cast<float>(scale),
         static_cast<float>(softcap.value_or(0.0)), data_or_null<float>(sinks), dot.value_or(query.scalar_type() == at::kBFloat16 && (has_amx() || has_fast_dot()))};
-    attention.check(query.size(0), k_cache.size(0));
-    work = attention.work();
+    if (!tasks) {
+      attention.check(query.size(0), k_cache.size(0));
+      tasks = std::make_shared<AttentionTasks>(attention.plan());
+    }
+    work = attention.work(tasks);
   };
   dispatch(query, "paged_attention", [&]<class T>(T* type) {
     if (is_int8(k_cache)) attend(type, static_cast<int8_t*>(nullptr));
