@@ -358,3 +358,16 @@ def test_refuses_what_does_not_fit(backend):
         sample(logits, **{**rows, "top_k": rows["top_k"].int()})
     with pytest.raises(ValueError, match=r"seeds has shape \[1\]; it must be \[2\]"):
         sample(logits, **{**rows, "seeds": rows["seeds"][:1]})
+    for missing in ("seeds", "positions"):
+        with pytest.raises(ValueError, match="rows with a temperature need seeds and positions"):
+            sample(logits, **{**rows, missing: None})
+
+
+@pytest.mark.parametrize("backend", [CPP, flyball_kernels.Backend("torch"), TRITON], ids=["op", "reference", "triton"])
+def test_greedy_rows_need_no_settings(backend):
+    logits = torch.randn(9, 300)
+    logits[4, 7] = torch.nan
+    ids = flyball_kernels.sample(logits.to(DEVICE if backend is TRITON else "cpu"), *[None] * 6, backend=backend).cpu()
+    expected = logits.argmax(dim=1)
+    expected[4] = -1
+    assert ids.equal(expected)

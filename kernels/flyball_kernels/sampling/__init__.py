@@ -1,5 +1,8 @@
 """Choose the next token of each row."""
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,8 +20,8 @@ def sample(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
+    seeds: Tensor | None,
+    positions: Tensor | None,
     *,
     backend: Backend,
 ) -> Tensor:
@@ -38,7 +41,7 @@ def sample(
         top_k: ``[n]`` int64; 0 is off. None means that no row uses it; likewise below.
         top_p: ``[n]`` fp32 in (0, 1]; 1 is off.
         min_p: ``[n]`` fp32 in [0, 1]; 0 is off.
-        seeds: ``[n]`` int64, the request's seed.
+        seeds: ``[n]`` int64, the request's seed; may be None, as ``positions`` may, if ``temperature`` is.
         positions: ``[n]`` int64, how many tokens come before the sampled one; makes each step's number new.
     Returns:
         ``[n]`` int64, NO_TOKEN (-1) for a row whose logits give no distribution.
@@ -46,18 +49,25 @@ def sample(
         ValueError: a shape or dtype is not as above.
     """
     if backend.name == "cpp":  # which makes these checks itself
-        return torch.ops.flyball.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+        return _cpp()(logits, temperature, top_k, top_p, min_p, seeds, positions)
     check_shape("logits", logits, None, None)
     check_dtype("logits", logits, torch.float32)
     if logits.shape[1] == 0:
         raise ValueError(f"logits has shape {list(logits.shape)}; a row needs at least 1 logit.")
     _check_rows(logits.shape[0], torch.float32, temperature=temperature, top_p=top_p, min_p=min_p)
     _check_rows(logits.shape[0], torch.int64, top_k=top_k, seeds=seeds, positions=positions)
+    if temperature is not None and (seeds is None or positions is None):
+        raise ValueError("rows with a temperature need seeds and positions.")
     if backend.name == "triton":
         from flyball_kernels.sampling import kernel  # triton is there on Linux only
 
         return kernel.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
     return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+
+
+@cache
+def _cpp() -> Any:
+    return torch.ops.flyball.sample  # to find it takes as long as a part of the op
 
 
 def _check_rows(num_rows: int, dtype: torch.dtype, **settings: Tensor | None) -> None:

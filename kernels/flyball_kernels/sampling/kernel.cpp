@@ -177,8 +177,8 @@ T value_or(const std::optional<Tensor>& setting, int64_t row, T otherwise) {
 }
 
 Tensor sample(const Tensor& all_logits, const std::optional<Tensor>& temperature, const std::optional<Tensor>& top_k,
-              const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p, const Tensor& seeds,
-              const Tensor& positions) {
+              const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p, const std::optional<Tensor>& seeds,
+              const std::optional<Tensor>& positions) {
   struct Weights;
   check_shape("logits", all_logits, {-1, -1});
   check_dtype("logits", all_logits, at::kFloat);
@@ -191,7 +191,8 @@ Tensor sample(const Tensor& all_logits, const std::optional<Tensor>& temperature
   check_setting("top_k", top_k, rows, at::kLong);
   check_setting("seeds", seeds, rows, at::kLong);
   check_setting("positions", positions, rows, at::kLong);
-  Tensor ids = at::empty({rows}, seeds.options());
+  TORCH_CHECK_VALUE(!temperature || (seeds && positions), "rows with a temperature need seeds and positions.");
+  Tensor ids = at::empty({rows}, at::kLong);
 #pragma omp parallel for schedule(dynamic, 1) if (rows > 1 && rows * n > kParallelGrain)
   for (int64_t row = 0; row < rows; ++row) {
     const Settings settings{value_or(temperature, row, 0.0f), value_or(top_p, row, 1.0f),  value_or(min_p, row, 0.0f),
@@ -204,8 +205,8 @@ Tensor sample(const Tensor& all_logits, const std::optional<Tensor>& temperature
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def(
-      "sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seeds, "
-      "Tensor positions) -> Tensor");
+      "sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? seeds, "
+      "Tensor? positions) -> Tensor");
   m.impl("sample", c10::DispatchKey::CPU, TORCH_FN(sample));
 }
 

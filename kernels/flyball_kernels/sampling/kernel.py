@@ -233,8 +233,8 @@ def sample(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
+    seeds: Tensor | None,
+    positions: Tensor | None,
 ) -> Tensor:
     """Launch the kernel; arguments as the public op, already checked."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -245,8 +245,8 @@ def sample(
         sample_kernel[(num_rows,)](
             logits,
             *settings,
-            seeds.contiguous(),
-            positions.contiguous(),
+            ids if seeds is None else seeds.contiguous(),  # greedy rows read neither
+            ids if positions is None else positions.contiguous(),
             ids,
             logits.stride(0),
             vocab,

@@ -16,13 +16,14 @@ def sample(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
+    seeds: Tensor | None,
+    positions: Tensor | None,
 ) -> Tensor:
     ids = logits.argmax(dim=-1)
     top = logits.gather(1, ids.unsqueeze(1))  # NaN if the row has one: argmax takes the first NaN
     is_greedy = None if temperature is None else ~(temperature >= GREEDY_BELOW)
     if is_greedy is not None and (logits.is_cuda or not bool(is_greedy.all())):
+        assert seeds is not None and positions is not None, "sample() has checked it"
         weights = (logits - top) / torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
         weights = weights.exp().double()  # unnormalised, the likeliest is 1
         if _is_used(top_k, 0) or _is_used(top_p, 1) or _is_used(min_p, 0):

@@ -1,6 +1,7 @@
 """The tensors of a step: where its tokens stand, and where their keys and values go."""
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,9 +64,7 @@ def step_layout(
         IndexError: an entry has a row that is not there, or no tokens, or its blocks go past the tables.
     """
     if backend.name == "cpp":  # which makes these checks itself
-        return StepLayout(
-            *torch.ops.flyball.step_layout(entries, num_decodes, token_ids, block_tables, last_token_ids, block_size)
-        )
+        return StepLayout(*_cpp()(entries, num_decodes, token_ids, block_tables, last_token_ids, block_size))
     check_shape("entries", entries, 4, None)
     check_dtype("entries", entries, torch.int64)
     check_contiguous("entries", entries)
@@ -78,3 +77,8 @@ def step_layout(
     check_dtype("last_token_ids", last_token_ids, torch.int64)
     check_contiguous("last_token_ids", last_token_ids)
     return StepLayout(*reference.step_layout(entries, num_decodes, token_ids, block_tables, last_token_ids, block_size))
+
+
+@cache
+def _cpp() -> Any:
+    return torch.ops.flyball.step_layout  # to find it takes as long as a part of the op

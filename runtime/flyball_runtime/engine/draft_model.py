@@ -130,7 +130,7 @@ class DraftModel:
         for at in range(num_drafts.max()):
             wanting = num_drafts > at
             token_ids = sampling.sample(logits, drafted[wanting], ends[wanting] + at)
-            rows.remember(drafted[wanting], token_ids)
+            rows.remember(drafted[wanting].tolist(), token_ids)
             drafts[wanting, at] = token_ids.clamp(min=0).cpu().numpy()
             # the last one is computed too: it may be accepted
             step = _decodes(drafted[wanting], ends[wanting] + at, num_drafts[wanting] > at + 1)

@@ -1,5 +1,7 @@
 """Block tables and last tokens on the device, and the tensors of a step."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -99,12 +101,14 @@ class Rows:
             self._backend,
         )
 
-    def remember(self, rows: np.ndarray, token_ids: Tensor) -> None:
+    def remember(self, rows: Sequence[int], token_ids: Tensor) -> None:
         """Keep the tokens just sampled, the inputs of the next decodes."""
         if self._host is not None:
-            self._host[1][rows] = token_ids.numpy()
+            last_token_ids = self._host[1]
+            for row, token_id in zip(rows, token_ids.tolist(), strict=True):
+                last_token_ids[row] = token_id
         else:
-            self.last_token_ids.index_copy_(0, self._tensor(rows), token_ids)
+            self.last_token_ids.index_copy_(0, self._tensor(np.array(rows, np.int64)), token_ids)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -315,15 +316,18 @@ class ModelRunner:
         )
         if not logits.shape[0]:
             return self._to_host(logits.new_empty(0, dtype=torch.int64), None, scores, pooled)
-        rows_of, starts, lengths, _ = entries[:, entries[3] != 0] if False in plan.samples else entries
-        ends = starts + lengths
-        rows, positions = _each_draft(rows_of, ends, plan.num_drafts) if plan.num_drafts else (rows_of, ends)
-        token_ids, logprobs = self._sampling.sample_and_score(logits, rows, positions)
-        drafts, num_accepted = None, None
+        rows = list(compress(plan.rows, plan.samples)) if False in plan.samples else plan.rows
+        token_ids = None if plan.num_drafts else self._sampling.likeliest(logits, rows)
+        logprobs, drafts, num_accepted = None, None, None
+        if token_ids is None:
+            rows_of, starts, lengths, _ = entries[:, entries[3] != 0]
+            ends = starts + lengths
+            at = _each_draft(rows_of, ends, plan.num_drafts) if plan.num_drafts else (rows_of, ends)
+            token_ids, logprobs = self._sampling.sample_and_score(logits, *at)
         if plan.num_drafts:
             drafts = _drafts_of(plan)
             token_ids, num_accepted = verify(token_ids, drafts, plan.num_drafts)
-        self._rows.remember(rows_of, token_ids)
+        self._rows.remember(rows, token_ids)
         handle = self._to_host(token_ids, logprobs, scores, pooled, num_accepted)
         if self._draft_model is None:
             return handle

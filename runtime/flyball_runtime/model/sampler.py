@@ -1,5 +1,7 @@
 """Sampling settings of the running sequences, and the choice of their next tokens."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ class SamplingTensors:
         self._min_p = np.zeros(num_rows, np.float32)
         self._seeds = np.zeros(num_rows, np.int64)
         self._num_logprobs = np.full(num_rows, -1)
-        self._asks = np.zeros(num_rows, np.uint8)
+        self._asks = [0] * num_rows
         self._processor = LogitsProcessor(num_rows, self._device, backend, grammars or GrammarCache(None))
         self.stuck: dict[int, str] = {}
 
@@ -63,6 +65,17 @@ class SamplingTensors:
             | TOP_P * (sampling.top_p != 1.0)
             | MIN_P * (sampling.min_p != 0.0)
         )
+
+    def likeliest(self, logits: Tensor, rows: Sequence[int]) -> Tensor | None:
+        """Return ``[n]`` the likeliest token of each row if that is all they ask for, else None; see ``sample_and_score``.
+
+        Once a step has read all weights, the calls of numpy and torch that settings need take as long as a part of a layer.
+        """
+        for row in rows:
+            if self._asks[row]:
+                return None
+        self.stuck = {}
+        return sample(logits, None, None, None, None, None, None, backend=self._backend)
 
     def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Choose one token per row; see ``sample_and_score``."""
@@ -88,15 +101,15 @@ class SamplingTensors:
 
     def _sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, asked: int) -> Tensor:
         self.stuck = self._processor.apply(logits, rows, positions) if asked & CHANGES else {}
-        drawing, of_positions = bool(asked & TEMPERATURE), self._tensor(positions)
+        drawing = bool(asked & TEMPERATURE)
         token_ids = sample(
             logits,
             self._tensor(self._temperature[rows]) if drawing else None,
             self._tensor(self._top_k[rows]) if drawing and asked & TOP_K else None,
             self._tensor(self._top_p[rows]) if drawing and asked & TOP_P else None,
             self._tensor(self._min_p[rows]) if drawing and asked & MIN_P else None,
-            self._tensor(self._seeds[rows]) if drawing else of_positions,  # no row looks at them
-            of_positions,
+            self._tensor(self._seeds[rows]) if drawing else None,
+            self._tensor(positions) if drawing else None,
             backend=self._backend,
         )
         if asked & CHANGES:
@@ -105,7 +118,10 @@ class SamplingTensors:
 
     def _ask(self, rows: np.ndarray) -> int:
         """Return what any of the rows asks for."""
-        return int(np.bitwise_or.reduce(self._asks[rows]))
+        asked = 0
+        for row in rows.tolist():
+            asked |= self._asks[row]
+        return asked
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

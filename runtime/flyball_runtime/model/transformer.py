@@ -389,7 +389,6 @@ class CausalLM:
                 norm_offset=self.config.norm_offset,
             )
 
-    @torch.inference_mode()
     def forward(
         self,
         inputs: StepInputs,

@@ -3,7 +3,6 @@
 import random
 from array import array
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -88,15 +87,14 @@ def test_inputs_match_a_naive_layout_over_many_steps(backend: str, seed: int) ->
         rows.apply(step.plan)
         check(rows.inputs(step.plan, entries_of(step.plan)), step)
         tokens = [rng.randrange(6) for _ in step.sampled]
-        sampled_rows = np.array([seq.row for seq in step.sampled], np.int64)
-        rows.remember(sampled_rows, torch.tensor(tokens, dtype=torch.int64))
+        rows.remember([seq.row for seq in step.sampled], torch.tensor(tokens, dtype=torch.int64))
         scheduler.commit(step, tokens, num_accepted=[rng.randint(0, len(drafts)) for drafts in step.drafts])
 
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 def test_a_row_without_a_token_goes_on_with_one_that_a_model_can_take(backend: str) -> None:
     rows = make_rows(backend, 2)
-    rows.remember(np.array([1, 0]), torch.tensor([-1, 7]))
+    rows.remember([1, 0], torch.tensor([-1, 7]))
     step = Step.of_decodes([], [])
     step.seal(0)
     plan = structs.replace(

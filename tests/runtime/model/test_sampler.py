@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flyball_kernels import choose_backend
+from flyball_runtime.core.past import Past
 from flyball_runtime.core.sampling_params import MAX_SEED, SamplingParams, with_seed
 from flyball_runtime.model.sampler import SamplingTensors
 
@@ -39,6 +40,20 @@ def test_a_greedy_batch_takes_the_likeliest(tensors: SamplingTensors) -> None:
     ids = tensors.sample(logits, np.array([0, 7, 0]), np.arange(3))  # row 7 was never set: greedy
     assert ids.dtype == torch.int64
     assert ids.tolist() == logits.argmax(-1).tolist()
+
+
+def test_rows_that_ask_for_nothing_need_no_settings(tensors: SamplingTensors) -> None:
+    logits = _logits(3)
+    ids = tensors.likeliest(logits, [0, 7, 0])
+    assert ids is not None and ids.tolist() == logits.argmax(-1).tolist()
+    asking = [*SETTINGS[1:], SamplingParams(temperature=0.0, seed=1, logprobs=0)]
+    asking.append(SamplingParams(temperature=0.0, seed=1, logit_bias={3: 1.0}))
+    asking.append(SamplingParams(temperature=0.0, seed=1, repetition_penalty=1.5))
+    for sampling in asking:
+        tensors.set_row(5, sampling, Past(1, [2], [], []) if sampling.changes_logits else None)
+        assert tensors.likeliest(logits, [0, 5, 7]) is None
+    tensors.set_row(5, SETTINGS[0])  # the next sequence of the row
+    assert tensors.likeliest(logits, [0, 5, 7]) is not None
 
 
 @pytest.mark.parametrize("others", [[], [0], [3, 4, 0, 1, 5, 2]])
