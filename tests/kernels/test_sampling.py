@@ -50,6 +50,20 @@ def test_equals_the_reference(vocab):
     assert sample(logits, **rows).equal(reference.sample(logits, **rows))
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
+@pytest.mark.parametrize("rounds", [False, True], ids=["", "many equal ones"])
+def test_large_vocabularies_equal_the_reference(spread, rounds):
+    """Filters look at blocks of tokens and at powers of two first; these need several of both."""
+    logits = torch.randn(40, 40_009) * spread
+    logits = logits.round() if rounds else logits
+    index = torch.arange(40)
+    rows = mixed_settings(40) | {
+        "top_k": torch.tensor([0, 1, 50, 0, 7000, 39_000, 10**6, 0])[index % 8],
+        "top_p": torch.tensor([1.0, 0.95, 0.999999, 0.5, 1e-4])[index % 5],
+    }
+    assert sample(logits, **rows).equal(reference.sample(logits, **rows))
+
+
 def test_rows_without_filters_equal_the_reference():
     logits = torch.randn(200, 777) * 2
     rows = settings(200, seed=5)

@@ -1,5 +1,7 @@
 // Token sampling: each row by one thread, in an order that depends on the row alone.
+#include <algorithm>
 #include <array>
+#include <functional>
 #include <vector>
 
 #include "../cpu/tensors.h"
@@ -51,6 +53,8 @@ float top_of(const float* x, int64_t n) {
   return valid && top > kNegInf ? top : std::numeric_limits<float>::quiet_NaN();
 }
 
+constexpr int64_t kBlock = 256;  // tokens that are looked at together
+
 // weights relative to the likeliest token's, which is 1 and stays; below min_p they are 0
 void weigh_tokens(const float* logits, int64_t n, float top, const Settings& s, float* weights) {
   const float scale = kLog2e / s.temperature;
@@ -61,51 +65,149 @@ void weigh_tokens(const float* logits, int64_t n, float top, const Settings& s, 
   }
 }
 
-// Tokens by likelihood, the lower id first among equals; only as many as top_k and top_p can keep.
-//
-// Weights are counted by power of two first: the few largest classes that hold top_k tokens, or the mass that top_p
-// asks for, are all that has to be sorted.
-std::vector<int32_t> rank_tokens(const float* logits, const float* weights, int64_t n, const Settings& s) {
-  constexpr int kClasses = 128;  // weights are at most 1, and those below 2**-126 are 0
-  std::array<double, kClasses> mass{};
-  std::array<int64_t, kClasses> count{};
-  const auto class_of = [](float weight) {
-    uint32_t bits;
-    std::memcpy(&bits, &weight, sizeof(bits));
-    return std::max<int32_t>(0, 127 - static_cast<int32_t>(bits >> 23));
-  };
-  double total = 0.0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (weights[i] == 0.0f) continue;
-    const int c = class_of(weights[i]);
-    mass[c] += weights[i];
-    count[c] += 1;
-    total += weights[i];
+// Appends the tokens of [begin, end) that weigh something and at least so much, in their order.
+void append_heavier(const float* weights, int64_t begin, int64_t end, float least, std::vector<int32_t>& ids) {
+  for (int64_t i = begin; i < end; i += kLanes) {
+    const Vec weight = load_up_to(weights + i, end - i);
+    const VecI is_heavy = (weight >= splat(least)) & (weight > Vec{});
+    if (fold(is_heavy, [](auto a, auto b) { return a | b; }) == 0) continue;
+    size_t num = ids.size();
+    ids.resize(num + kLanes);
+    for (int64_t lane = 0; lane < kLanes; ++lane) {  // without a branch, which nobody could predict
+      ids[num] = static_cast<int32_t>(i + lane);
+      num -= is_heavy[lane];
+    }
+    ids.resize(num);
   }
-  int last = 0;
-  double kept_mass = mass[0];
-  for (int64_t kept = count[0]; last + 1 < kClasses; kept += count[last], kept_mass += mass[last]) {
-    if (s.top_k > 0 ? kept >= s.top_k : kept_mass >= s.top_p * total) break;
-    ++last;
+}
+
+// Returns, in their order, some tokens among which are the k likeliest ones. Each of k blocks has a token that weighs at least as
+// much as the k-th of the blocks' heaviest tokens; so do the k likeliest tokens of all, then.
+std::vector<int32_t> heaviest(const float* weights, int64_t n, int64_t k) {
+  constexpr int64_t kBlocksOfOne = 8;  // so that few others weigh as much
+  const int64_t width = std::max(kLanes, n / kBlocksOfOne / std::min(k, n) / kLanes * kLanes);
+  std::vector<float> tops;
+  tops.reserve(n / width + 1);
+  for (int64_t begin = 0; begin < n; begin += width) {
+    const int64_t end = std::min(n, begin + width);
+    Vec top{};
+    for (int64_t i = begin; i < end; i += kLanes) top = max(top, load_up_to(weights + i, end - i));
+    tops.push_back(max(top));
+  }
+  float least = 0.0f;
+  if (k <= static_cast<int64_t>(tops.size())) {
+    std::vector<float> ordered = tops;
+    std::nth_element(ordered.begin(), ordered.begin() + (k - 1), ordered.end(), std::greater<>());
+    least = ordered[k - 1];
   }
   std::vector<int32_t> ids;
-  for (int64_t i = 0; i < n; ++i)
-    if (weights[i] != 0.0f && class_of(weights[i]) <= last) ids.push_back(i);
+  for (size_t block = 0; block < tops.size(); ++block) {
+    const int64_t begin = static_cast<int64_t>(block) * width;
+    if (tops[block] >= least) append_heavier(weights, begin, std::min(n, begin + width), least, ids);
+  }
+  return ids;
+}
+
+double sum_of_all(const float* weights, int64_t n) {
+  constexpr int64_t kStep = kLanes / 2;  // as many of 64 bits as a register holds
+  typedef float Narrow __attribute__((vector_size(4 * kStep)));
+  typedef double Wide __attribute__((vector_size(8 * kStep)));
+  Wide sums{};
+  int64_t i = 0;
+  for (; i + kStep <= n; i += kStep) sums += __builtin_convertvector(load_raw<Narrow>(weights + i), Wide);
+  double total = 0.0;
+  for (int64_t lane = 0; lane < kStep; ++lane) total += sums[lane];
+  for (; i < n; ++i) total += weights[i];
+  return total;
+}
+
+// Returns, in their order, the tokens that weigh at least 2**-i, for the first i with which they hold more than the wanted mass; all
+// tokens if there is no such i. Each pass tries several. Masses have 32 bits here, and kSurely is far more than they can be off.
+std::vector<int32_t> with_mass(const float* weights, int64_t n, double wanted) {
+  constexpr int kPowers = 6;
+  constexpr double kSurely = 1.001;
+  std::vector<int32_t> ids;
+  float least = 0.0f;
+  for (int power = 2; least == 0.0f && power < 120; power += kPowers) {
+    std::array<double, kPowers> masses{};
+    std::array<Vec, kPowers> powers;
+    for (int j = 0; j < kPowers; ++j) powers[j] = splat(std::ldexp(1.0f, -power - j));
+    for (int64_t begin = 0; begin < n; begin += kBlock) {
+      std::array<Vec, kPowers> sums{};
+      for (int64_t i = begin, end = std::min(n, begin + kBlock); i < end; i += kLanes) {
+        const Vec weight = load_up_to(weights + i, end - i);
+#pragma GCC unroll 6
+        for (int j = 0; j < kPowers; ++j) sums[j] += weight >= powers[j] ? weight : Vec{};
+      }
+      for (int j = 0; j < kPowers; ++j) masses[j] += sum(sums[j]);
+    }
+    for (int j = kPowers - 1; j >= 0; --j)
+      if (masses[j] >= kSurely * wanted) least = powers[j][0];
+  }
+  append_heavier(weights, 0, n, least, ids);
+  return ids;
+}
+
+// Adds up masses from the likeliest tokens on, and returns those among which the wanted one is reached, and in `before` the mass of
+// likelier ones. All that are returned have the same exponent in their weights, and the same 8 bits behind it.
+std::vector<int32_t> about_share(const std::vector<int32_t>& ids, const float* weights, double wanted, double& before) {
+  const auto class_of = [&](int32_t id) {
+    uint32_t bits;
+    std::memcpy(&bits, weights + id, sizeof(bits));
+    return static_cast<size_t>((0x3f800000 - bits) >> 15);  // weights are at most 1
+  };
+  std::vector<double> masses;
+  for (const int32_t id : ids) {
+    const size_t of = class_of(id);
+    if (of >= masses.size()) masses.resize(of + 1);
+    masses[of] += weights[id];
+  }
+  size_t reached = 0;
+  while (reached + 1 < masses.size() && before + masses[reached] < wanted) before += masses[reached++];
+  std::vector<int32_t> found;
+  for (const int32_t id : ids)
+    if (class_of(id) == reached) found.push_back(id);
+  return found;
+}
+
+// Keeps the fewest of the likeliest tokens that hold the wanted mass, in their order. Each round parts in two those among which it
+// is reached, and goes on with the half in which that is so.
+template <class Likelier>
+void keep_mass(std::vector<int32_t>& ids, const float* weights, double wanted, Likelier likelier) {
+  double before = 0.0;  // of the tokens that are likelier than all left
+  std::vector<int32_t> left = about_share(ids, weights, wanted, before);
+  auto begin = left.begin(), end = left.end();
+  while (end - begin > 1) {
+    const auto middle = begin + (end - begin) / 2;
+    std::nth_element(begin, middle, end, likelier);
+    double mass = before;
+    for (auto id = begin; id < middle; ++id) mass += weights[*id];
+    if (mass < wanted) before = mass, begin = middle;
+    else end = middle;
+  }
+  if (begin == left.end()) return;
+  std::erase_if(ids, [&, last = *begin](int32_t id) { return likelier(last, id); });
+}
+
+// The tokens that top_k and top_p keep, in their order; the lower id is the likelier one among equals.
+std::vector<int32_t> keep_tokens(const float* logits, const float* weights, int64_t n, const Settings& s) {
   const auto likelier = [&](int32_t a, int32_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; };
-  if (s.top_k > 0 && s.top_k < static_cast<int64_t>(ids.size())) {
-    std::nth_element(ids.begin(), ids.begin() + s.top_k, ids.end(), likelier);
-    ids.resize(s.top_k);
+  if (s.top_k <= 0) {
+    const double wanted = s.top_p * sum_of_all(weights, n);
+    std::vector<int32_t> ids = with_mass(weights, n, wanted);
+    keep_mass(ids, weights, wanted, likelier);
+    return ids;
+  }
+  std::vector<int32_t> ids = heaviest(weights, n, s.top_k);
+  if (s.top_k < static_cast<int64_t>(ids.size())) {
+    std::vector<int32_t> ordered = ids;
+    std::nth_element(ordered.begin(), ordered.begin() + (s.top_k - 1), ordered.end(), likelier);
+    std::erase_if(ids, [&, last = ordered[s.top_k - 1]](int32_t id) { return likelier(last, id); });
   }
   if (s.top_p < 1.0f) {
-    std::sort(ids.begin(), ids.end(), likelier);
-    if (s.top_k > 0) {
-      total = 0.0;
-      for (const int32_t id : ids) total += weights[id];
-    }
-    double before = 0.0;
-    size_t kept = 0;
-    while (kept < ids.size() && (kept == 0 || before < s.top_p * total)) before += weights[ids[kept++]];
-    ids.resize(kept);
+    double total = 0.0;
+    for (const int32_t id : ids) total += weights[id];
+    keep_mass(ids, weights, s.top_p * total, likelier);
   }
   return ids;
 }
@@ -124,8 +226,7 @@ int64_t scan(int64_t begin, int64_t end, Id id, const float* weights, double tar
   return last;
 }
 
-int64_t choose_among(std::vector<int32_t> ids, const float* weights, double u) {
-  std::sort(ids.begin(), ids.end());
+int64_t choose_among(const std::vector<int32_t>& ids, const float* weights, double u) {
   double total = 0.0;
   for (const int32_t id : ids) total += weights[id];
   return scan(0, ids.size(), [&](int64_t i) { return ids[i]; }, weights, u * total);
@@ -139,7 +240,6 @@ float sum_of(const float* x, int64_t n) {
 
 // As choose_among all ids, by blocks: first the block that passes the target, then the token in it.
 int64_t choose(const float* weights, int64_t n, double u) {
-  constexpr int64_t kBlock = 256;
   std::vector<float> sums;
   double total = 0.0;
   for (int64_t i = 0; i < n; i += kBlock) total += sums.emplace_back(sum_of(weights + i, std::min(kBlock, n - i)));
@@ -162,7 +262,7 @@ int64_t sample_row(const float* logits, int64_t n, const Settings& s, float* wei
   if (s.is_greedy()) return std::find(logits, logits + n, top) - logits;
   weigh_tokens(logits, n, top, s, weights);
   const double u = uniform(s.seed, s.position);
-  return s.ranks() ? choose_among(rank_tokens(logits, weights, n, s), weights, u) : choose(weights, n, u);
+  return s.ranks() ? choose_among(keep_tokens(logits, weights, n, s), weights, u) : choose(weights, n, u);
 }
 
 void check_setting(const char* name, const std::optional<Tensor>& setting, int64_t rows, at::ScalarType type) {
