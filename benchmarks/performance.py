@@ -341,6 +341,26 @@ def before_table() -> str:
     return markdown(head, rows) + f"\n\n{where(result)}"
 
 
+def host_table() -> str:
+    result = read("host_time")
+    if result is None:
+        return NOT_MEASURED
+    loads = result["microseconds_of_a_step"]
+    medians = {
+        (load, side): {part: figures["median"] for part, figures in of_side.items()}
+        for load, sides in loads.items()
+        for side, of_side in sorted(sides.items())  # before, now
+    }
+    parts = [part for part in next(iter(medians.values())) if part != "model"]
+    rows = []
+    for (load, side), of_parts in medians.items():
+        host = sum(of_parts[part] for part in parts)
+        share = f"{host / (host + of_parts['model']):.1%}"
+        rows.append([load, side, *(f"{of_parts[part]:.0f}" for part in parts), f"{host:.0f}", share])
+    head = ("", f"{result['before']} and now", *parts, "together", "of the step")
+    return markdown(head, rows) + f"\n\n{where(result)}"
+
+
 def instruction_sets_table() -> str:
     model, ops = (read(f"instruction_sets_{what}") for what in ("model", "ops"))
     if model is None or ops is None:
@@ -382,6 +402,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-tokens": step_tokens_table,
     "time": time_table,
     "time-before": before_table,
+    "host": host_table,
     "instruction-sets": instruction_sets_table,
 }
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
