@@ -35,12 +35,12 @@ def nnls_each(grams: Array, moments: Array) -> Array:
     As long as the solutions without bounds are not negative, one call of each of numpy's operations serves all of them.
     """
     size = np.sqrt(np.maximum(np.diagonal(grams, axis1=1, axis2=2), 0.0))
-    if not (size > 0.0).all():
-        return np.array([nnls(gram, moment) for gram, moment in zip(grams, moments, strict=True)])
+    used = size > 0.0
+    size[~used] = 1.0
     units = grams / (size[:, :, None] * size[:, None, :])
     at = np.arange(grams.shape[1])
-    units[:, at, at] += _RIDGE
-    wanted = moments / size
+    units[:, at, at] += np.where(used, _RIDGE, 1.0)  # a feature that was always 0 gets an equation of its own: 1 * c = 0
+    wanted = np.where(used, moments, 0.0) / size
     found: Array = np.linalg.solve(units, wanted[:, :, None])[:, :, 0]
     for one in np.flatnonzero(found.min(axis=1) < 0.0):
         found[one] = _active_set(units[one], wanted[one])

@@ -86,12 +86,14 @@ class StepStore:
         best: tuple[float, StepModel] | None = None
         for interaction, choices in enumerate(_CHOICES):
             fits = nnls_each(held[choices[:, :, None], choices[:, None, :]], pull[choices])
-            for index, (chosen, found) in enumerate(zip(choices, fits, strict=True)):
-                error, model = _squared_error(gram, moment, total, chosen, found), _model(found, KNEES[index])
-                cost = error * (1.0 + PAYS * ((index > 0) + interaction) + CHANGES * _differs(model, self.model))
+            yield
+            errors = _squared_errors(gram, moment, total, choices, fits)
+            for index, (found, error) in enumerate(zip(fits, errors.tolist(), strict=True)):
+                differs = self.model is not None and KNEES[index] != self.model.knee_tokens
+                cost = error * (1.0 + PAYS * ((index > 0) + interaction) + CHANGES * differs)
                 if best is None or cost < best[0]:
-                    best = cost, model
-                yield
+                    best = cost, _model(found, KNEES[index])
+            yield
         if best is not None:
             self.model = best[1]
 
@@ -117,10 +119,6 @@ def _in_line(seconds: Array) -> Array:
     median = ordered[np.arange(len(num)), PER_BUCKET - 1 - num // 2]
     found: Array = (seconds > 0.0) & (seconds < OUT_OF_LINE * median[:, None])
     return found
-
-
-def _differs(model: StepModel, before: StepModel | None) -> bool:
-    return before is not None and model.knee_tokens != before.knee_tokens
 
 
 def rescaled(model: StepModel, factor: float) -> StepModel:
@@ -176,9 +174,11 @@ def _held(gram: Array, moment: Array, before: StepModel) -> tuple[Array, Array]:
     return gram + np.diag(weights), moment + weights * np.array(scaled)
 
 
-def _squared_error(gram: Array, moment: Array, total: float, chosen: Array, found: Array) -> float:
-    part, aim = gram[chosen][:, chosen], moment[chosen]
-    return max(0.0, total - 2.0 * float(aim @ found) + float(found @ part @ found))
+def _squared_errors(gram: Array, moment: Array, total: float, choices: Array, fits: Array) -> Array:
+    """Return what each fit leaves: coefficients ``[k, n]`` of the features ``choices[k, n]``."""
+    parts = gram[choices[:, :, None], choices[:, None, :]]
+    errors: Array = total - 2.0 * (moment[choices] * fits).sum(axis=1) + np.einsum("ki,kij,kj->k", fits, parts, fits)
+    return np.maximum(errors, 0.0)
 
 
 def _model(found: Array, knee_tokens: float) -> StepModel:
