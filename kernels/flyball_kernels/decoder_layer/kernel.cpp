@@ -195,7 +195,8 @@ class Step {
   const Tensor entered_, query_, attended_, out_, total_;      // of all rows
   const Tensor normed_, projected_, added_, gated_;          // of a block's
   Tensor narrow_;  // logits, until they are wide
-  using Kind = std::tuple<const Tensor*, int64_t, int64_t, std::optional<int64_t>>;  // block tables, a cache's blocks, their size, window
+  // Block tables, a cache's blocks and their size, and the window.
+  using Kind = std::tuple<const Tensor*, int64_t, int64_t, std::optional<int64_t>>;
   std::vector<std::pair<Kind, SharedTasks>> tasks_;
   std::vector<Work> works_;
 };
