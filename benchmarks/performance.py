@@ -349,7 +349,7 @@ def host_table() -> str:
     medians = {
         (load, side): {part: figures["median"] for part, figures in of_side.items()}
         for load, sides in loads.items()
-        for side, of_side in sorted(sides.items())  # before, now
+        for side, of_side in sorted(sides.items())  # before, if it was measured, and now
     }
     parts = [part for part in next(iter(medians.values())) if part != "model"]
     rows = []
@@ -357,7 +357,8 @@ def host_table() -> str:
         host = sum(of_parts[part] for part in parts)
         share = f"{host / (host + of_parts['model']):.1%}"
         rows.append([load, side, *(f"{of_parts[part]:.0f}" for part in parts), f"{host:.0f}", share])
-    head = ("", f"{result['before']} and now", *parts, "together", "of the step")
+    sides = f"{result['before']} and now" if "before" in result else ""
+    head = ("", sides, *parts, "together", "of the step")
     return markdown(head, rows) + f"\n\n{where(result)}"
 
 

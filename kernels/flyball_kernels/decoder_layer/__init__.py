@@ -97,7 +97,7 @@ class DecoderStack:
     """Layers that follow each other, as one op: ``reference.decoder_layer`` of each; with what comes before and behind.
 
     They run the C++ kernels of the ops that they contain, so they give their bits. Threads are started once for all. What stays
-    from step to step is handed over and checked here: with few tokens, that would take as long as a layer.
+    from step to step is handed over and checked here: to do that in each step takes longer than some of the ops.
 
     Args:
         layers: of equal sizes and dtype.

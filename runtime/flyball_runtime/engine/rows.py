@@ -89,12 +89,13 @@ class Rows:
         if plan.num_drafts:  # of the last entries, the logits of all tokens are wanted
             entries = entries.copy()
             entries[3, -len(plan.num_drafts) :] = entries[2, -len(plan.num_drafts) :]
+        token_ids = _NO_TOKENS
+        if plan.token_ids:
+            token_ids = torch.from_numpy(np.frombuffer(plan.token_ids, np.uint32).astype(np.int64))
         return step_inputs(
             entries,
             plan.num_decodes,
-            torch.from_numpy(np.frombuffer(plan.token_ids, np.uint32).astype(np.int64))
-            if plan.token_ids
-            else _NO_TOKENS,
+            token_ids,
             self.block_tables,
             self.last_token_ids,
             self._block_size,

@@ -39,9 +39,8 @@ def nnls_each(grams: Array, moments: Array) -> Array:
     size[~used] = 1.0
     units = grams / (size[:, :, None] * size[:, None, :])
     at = np.arange(grams.shape[1])
-    units[:, at, at] += np.where(
-        used, _RIDGE, 1.0
-    )  # a feature that was always 0 gets an equation of its own: 1 * c = 0
+    # a feature that was always 0 gets an equation of its own: 1 * c = 0
+    units[:, at, at] += np.where(used, _RIDGE, 1.0)
     wanted = np.where(used, moments, 0.0) / size
     found: Array = np.linalg.solve(units, wanted[:, :, None])[:, :, 0]
     for one in np.flatnonzero(found.min(axis=1) < 0.0):
