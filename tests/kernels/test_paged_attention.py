@@ -478,7 +478,7 @@ def test_agrees_with_torch():
 @pytest.mark.parametrize("sliding_window", [None, 100])
 @pytest.mark.parametrize("heads", [(5, 5), (12, 4), (16, 8), (12, 6)])
 def test_decodes_with_several_heads_in_a_task(dtype, heads, sliding_window, kv_dtype):
-    """There are many of them, so that each thread has enough to do without splitting their heads."""
+    """There are many of them, so that few threads have enough to do without splitting their heads."""
     context_lens = [700, 64, 65, 1, 128, 513, 1, 33, 600, 2, 127, 66]
     sinks = torch.linspace(-3.0, 3.0, heads[0])  # tells the heads apart
     shape = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 32, "dtype": dtype, "kv_dtype": kv_dtype}
@@ -499,6 +499,29 @@ def test_a_decode_is_the_same_bits_in_any_batch(dtype):
         torch.testing.assert_close(
             paged_attention(**alone, scale=0.125, max_query_len=1), together[i : i + 1], rtol=0, atol=0
         )
+
+
+@pytest.fixture
+def set_num_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("sliding_window", [None, 100])
+def test_a_decode_is_the_same_bits_however_many_heads_its_task_has(dtype, sliding_window, kv_dtype, set_num_threads):
+    """Without a window, tasks of 17 runs of keys have all 7 KV heads, up to 4, up to 2, or one."""
+    query_lens, context_lens = [1] * 11 + [2], [700, 64, 65, 1, 128, 513, 1, 1100, 600, 2, 127, 66]
+    shape = {"num_q_heads": 14, "num_kv_heads": 7, "head_dim": 32, "dtype": dtype, "kv_dtype": kv_dtype}
+    inputs = attention_inputs(query_lens, context_lens, **shape)
+    run = partial(paged_attention, **inputs, scale=0.125, max_query_len=2, sliding_window=sliding_window)
+    outs = []
+    for num_threads in (1, 7, 14, 28):
+        set_num_threads(num_threads)
+        outs.append(run())
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=0)
 
 
 def test_large_scores_do_not_overflow():

@@ -3,9 +3,12 @@
 // A task is a tile of one sequence's query tokens, with all query heads of one KV head, and its keys. Keys are summed up in
 // runs that begin at fixed multiples of kRunKeys, one after the other. A tile of few rows (a decode) is memory-bound: each of
 // its runs is a task of its own, so that a long context occupies several threads, and it takes operands straight from the
-// cache. A tile of many rows packs them once. Operands are fp32, or pairs of bf16 where the CPU's bf16 dot product is the
-// faster way, or where it has matrix units; those take packed values at any rate. The same numbers are added in the same order
-// however many rows there are: a token has the same bits in any batch and any chunk, and as a decode.
+// cache. Where threads have enough to do, such a task has several KV heads, which lie next to each other in a block. A tile of
+// many rows packs its operands once.
+//
+// Operands are fp32, or pairs of bf16 where the CPU's bf16 dot product is the faster way, or where it has matrix units; those
+// take packed values at any rate. The same numbers are added in the same order however many rows there are: a token has the
+// same bits in any batch and any chunk, and as a decode.
 #include <vector>
 
 #include "../cpu/works.h"
@@ -14,12 +17,20 @@
 namespace flyball {
 
 struct AttentionTasks {
-  // Rows are ordered by token and query head.
+  // Rows of a KV head are ordered by token and query head; those of the next one follow.
   struct Task {
-    int64_t sequence, kv_head, first_token, num_tokens;  // tokens are counted from the sequence's first query
+    int64_t sequence, kv_head, num_kv_heads;
+    int64_t first_token, num_tokens;  // counted from the sequence's first query
     int64_t first_key, last_key;
     int64_t partial;  // index of its first row among the partial results; -1 when it writes the output itself
 
+    // Its i-th KV head alone.
+    Task of_head(int64_t i) const {
+      Task task = *this;
+      task.kv_head += i;
+      task.num_kv_heads = 1;
+      return task;
+    }
     bool is_same_tile(const Task& t) const {
       return sequence == t.sequence && kv_head == t.kv_head && first_token == t.first_token;
     }
@@ -71,7 +82,7 @@ struct Attention {
     return (head_dim + kDepth<E> - 1) / kDepth<E>;
   }
 
-  int64_t num_rows(const Task& t) const { return t.num_tokens * group(); }
+  int64_t num_rows(const Task& t) const { return t.num_tokens * group(); }  // of a KV head
   int64_t token_of(int64_t row) const { return row / group(); }
   int64_t q_head_of(const Task& t, int64_t row) const { return t.kv_head * group() + row % group(); }
 
@@ -102,18 +113,34 @@ struct Attention {
       task.first_key = std::max(key, start);
       task.last_key = std::min(key + step, last);
       task.partial = is_split ? num_partial_rows : -1;
-      if (is_split) num_partial_rows += num_rows(task);
+      if (is_split) num_partial_rows += task.num_kv_heads * num_rows(task);
       tasks.push_back(task);
     }
   }
 
-  AttentionTasks plan() const {
+  // Whether a task of so many tokens may have several KV heads: memory, not arithmetic, is the limit of a single strip.
+  bool may_have_heads(int64_t num_tokens) const { return num_tokens * group() <= kMaxR && has_vectors(); }
+
+  // How many KV heads such a task has: as many as leave each of the threads kTasksOfThread tasks.
+  int64_t heads_of_task(int64_t num_threads) const {
+    constexpr int64_t kTasksOfThread = 4;
+    int64_t num_runs = 0;
+    for (int64_t i = 0; i < num_sequences; ++i) {
+      const int64_t num_keys = std::min<int64_t>(context_lens[i], window);
+      if (query_len(i) > 0 && may_have_heads(query_len(i))) num_runs += (num_keys + kRunKeys - 1) / kRunKeys;
+    }
+    return std::clamp<int64_t>(num_runs * num_kv_heads / (kTasksOfThread * num_threads), 1, num_kv_heads);
+  }
+
+  AttentionTasks plan(int64_t num_threads) const {
     AttentionTasks planned;
-    const int64_t height = std::max<int64_t>(1, kQueryRows / group());
+    const int64_t height = std::max<int64_t>(1, kQueryRows / group()), most_heads = heads_of_task(num_threads);
     for (int64_t i = 0; i < num_sequences; ++i) {
       for (int64_t end = query_len(i); end > 0; end -= height) {  // from the end: the longest contexts start first
-        const int64_t first = std::max<int64_t>(0, end - height);
-        for (int64_t h = 0; h < num_kv_heads; ++h) add_tile(planned.tasks, {i, h, first, end - first}, planned.num_partial_rows);
+        const int64_t first = std::max<int64_t>(0, end - height), num_tokens = end - first;
+        const int64_t step = may_have_heads(num_tokens) ? most_heads : 1;
+        for (int64_t h = 0; h < num_kv_heads; h += step)
+          add_tile(planned.tasks, {i, h, std::min(step, num_kv_heads - h), first, num_tokens}, planned.num_partial_rows);
       }
     }
     return planned;
@@ -130,6 +157,7 @@ struct Attention {
     tile.end = std::min(kTileKeys, t.last_key - start);
     tile.head_dim = head_dim;
     tile.key_stride = k_cache.key_stride();
+    tile.head_numel = block_size * head_dim;
     if (!has_vectors()) return tile;
     for (int64_t i = tile.begin; i < tile.end; i += kLanes) {
       const int64_t block = block_of(t, start + i), offset = (start + i) % block_size;
@@ -345,14 +373,14 @@ struct Attention {
 
   template <class E>
   void run_with(const Task& t, const Task* then, float* memory, float* partials) const {
-    const int64_t rows = num_rows(t);
-    const Workspace<E> work(memory, rows, dim());
+    const int64_t rows = num_rows(t), all_rows = t.num_kv_heads * rows;
+    const Workspace<E> work(memory, all_rows, dim());
     const Sums sums = work_on(t, then, work, rows);
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = 0; row < all_rows; ++row) {
       const Sums of_row = sums.row(row, work.dim);
       if (kReorders<C> && reads_values()) restore_order<E>(of_row.out, work.dim);
       if (t.partial < 0) {
-        write(t, row, of_row);
+        write(t.of_head(row / rows), row % rows, of_row);
         continue;
       }
       float* partial = partials + (t.partial + row) * (work.dim + kLanes);
@@ -362,13 +390,14 @@ struct Attention {
     }
   }
 
-  // Returns the sums of all the task's keys.
+  // Returns the sums of all the task's keys, of so many rows for each KV head.
   template <class E>
   Sums work_on(const Task& t, const Task* then, const Workspace<E>& work, int64_t rows) const {
-    load_query(t, work, rows);
-    work.run.reset(rows, work.dim);
+    const int64_t all_rows = t.num_kv_heads * rows;
+    for (int64_t h = 0; h < t.num_kv_heads; ++h) load_query(t.of_head(h), work.from_row(h * rows), rows);
+    work.run.reset(all_rows, work.dim);
     const bool is_one_run = t.first_key / kRunKeys == (t.last_key - 1) / kRunKeys;
-    if (!is_one_run) work.whole.reset(rows, work.dim);
+    if (!is_one_run) work.whole.reset(all_rows, work.dim);
 #if FLYBALL_AMX
     AmxTiles tiles;
 #endif
@@ -378,17 +407,23 @@ struct Attention {
       is_last = end >= t.last_key;
       const KeyTile<C> later = locate_ahead(t, then, end + kTileKeys);
       if (fetches(t)) fetch_addresses(later);
+      for (int64_t h = 0; h < t.num_kv_heads; ++h) {
+        const Task task = t.of_head(h);
+        const Workspace<E> of_rows = work.from_row(h * rows);
+        KeyTile<C> of_head = tile.of_head(h);
+        const KeyTile<C> next = h + 1 < t.num_kv_heads ? tile.of_head(h + 1) : coming;
 #if FLYBALL_AMX
-      if constexpr (std::is_same_v<E, Bf16Pair>) {
-        if (has_amx()) visit_by_tiles(t, tile, coming, work, tiles);
-        else visit(t, tile, coming, work);
-      } else
+        if constexpr (std::is_same_v<E, Bf16Pair>) {
+          if (has_amx()) visit_by_tiles(task, of_head, next, of_rows, tiles);
+          else visit(task, of_head, next, of_rows);
+        } else
 #endif
-        visit(t, tile, coming, work);
+          visit(task, of_head, next, of_rows);
+      }
       tile = std::exchange(coming, later);
       if (is_one_run || (end % kRunKeys != 0 && !is_last)) continue;
-      for (int64_t row = 0; row < rows; ++row) absorb(work.whole.row(row, work.dim), work.run.row(row, work.dim), work.dim);
-      work.run.reset(rows, work.dim);
+      for (int64_t row = 0; row < all_rows; ++row) absorb(work.whole.row(row, work.dim), work.run.row(row, work.dim), work.dim);
+      work.run.reset(all_rows, work.dim);
     }
     return is_one_run ? work.run : work.whole;
   }
@@ -409,13 +444,13 @@ struct Attention {
     while (end < tasks.size() && tasks[end].is_same_tile(t)) ++end;
     float max, sum;
     const Sums whole{memory, &max, &sum};
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = 0; row < t.num_kv_heads * rows; ++row) {
       whole.reset(1, dim());
       for (size_t i = begin; i < end; ++i) {
         float* partial = partials + (tasks[i].partial + row) * stride;
         absorb(whole, {partial + kLanes, partial, partial + 1}, dim());
       }
-      write(t, row, whole);
+      write(t.of_head(row / rows), row % rows, whole);
     }
     return end;
   }
@@ -424,7 +459,7 @@ struct Attention {
     return {shared->num_partial_rows * (dim() + kLanes), [*this, shared](const Team& team, float* partials) {
               const auto& [tasks, num_partial_rows] = *shared;
               struct Tile;
-              const int64_t rows = std::max(kQueryRows, group());
+              const int64_t rows = std::max({kQueryRows, group(), kMaxR * num_kv_heads});
               float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
               team.share_runs(tasks.size(), 1, [&](size_t i, size_t next) {
                 run(tasks[i], next < tasks.size() ? &tasks[next] : nullptr, memory, partials);
@@ -473,7 +508,7 @@ Work paged_attention_work(const Tensor& query, const Tensor& k_cache, const Tens
         static_cast<float>(softcap.value_or(0.0)), data_or_null<float>(sinks), dot.value_or(query.scalar_type() == at::kBFloat16 && (has_amx() || has_fast_dot()))};
     if (!tasks) {
       attention.check(query.size(0), k_cache.size(0));
-      tasks = std::make_shared<AttentionTasks>(attention.plan());
+      tasks = std::make_shared<AttentionTasks>(attention.plan(omp_get_max_threads()));
     }
     work = attention.work(tasks);
   };

@@ -144,11 +144,19 @@ struct Scales<int8_t> {
 template <class C>
 struct KeyTile {
   int64_t start = 0, begin = 0, end = 0;
-  int64_t head_dim = 0, key_stride = 0;  // elements from a row of keys to the next; a row has a feature, or a pair
-  const C* keys[kTileKeys / kLanes];     // where the first row of each vector is
-  const C* values[kTileKeys / kLanes];   // where its first value is; the others follow
+  int64_t head_dim = 0, head_numel = 0;      // elements of a key, and of all keys of a KV head in a block
+  int64_t key_stride = 0;                    // elements from a row of keys to the next; a row has a feature, or a pair
+  const C* keys[kTileKeys / kLanes] = {};    // where the first row of each vector is
+  const C* values[kTileKeys / kLanes] = {};  // where its first value is; the others follow
 
   bool empty() const { return begin >= end; }
+  // The same keys of the i-th KV head from here on, in blocks that hold whole vectors.
+  KeyTile of_head(int64_t i) const {
+    KeyTile tile = *this;
+    for (auto* vectors : {tile.keys, tile.values})
+      for (int64_t v = 0; v < kTileKeys / kLanes; ++v) vectors[v] += i * head_numel;
+    return tile;
+  }
   const C* value(int64_t j) const { return values[j / kLanes] + j % kLanes * head_dim; }
 };
 
@@ -190,6 +198,15 @@ struct Workspace {
   float* scores;
   E *query, *keys, *values, *weights;
   float *block_keys, *block_values;  // of a tile that was copied out of its blocks
+
+  // That of the rows from one on.
+  Workspace from_row(int64_t row) const {
+    Workspace rest = *this;
+    rest.query += row * dim;
+    rest.run = run.row(row, dim);
+    rest.whole = whole.row(row, dim);
+    return rest;
+  }
 
   static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (3 * dim + 4) + kStripRows * kTileKeys + 4 * dim * kTileKeys; }
 
