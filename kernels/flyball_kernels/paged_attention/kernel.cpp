@@ -376,13 +376,14 @@ struct Attention {
     const int64_t rows = num_rows(t), all_rows = t.num_kv_heads * rows;
     const Workspace<E> work(memory, all_rows, dim());
     const Sums sums = work_on(t, then, work, rows);
+    if (kReorders<C> && reads_values())
+      for (int64_t row = 0; row < all_rows; ++row) restore_order<E>(sums.row(row, work.dim).out, work.dim);
+    if (t.partial < 0) {
+      const auto write_row = [&](const Task& of_head, int64_t row, int64_t i) { write(of_head, row, sums.row(i, work.dim)); };
+      return for_each_row(t, write_row);
+    }
     for (int64_t row = 0; row < all_rows; ++row) {
       const Sums of_row = sums.row(row, work.dim);
-      if (kReorders<C> && reads_values()) restore_order<E>(of_row.out, work.dim);
-      if (t.partial < 0) {
-        write(t.of_head(row / rows), row % rows, of_row);
-        continue;
-      }
       float* partial = partials + (t.partial + row) * (work.dim + kLanes);
       partial[0] = *of_row.max;
       partial[1] = *of_row.sum;
@@ -428,6 +429,16 @@ struct Attention {
     return is_one_run ? work.run : work.whole;
   }
 
+  // Calls f(task, row, i) for the task's rows: the task of one KV head, the row there, and which of all rows it is.
+  template <class F>
+  void for_each_row(const Task& t, F f) const {
+    const int64_t rows = num_rows(t);
+    for (int64_t h = 0; h < t.num_kv_heads; ++h) {
+      const Task of_head = t.of_head(h);
+      for (int64_t row = 0; row < rows; ++row) f(of_head, row, h * rows + row);
+    }
+  }
+
   void write(const Task& t, int64_t row, const Sums& sums) const {
     float total = *sums.sum;
     if (sinks) total += exp2(splat(sinks[q_head_of(t, row)] * kLog2e - *sums.max))[0];
@@ -439,19 +450,19 @@ struct Attention {
   // The runs of a tile stand next to each other; merges those from `begin` on and returns where the next tile's begin.
   size_t merge(const std::vector<Task>& tasks, size_t begin, float* partials, float* memory) const {
     const Task& t = tasks[begin];
-    const int64_t rows = num_rows(t), stride = dim() + kLanes;
+    const int64_t stride = dim() + kLanes;
     size_t end = begin + 1;
     while (end < tasks.size() && tasks[end].is_same_tile(t)) ++end;
     float max, sum;
     const Sums whole{memory, &max, &sum};
-    for (int64_t row = 0; row < t.num_kv_heads * rows; ++row) {
+    for_each_row(t, [&](const Task& of_head, int64_t row, int64_t of_all) {
       whole.reset(1, dim());
       for (size_t i = begin; i < end; ++i) {
-        float* partial = partials + (tasks[i].partial + row) * stride;
+        float* partial = partials + (tasks[i].partial + of_all) * stride;
         absorb(whole, {partial + kLanes, partial, partial + 1}, dim());
       }
-      write(t.of_head(row / rows), row % rows, whole);
-    }
+      write(of_head, row, whole);
+    });
     return end;
   }
 
