@@ -27,9 +27,11 @@ from flyball_kernels import (
     Float8Linear,
     GroupedLinear,
     Int8Linear,
+    PackedLinear,
     add_rms_norm,
     apply_token_bitmask,
     choose_backend,
+    experts,
     kv_cache,
     paged_attention,
     penalize,
@@ -78,6 +80,16 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The experts of a model's layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+
+
+@dataclass(frozen=True)
 class Shape:
     """A model's layer, and the loads."""
 
@@ -92,6 +104,8 @@ class Shape:
     mixed: tuple[int, int, int]  # decoding sequences, their context, tokens of a prompt
     vocab_size: int
     num_layers: int
+    window: int  # of keys that a token sees, where it does not see all
+    mixture: Mixture
 
 
 QWEN3_8B = Shape(
@@ -106,6 +120,8 @@ QWEN3_8B = Shape(
     mixed=(64, 2048, 1984),
     vocab_size=151_936,
     num_layers=36,
+    window=1024,
+    mixture=Mixture(hidden_size=2048, intermediate_size=768, num_experts=128, experts_per_token=8),  # Qwen3-30B-A3B
 )
 TINY = Shape(
     hidden_size=48,
@@ -119,6 +135,8 @@ TINY = Shape(
     mixed=(2, 20, 40),
     vocab_size=100,
     num_layers=2,
+    window=30,
+    mixture=Mixture(hidden_size=48, intermediate_size=40, num_experts=5, experts_per_token=2),
 )
 
 
@@ -210,24 +228,36 @@ def flash_backend() -> Backend | None:
 
 
 def attention_of_16_bits(shape: Shape) -> Iterator[Case]:
-    """Yield decodes, prompts, the last tokens of long prompts, and a step of decodes and a prompt."""
+    """Yield decodes, prompts, the last tokens of long ones, some with a window or a soft cap, and decodes beside a prompt."""
     for num_seqs, context in shape.decodes:
         yield _attention(shape, "decode", f"{num_seqs} x {context}", [(1, context)] * num_seqs)
     for num_tokens, context in shape.prompts:
         yield _attention(shape, "prefill", f"{num_tokens} of {context}", [(num_tokens, context)])
+    num_seqs, context = shape.decodes[-1]
+    num_tokens, prompt = shape.prompts[-1]
+    special: dict[str, dict[str, Any]] = {"window": {"sliding_window": shape.window}, "soft cap": {"softcap": 50.0}}
+    for name, settings in special.items():
+        yield _attention(shape, f"decode, {name}", f"{num_seqs} x {context}", [(1, context)] * num_seqs, **settings)
+        yield _attention(shape, f"prefill, {name}", f"{num_tokens} of {prompt}", [(num_tokens, prompt)], **settings)
     num_seqs, context, num_tokens = shape.mixed
     load = f"{num_seqs} decodes of {context}, prompt of {num_tokens}"
     yield _attention(shape, "mixed", load, [(1, context)] * num_seqs + [(num_tokens, num_tokens)])
 
 
 def _attention(
-    shape: Shape, kind: str, load: str, sequences: list[tuple[int, int]], numbers: torch.dtype | None = None
+    shape: Shape,
+    kind: str,
+    load: str,
+    sequences: list[tuple[int, int]],
+    numbers: torch.dtype | None = None,
+    **special: Any,
 ) -> Case:
     """Attend to blocks that lie scattered in the cache.
 
     Args:
         sequences: query and context length of each.
         numbers: what keys and values are rounded to, if they are.
+        special: the op's sliding_window and softcap.
     """
     query_lens, context_lens = zip(*sequences, strict=True)
     num_blocks = -(-max(context_lens) // BLOCK_SIZE)
@@ -239,30 +269,40 @@ def _attention(
         torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int(),
         torch.tensor(context_lens, dtype=torch.int32, device=DEVICE),
     )
-    settings = {"scale": shape.head_dim**-0.5, "max_query_len": max(query_lens)}
-    seen = sum(n * context - n * (n - 1) // 2 for n, context in sequences)  # pairs of a token and a key that it sees
+    settings = {"scale": shape.head_dim**-0.5, "max_query_len": max(query_lens), **special}
+    window = special.get("sliding_window", max(context_lens))
+    seen = sum(pairs_seen(n, context, window) for n, context in sequences)
+    num_keys = sum(min(context, n - 1 + window) for n, context in sequences)
     per_vector = shape.head_dim * DTYPE.itemsize if numbers is None else shape.head_dim + kv_cache.SCALE_BYTES
     per_key = 2 * shape.num_kv_heads * per_vector
     return Case(
         f"paged_attention, {kind}",
         load,
         lambda backend: (paged_attention(*tensors, **settings, backend=backend),),
-        sum(context_lens) * per_key + 2 * tensors[0].numel() * DTYPE.itemsize,
+        num_keys * per_key + 2 * tensors[0].numel() * DTYPE.itemsize,
         4 * seen * shape.num_q_heads * shape.head_dim,
     )
+
+
+def pairs_seen(num_tokens: int, context: int, window: int) -> int:
+    """Return how many pairs there are of one of a context's last tokens and a key that it sees."""
+    return sum(min(window, length) for length in range(context - num_tokens + 1, context + 1))
+
+
+LAYERS: dict[str, tuple[Callable[..., Any], float]] = {
+    "int8": (Int8Linear, 1.0),
+    "w8a16": (partial(GroupedLinear, bits=8), 1.0 + 2 / 128),
+    "int4": (GroupedLinear, 0.5 + 2 / 32),  # groups of 32 have a scale of 16 bits
+    "fp8": (Float8Linear, 1.0),
+}
+"""Layers of 8 and 4 bits, and the bytes of a weight."""
 
 
 def quantized_linear(shape: Shape) -> Iterator[Case]:
     """Yield layers of 8 and 4 bits: the gate and up projections, with few rows and with many."""
     weight = random(2 * shape.intermediate_size, shape.hidden_size)
     out_features, in_features = weight.shape
-    layers = {
-        "int8": (Int8Linear, 1.0),
-        "w8a16": (partial(GroupedLinear, bits=8), 1.0 + 2 / 128),
-        "int4": (GroupedLinear, 0.5 + 2 / 32),  # groups of 32 have a scale of 16 bits
-        "fp8": (Float8Linear, 1.0),
-    }
-    for name, (layer, bytes_per_weight) in layers.items():
+    for name, (layer, bytes_per_weight) in LAYERS.items():
         by_backend = {backend: layer(weight, backend=Backend(backend)) for backend in ("triton", "torch")}
         for n in shape.num_tokens:
             x = random(n, in_features)
@@ -273,6 +313,68 @@ def quantized_linear(shape: Shape) -> Iterator[Case]:
                 int(weight.numel() * bytes_per_weight) + n * (in_features + out_features) * DTYPE.itemsize,
                 2 * n * weight.numel(),
             )
+
+
+def mixtures(shape: Shape) -> Iterator[Case]:
+    """Yield what a mixture of experts has beside norms: routing, gate and up projections of its experts, and the sum."""
+    mixture, item = shape.mixture, DTYPE.itemsize
+    per_token, size = mixture.experts_per_token, mixture.intermediate_size
+    weights = random(mixture.num_experts, 2 * size, mixture.hidden_size)
+    kinds = {f"{DTYPE}".removeprefix("torch."): (PackedLinear, float(item)), **LAYERS}
+    for n in shape.num_tokens:
+        logits = random(n, mixture.num_experts).float()
+        yield Case(
+            "experts, route",
+            f"{n} tokens",
+            lambda backend, x=logits: experts.route(x, per_token, normalizes=True, backend=backend),
+            logits.numel() * 4 + n * per_token * 8,
+        )
+        chosen = experts.route(logits, per_token, normalizes=True, backend=Backend("torch")).experts
+        yield Case(
+            "experts, assign",
+            f"{n} tokens",
+            lambda backend, x=chosen: experts.assign(x, mixture.num_experts, backend=backend),
+            2 * n * per_token * 4,
+        )
+        gate_up = random(n * per_token, 2 * size)
+        yield Case(
+            "experts, clamped SwiGLU",
+            f"{n} tokens",
+            lambda backend, x=gate_up: (experts.clamped_swiglu(x, 7.0, 1.702, backend=backend),),
+            3 * gate_up.numel() // 2 * item,
+        )
+        outputs, shares = random(n, per_token, mixture.hidden_size), torch.rand(n, per_token, device=DEVICE)
+        yield Case(
+            "experts, sum",
+            f"{n} tokens",
+            lambda backend, x=outputs, shares=shares: (experts.weighted_sum(x, shares, backend=backend),),
+            (outputs.numel() + n * mixture.hidden_size) * item,
+        )
+    for name, (layer, bytes_per_weight) in kinds.items():
+        layers = {
+            backend: experts.ExpertLinear(
+                [layer(weight, backend=Backend(backend)) for weight in weights], backend=Backend(backend)
+            )
+            for backend in ("triton", "torch")
+        }
+        for n in shape.num_tokens:
+            yield _experts(mixture, f"experts, linear, {name}", layers, n, int(weights[0].numel() * bytes_per_weight))
+
+
+def _experts(mixture: Mixture, kernel: str, layers: dict[str, Any], num_tokens: int, bytes_per_expert: int) -> Case:
+    """Have each token use experts by chance, all as likely."""
+    order = torch.rand(num_tokens, mixture.num_experts, device=DEVICE).argsort(dim=1)
+    chosen = order[:, : mixture.experts_per_token].int()
+    assignment = experts.assign(chosen, mixture.num_experts, backend=Backend("torch"))
+    x = random(num_tokens, mixture.hidden_size)
+    num_features = x.numel() + chosen.numel() * 2 * mixture.intermediate_size
+    return Case(
+        kernel,
+        f"{num_tokens} tokens",
+        lambda backend: (layers[backend.name](x, assignment),),
+        len(chosen.unique()) * bytes_per_expert + num_features * DTYPE.itemsize,
+        2 * chosen.numel() * 2 * mixture.intermediate_size * mixture.hidden_size,
+    )
 
 
 def sampling(shape: Shape) -> Iterator[Case]:
@@ -288,7 +390,12 @@ def sampling(shape: Shape) -> Iterator[Case]:
             "positions": torch.arange(n, device=DEVICE),
         }
         unfiltered = settings | dict.fromkeys(("top_k", "top_p"))
-        kinds = {"filtered": settings, "unfiltered": unfiltered, "greedy": unfiltered | {"temperature": None}}
+        kinds = {
+            "filtered": settings,
+            "min_p": unfiltered | {"min_p": torch.full((n,), 0.05, device=DEVICE)},
+            "unfiltered": unfiltered,
+            "greedy": unfiltered | {"temperature": None},
+        }
         for name, some in kinds.items():
             yield Case(
                 f"sample, {name}",
@@ -353,7 +460,7 @@ def blocks(shape: Shape) -> Iterator[Case]:
     yield Case("cache_blocks, scatter", f"{num_blocks} blocks", scatter, 2 * num_bytes)
 
 
-GROUPS: list[Callable[[Shape], Iterator[Case]]] = [elementwise, attention, quantized_linear, sampling, blocks]
+GROUPS: list[Callable[[Shape], Iterator[Case]]] = [elementwise, attention, quantized_linear, mixtures, sampling, blocks]
 
 
 def largest_error(case: Case) -> tuple[float, bool]:

@@ -49,8 +49,11 @@ def test_every_kernel_is_checked_in_the_interpreter(tmp_path: Path) -> None:
         *("rms_norm", "add_rms_norm", "swiglu", "swiglu, GELU"),
         *("rope_kv_write", "rope_kv_write, int8 KV", "rope_kv_write, fp8 KV"),
         *(f"paged_attention, {kind}" for kind in ("decode", "prefill", "mixed", "decode, int8 KV", "decode, fp8 KV")),
+        *(f"paged_attention, {kind}, {name}" for kind in ("decode", "prefill") for name in ("window", "soft cap")),
         *(f"linear, {kind}" for kind in ("int8", "w8a16", "int4", "fp8")),
-        *("sample, filtered", "sample, unfiltered", "sample, greedy", "penalties", "token_bitmask"),
+        *(f"experts, linear, {kind}" for kind in ("float32", "int8", "w8a16", "int4", "fp8")),
+        *(f"experts, {part}" for part in ("route", "assign", "clamped SwiGLU", "sum")),
+        *("sample, filtered", "sample, min_p", "sample, unfiltered", "sample, greedy", "penalties", "token_bitmask"),
         *("cache_blocks, copy", "cache_blocks, gather", "cache_blocks, scatter"),
     }
 

@@ -504,10 +504,20 @@ def test_triton_says_the_same(tmp_path: Path, name: str) -> None:
     assert generate(make_engine(path, kernel_backend="triton", **settings), prompts, FEW) == expected
 
 
-@pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "w8a16", "int4", "fp8"])
-def test_a_gpu_says_the_same(tmp_path: Path, quantization: str) -> None:
-    path, prompts = make_checkpoint(tmp_path, "qwen3"), random_prompts([30, 8, 100])
+def test_triton_says_the_same_of_experts(tmp_path: Path, quantization: str) -> None:
+    path, prompts = make_checkpoint(tmp_path, "mixtral"), random_prompts([6, 3])
+    settings: dict[str, Any] = {"max_num_batched_tokens": 8, "max_model_len": 32, "quantization": quantization}
+    expected = generate(make_engine(path, kernel_backend="torch", **settings), prompts, FEW)
+    assert generate(make_engine(path, kernel_backend="triton", **settings), prompts, FEW) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("quantization", ["int8", "w8a16", "int4", "fp8"])
+def test_a_gpu_says_the_same(tmp_path: Path, quantization: str, architecture: str) -> None:
+    path, prompts = make_checkpoint(tmp_path, architecture), random_prompts([30, 8, 100])
     expected = generate(make_engine(path, **settings_on_cpu(quantization)), prompts)
     assert generate(make_engine(path, quantization=quantization, device="cuda"), prompts) == expected
 

@@ -12,6 +12,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.to(x.dtype)
 
 
+class Assignment(NamedTuple):
+    """Which of several layers of equal shape each row of the output needs.
+
+    Attributes:
+        order: ``[num_rows]`` int32, the rows in the order of their layers, those of one layer in their own order.
+        starts: ``[num_layers + 1]`` int32, where the rows of a layer begin in ``order``; those of the last one end at num_rows.
+    """
+
+    order: Tensor
+    starts: Tensor
+
+
 class Rounded(NamedTuple):
     """A matrix of numbers of 8 bits, ``[rows, columns]`` int8 or float8_e4m3fn, and their unit in each row, ``[rows]`` fp32."""
 

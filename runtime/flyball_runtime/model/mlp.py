@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
+from flyball_kernels.experts import Assignment, ExpertLinear, Shared, assign, clamped_swiglu, route, weighted_sum
 from flyball_kernels.swiglu import swiglu
 from flyball_runtime.core.model_config import ModelConfig, MoEConfig
 from flyball_runtime.model.linear import AdaptedStep, Destinations, FusedLinear, Place, Projection
@@ -64,6 +64,7 @@ class Experts:
         self._experts = [
             MLP(config, place, size=moe.intermediate_size, names=moe.expert_names) for _ in range(moe.num_experts)
         ]
+        self._activation, self._backend = config.activation, place.backend
 
     def destinations(self, prefix: str) -> Destinations:
         for index, expert in enumerate(self._experts):
@@ -72,9 +73,14 @@ class Experts:
     def pack(self) -> None:
         for expert in self._experts:
             expert.pack()
+        parts = zip(*((expert.gate_up_proj.packed, expert.down_proj.packed) for expert in self._experts), strict=True)
+        self._gate_up, self._down = (ExpertLinear(layers, backend=self._backend) for layers in parts)
+        self._experts.clear()
 
-    def run(self, index: int, x: Tensor) -> Tensor:
-        return self._experts[index](x)
+    def __call__(self, x: Tensor, assignment: Assignment) -> Tensor:
+        """Return ``[num_rows, hidden]``: a row for each token and expert that it uses."""
+        gated = swiglu(self._gate_up(x, assignment), activation=self._activation, backend=self._backend)
+        return self._down(gated, assignment)
 
 
 class StackedExperts:
@@ -96,15 +102,18 @@ class StackedExperts:
 
     def pack(self) -> None:
         self._gate_up, self._down = (
-            [self._place.linear(*parts) for parts in zip(*buffers, strict=True)] for buffers in self._buffers.values()
+            ExpertLinear(
+                [self._place.linear(*parts) for parts in zip(*buffers, strict=True)], backend=self._place.backend
+            )
+            for buffers in self._buffers.values()
         )
         self._buffers.clear()
 
-    def run(self, index: int, x: Tensor) -> Tensor:
-        gate, up = self._gate_up[index](x).float().unflatten(1, (-1, 2)).unbind(-1)
-        gate = gate.clamp(max=self._clamp.limit)
-        up = up.clamp(-self._clamp.limit, self._clamp.limit)
-        return self._down[index](((up + 1.0) * gate * torch.sigmoid(gate * self._clamp.alpha)).to(x.dtype))
+    def __call__(self, x: Tensor, assignment: Assignment) -> Tensor:
+        """As ``Experts``."""
+        gate_up = self._gate_up(x, assignment)
+        gated = clamped_swiglu(gate_up, self._clamp.limit, self._clamp.alpha, backend=self._place.backend)
+        return self._down(gated, assignment)
 
 
 class MixtureOfExperts:
@@ -114,7 +123,7 @@ class MixtureOfExperts:
     """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, place: Place) -> None:
-        self.moe = moe
+        self.moe, self._backend = moe, place.backend
         is_stacked = moe.clamp is not None
         router = {"router" if is_stacked else "gate": moe.num_experts}
         self.router = FusedLinear(config.hidden_size, router, bias=is_stacked, place=place, exact=True)
@@ -146,34 +155,11 @@ class MixtureOfExperts:
             self.shared_gate.pack()
 
     def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:
-        weights, chosen = self._route(x)
-        out = _weighted_sum(self._run_experts(x, chosen), weights)
+        moe, backend = self.moe, self._backend
+        logits = self.router(x)
+        routing = route(logits, moe.experts_per_token, normalizes=moe.normalizes_weights, backend=backend)
+        outputs = self.experts(x, assign(routing.experts, moe.num_experts, backend=backend))
+        shared = None
         if self.shared is not None:
-            out = out + self.shared_gate(x).float().sigmoid() * self.shared(x, adapted).float()
-        return out.to(x.dtype)
-
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and indices of each token's experts, both ``[num_tokens, experts_per_token]``."""
-        weights, chosen = self.router(x).float().softmax(dim=-1).topk(self.moe.experts_per_token, dim=-1)
-        if self.moe.normalizes_weights:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, chosen
-
-    def _run_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Return what each chosen expert makes of its token, ``[num_tokens, experts_per_token, hidden]``."""
-        order = chosen.flatten().argsort(stable=True)
-        num_rows = chosen.flatten().bincount(minlength=self.moe.num_experts).tolist()
-        rows = x[order // chosen.shape[1]]
-        out = torch.empty_like(rows)
-        out[order] = torch.cat(
-            [self.experts.run(index, part) for index, part in enumerate(rows.split(num_rows)) if part.shape[0]]
-        )
-        return out.unflatten(0, chosen.shape)
-
-
-def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
-    """Return ``[num_tokens, hidden]`` fp32; added one after another, so that a token's sum is the same in any batch."""
-    total = outputs[:, 0].float() * weights[:, 0, None]
-    for index in range(1, outputs.shape[1]):
-        total += outputs[:, index].float() * weights[:, index, None]
-    return total
+            shared = Shared(self.shared(x, adapted), self.shared_gate(x))
+        return weighted_sum(outputs.unflatten(0, routing.experts.shape), routing.weights, shared, backend=backend)

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# a sliding window; norms on query and key
+# a sliding window; norms on query and key; experts, with one that all tokens use, stacked ones with biases
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["mistral", "qwen3"])
+@pytest.mark.parametrize("arch", ["mistral", "qwen3", "qwen2 moe", "gpt-oss"])
 def test_tokens_equal_transformers(arch: str, tmp_path: Path) -> None:
     """Prefill in chunks of 16 beside decodes, over several blocks."""
     path = make_checkpoint(tmp_path, arch)

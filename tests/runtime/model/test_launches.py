@@ -113,7 +113,22 @@ def test_a_layer_with_four_norms_launches_at_most_twelve(architecture: str, load
     assert len(_launch_layer(load(architecture), launches, [1], [5000])) <= 12, launches.names
 
 
-def test_launches_do_not_wait_for_the_device(load: Callable, launches: Launches) -> None:
+def test_a_layer_of_experts_launches_as_much_for_any_number_of_them(load: Callable, launches: Launches) -> None:
+    names = _launch_layer(load("qwen3 moe"), launches, [1, 40], [5000, 90])
+    assert [name for name in names if name.endswith("kernel")][-7:] == [
+        "rms_norm_kernel",
+        "route_kernel",
+        "assign_kernel",
+        "float_kernel",
+        "swiglu_kernel",
+        "float_kernel",
+        "weighted_sum_kernel",
+    ]
+    assert len(names) == 13, names  # and three matrix products
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "mixtral", "qwen2 moe", "gpt-oss"])
+def test_launches_do_not_wait_for_the_device(architecture: str, load: Callable, launches: Launches) -> None:
     """No value is read back to the host: a graph can capture the layer."""
-    names = _launch_layer(load("qwen3"), launches, [1, 40], [300, 90])
+    names = _launch_layer(load(architecture), launches, [1, 40], [300, 90])
     assert not {"_local_scalar_dense", "item", "nonzero", "_to_copy"} & set(names)
