@@ -38,6 +38,7 @@ from flyball_kernels import (
     rms_norm,
     rope_kv_write,
     sample,
+    step_layout,
     swiglu,
 )
 from machine import environment
@@ -298,6 +299,28 @@ LAYERS: dict[str, tuple[Callable[..., Any], float]] = {
 """Layers of 8 and 4 bits, and the bytes of a weight."""
 
 
+def layouts(shape: Shape) -> Iterator[Case]:
+    """Yield the layout of a step: of decodes, and of a prompt's last tokens. The time has the copy from the host in it."""
+    steps = {f"{num_seqs} x {context}": (num_seqs, 1, context) for num_seqs, context in shape.decodes}
+    steps |= {f"{num_tokens} of {context}": (1, num_tokens, context) for num_tokens, context in shape.prompts}
+    for load, (num_seqs, num_tokens, context) in steps.items():
+        tables = torch.randint(0, 1000, (1, num_seqs, -(-context // BLOCK_SIZE)), dtype=torch.int32, device=DEVICE)
+        entries = torch.tensor(
+            [range(num_seqs), *([number] * num_seqs for number in (context - num_tokens, num_tokens, 1))]
+        )
+        num_decodes = num_seqs if num_tokens == 1 else 0
+        token_ids = torch.randint(0, shape.vocab_size, (num_seqs * num_tokens - num_decodes,))
+        last_token_ids = torch.randint(0, shape.vocab_size, (num_seqs,), device=DEVICE)
+
+        def run(
+            backend: Backend, inputs: tuple[Any, ...] = (entries, num_decodes, token_ids, tables, last_token_ids)
+        ) -> Sequence[Tensor]:
+            layout = step_layout(*inputs, BLOCK_SIZE, backend=backend)
+            return *layout[:2], *layout.slot_mappings, *layout.block_tables, *layout[4:7]
+
+        yield Case("step_layout", load, run, 2 * tables.numel() * 4 + 4 * num_seqs * num_tokens * 8)
+
+
 def quantized_linear(shape: Shape) -> Iterator[Case]:
     """Yield layers of 8 and 4 bits: the gate and up projections, with few rows and with many."""
     weight = random(2 * shape.intermediate_size, shape.hidden_size)
@@ -460,7 +483,15 @@ def blocks(shape: Shape) -> Iterator[Case]:
     yield Case("cache_blocks, scatter", f"{num_blocks} blocks", scatter, 2 * num_bytes)
 
 
-GROUPS: list[Callable[[Shape], Iterator[Case]]] = [elementwise, attention, quantized_linear, mixtures, sampling, blocks]
+GROUPS: list[Callable[[Shape], Iterator[Case]]] = [
+    elementwise,
+    attention,
+    layouts,
+    quantized_linear,
+    mixtures,
+    sampling,
+    blocks,
+]
 
 
 def largest_error(case: Case) -> tuple[float, bool]:

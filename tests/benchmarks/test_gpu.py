@@ -50,6 +50,7 @@ def test_every_kernel_is_checked_in_the_interpreter(tmp_path: Path) -> None:
         *("rope_kv_write", "rope_kv_write, int8 KV", "rope_kv_write, fp8 KV"),
         *(f"paged_attention, {kind}" for kind in ("decode", "prefill", "mixed", "decode, int8 KV", "decode, fp8 KV")),
         *(f"paged_attention, {kind}, {name}" for kind in ("decode", "prefill") for name in ("window", "soft cap")),
+        "step_layout",
         *(f"linear, {kind}" for kind in ("int8", "w8a16", "int4", "fp8")),
         *(f"experts, linear, {kind}" for kind in ("float32", "int8", "w8a16", "int4", "fp8")),
         *(f"experts, {part}" for part in ("route", "assign", "clamped SwiGLU", "sum")),

@@ -1,14 +1,35 @@
-"""The layout of a step, in C++ and in numpy; ``tests/runtime/engine/test_rows.py`` holds both to one written naively."""
+"""The layout of a step, in C++, Triton and numpy; ``tests/runtime/engine/test_rows.py`` holds both to one written naively."""
 
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flyball_kernels import Backend, step_layout
-from kernel_checks import CPP
+from flyball_kernels.step_layout import StepLayout
+from kernel_checks import CPP, DEVICE, TRITON, poisoned
 
-BACKENDS = [CPP, Backend("torch")]
+BACKENDS = [CPP, Backend("torch"), TRITON]
+
+
+def laid_out(backend: Backend, **inputs: Any) -> StepLayout:
+    """Return the layout of the op, with tensors on the host."""
+    if backend.name == "triton":
+        inputs |= {name: inputs[name].to(DEVICE) for name in ("block_tables", "last_token_ids")}
+    with poisoned():
+        layout = step_layout(**inputs, backend=backend)
+    return StepLayout(*(_on_host(value) for value in layout))
+
+
+def _on_host(value: Any) -> Any:
+    return (
+        [_on_host(one) for one in value]
+        if isinstance(value, list)
+        else value.cpu()
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def given(**changes: Any) -> dict[str, Any]:
@@ -33,7 +54,7 @@ def given(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_lays_out_every_token(backend):
     inputs = given()
-    layout = step_layout(**inputs, backend=backend)
+    layout = laid_out(backend, **inputs)
     assert layout.token_ids.tolist() == [43, 40, *range(100, 108)]
     assert layout.positions.tolist() == [4, 19, 6, 7, 8, 9, 10, 0, 1, 2]
     rows = [3, 0, *[5] * 5, *[1] * 3]
@@ -52,7 +73,7 @@ def test_lays_out_every_token(backend):
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_tables_go_as_far_as_the_longest_context(backend):
     entries = torch.tensor([[2, 4], [3, 7], [1, 1], [1, 1]])
-    layout = step_layout(**given(entries=entries, token_ids=torch.empty(0, dtype=torch.int64)), backend=backend)
+    layout = laid_out(backend, **given(entries=entries, token_ids=torch.empty(0, dtype=torch.int64)))
     assert [table.shape for table in layout.block_tables] == [(2, 2)] * 2
     assert layout.token_ids.tolist() == [42, 44]
 
@@ -61,7 +82,7 @@ def test_tables_go_as_far_as_the_longest_context(backend):
 def test_a_row_without_a_token_goes_on_with_token_0(backend):
     entries = torch.tensor([[5, 4], [3, 7], [1, 1], [1, 1]])
     inputs = given(entries=entries, token_ids=torch.empty(0, dtype=torch.int64))
-    assert step_layout(**inputs, backend=backend).token_ids.tolist() == [0, 44]
+    assert laid_out(backend, **inputs).token_ids.tolist() == [0, 44]
     assert inputs["last_token_ids"].tolist() == [40, 41, 42, 43, 44, -1]
 
 
@@ -83,7 +104,7 @@ def test_an_entry_that_cannot_be_is_refused(backend, entry, message):
     inputs = given()
     inputs["entries"][:, 3] = torch.tensor(entry)
     with pytest.raises(IndexError, match=message):
-        step_layout(**inputs, backend=backend)
+        laid_out(backend, **inputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
@@ -101,4 +122,4 @@ def test_an_entry_that_cannot_be_is_refused(backend, entry, message):
 )
 def test_inputs_are_checked(backend, changes, error, message):
     with pytest.raises(error, match=message):
-        step_layout(**given(**changes), backend=backend)
+        laid_out(backend, **given(**changes))

@@ -76,6 +76,12 @@ def step_layout(
     check_shape("last_token_ids", last_token_ids, block_tables.shape[1])
     check_dtype("last_token_ids", last_token_ids, torch.int64)
     check_contiguous("last_token_ids", last_token_ids)
+    if backend.name == "triton":
+        from flyball_kernels.step_layout import kernel  # triton is there on Linux only
+
+        return StepLayout(
+            *kernel.step_layout(entries, num_decodes, token_ids, block_tables, last_token_ids, block_size)
+        )
     return StepLayout(*reference.step_layout(entries, num_decodes, token_ids, block_tables, last_token_ids, block_size))
 
 

@@ -1,4 +1,4 @@
-"""What the layout of a step means, in numpy and torch. It is also what runs for a GPU, whose step waits for no copy of it."""
+"""What the layout of a step means, in numpy and torch."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 def step_layout(
     entries: Tensor, num_decodes: int, token_ids: Tensor, block_tables: Tensor, last_token_ids: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor, Tensor, int, int]:
-    _check(entries, num_decodes, token_ids, block_tables, block_size)
+    check(entries, num_decodes, token_ids, block_tables, block_size)
     rows, starts, query_lens, num_sampled = entries.numpy()
     context_lens = starts + query_lens
     device = block_tables.device
@@ -20,7 +20,7 @@ def step_layout(
     left = np.repeat(np.cumsum(num_sampled), num_sampled) - np.arange(num_sampled.sum())
 
     def there(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     table_entries = there(entry_of_token * num_blocks + positions // block_size)
     offsets, on_device = there(positions % block_size), there(rows)
@@ -39,7 +39,8 @@ def step_layout(
     )
 
 
-def _check(entries: Tensor, num_decodes: int, token_ids: Tensor, block_tables: Tensor, block_size: int) -> None:
+def check(entries: Tensor, num_decodes: int, token_ids: Tensor, block_tables: Tensor, block_size: int) -> None:
+    """Raise if an entry cannot be, as the public op says."""
     _, num_rows, max_blocks = block_tables.shape
     if entries.shape[1] == 0:
         raise ValueError("a step has at least one entry")
