@@ -27,6 +27,7 @@ from flyball_runtime.core.memory import available_memory_bytes
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.physical_pool import SoftPool, can_return_memory
 from flyball_runtime.model.sampler import SamplingTensors
+from flyball_runtime.model.step_inputs import step_inputs
 from flyball_runtime.model.transformer import LanguageModel, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -152,7 +153,8 @@ def _default_kv_bytes(config: EngineConfig, device: torch.device, step_bytes: in
 
 
 QUERY_LENS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Longest queries of the small steps: a kernel may use another tile for each power of two, and one for above 64 tokens."""
+"""Longest queries of the small steps: a kernel may use another tile for each power of two, and one for above 64 tokens, or
+above 64 for each expert."""
 
 TIMED_TOKENS, TIMED_RUNS = 32, 2
 """Tokens of a timed part of a step, and how often it runs: the first run faults pages in and compiles kernels."""
@@ -203,8 +205,13 @@ class WarmUp:
             ) from error
 
     def small_steps(self) -> None:
-        """One sequence of each of QUERY_LENS, with no context before it and with the longest: a kernel may split that."""
-        for query_len in QUERY_LENS:
+        """One sequence of each of QUERY_LENS, with no context before it and with the longest: a kernel may split that.
+
+        With experts, also those that have as many tokens for each expert on the average.
+        """
+        moe = self._model.config.moe
+        tokens_per_row = 1 if moe is None else -(-moe.num_experts // moe.experts_per_token)
+        for query_len in sorted({*QUERY_LENS, *(tokens_per_row * num_rows for num_rows in QUERY_LENS)}):
             if query_len <= min(self._max_model_len, self._step_tokens):
                 for num_computed_tokens in sorted({0, self._max_model_len - query_len}):
                     self._run([query_len], num_computed_tokens)
@@ -253,23 +260,17 @@ class WarmUp:
 
     def _inputs(self, query_lens: list[int], num_computed_tokens: int = 0) -> StepInputs:
         """Inputs of sequences that have ``num_computed_tokens`` each in the cache before this step."""
-        block_size, device = self._config.block_size, self._device
-        positions = torch.cat([torch.arange(query_len) for query_len in query_lens]) + num_computed_tokens
-        lens = torch.tensor(query_lens, dtype=torch.int32)
-        cu_query_lens = torch.cat((torch.zeros(1, dtype=torch.int32), lens.cumsum(0, dtype=torch.int32)))
-        longest_context = max(query_lens) + num_computed_tokens
-        num_groups = len(self._model.layout.groups)
-        block_table = torch.zeros(len(query_lens), -(-longest_context // block_size), dtype=torch.int32, device=device)
-        return StepInputs(
-            token_ids=torch.zeros_like(positions, device=device),
-            positions=positions.to(device),
-            slot_mappings=((positions % block_size).to(device),) * num_groups,
-            block_tables=(block_table,) * num_groups,
-            cu_query_lens=cu_query_lens.to(device),
-            context_lens=(lens + num_computed_tokens).to(device),
-            max_query_len=max(query_lens),
-            max_context_len=longest_context,
-            logits_indices=(cu_query_lens[1:].long() - 1).to(device),
+        num_seqs, block_size, device = len(query_lens), self._config.block_size, self._device
+        entries = np.array((range(num_seqs), [num_computed_tokens] * num_seqs, query_lens, [1] * num_seqs), np.int64)
+        num_blocks = -(-(max(query_lens) + num_computed_tokens) // block_size)
+        return step_inputs(
+            entries,
+            0,
+            torch.zeros(sum(query_lens), dtype=torch.int64),
+            torch.zeros(len(self._model.layout.groups), num_seqs, num_blocks, dtype=torch.int32, device=device),
+            torch.zeros(num_seqs, dtype=torch.int64, device=device),
+            block_size,
+            self._model.backend,
         )
 
 

@@ -83,6 +83,16 @@ def test_small_steps_cover_every_query_length(model: CausalLM) -> None:
     assert max(inputs.max_query_len for inputs in recorder.steps) == 16
 
 
+def test_small_steps_of_experts_cover_every_number_of_rows_for_each(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3 moe")  # 6 experts, of which a token uses 3
+    model = load_model(
+        path, ModelConfig.from_dir(path), dtype=torch.float32, device="cpu", backend=choose_backend("cpu")
+    )
+    recorder = Recorder(model)
+    warm_up_of(recorder, max_num_seqs=2, max_model_len=300).small_steps()
+    assert {inputs.max_query_len for inputs in recorder.steps} == {*QUERY_LENS, *(2 * length for length in QUERY_LENS)}
+
+
 def test_no_room_for_the_largest_step(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
