@@ -27,6 +27,18 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
+    # 250M parameters in experts, of which a token uses a quarter
+    "qwen3-moe": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,  # of no layer
+        "moe_intermediate_size": 256,
+        "num_experts": 32,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
     # the shape of Qwen3-0.6B
     "qwen3-0.6b": {
         "hidden_size": 1024,
@@ -45,18 +57,17 @@ SHAPES: dict[str, dict[str, int]] = {
 def make_checkpoint(folder: Path, shape: str, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
     """Write a random-weight checkpoint with a small byte-level tokenizer; an existing one is reused.
 
-    ``qwen3-*`` shapes are Qwen3, the others Llama.
+    ``qwen3-moe`` is Qwen3 with experts, other ``qwen3-*`` shapes are Qwen3, the rest are Llama.
     """
     path = folder / f"{shape}-{dtype}"
     if (path / "model.safetensors").exists():
         return path
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    config_class, model_class = (
-        (Qwen3Config, Qwen3ForCausalLM) if shape.startswith("qwen3") else (LlamaConfig, LlamaForCausalLM)
-    )
+    family = "Qwen3Moe" if shape == "qwen3-moe" else "Qwen3" if shape.startswith("qwen3") else "Llama"
+    config_class, model_class = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM")
     defaults = {"vocab_size": 8192, "max_position_embeddings": 16384, "tie_word_embeddings": False}
     sizes = defaults | SHAPES[shape]
     config = config_class(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from flyball_kernels import Backend, Float8Linear, GroupedLinear, Int8Linear, Pa
 from flyball_kernels.experts import ExpertLinear, Shared, reference
 from flyball_kernels.linear import Linear
 from flyball_kernels.linear.kernel import most_tiles
-from flyball_kernels.linear.reference import Grouped
+from flyball_kernels.linear.reference import Assignment, Grouped
 from kernel_checks import CPP, DEVICE, TRITON, assert_close, by_triton, poisoned
 
 TORCH = Backend("torch")
-TRITON_OR_TORCH = pytest.mark.parametrize("backend", [TRITON, TORCH], ids=["triton", "torch"])
+KERNELS = pytest.mark.parametrize("backend", [CPP, TRITON], ids=["cpp", "triton"])
+ALL = pytest.mark.parametrize("backend", [CPP, TRITON, TORCH], ids=["cpp", "triton", "torch"])
 
 LAYERS: dict[str, Callable[..., Linear]] = {
     "as they were": PackedLinear,
@@ -32,6 +34,11 @@ LAYERS: dict[str, Callable[..., Linear]] = {
 def poisoned_outputs() -> Iterator[None]:
     with poisoned():
         yield
+
+
+def on(backend: Backend, op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the op by a backend, with tensors of the host in and out."""
+    return by_triton(op) if backend == TRITON else partial(op, backend=backend)
 
 
 def distinct_logits(num_tokens: int, num_experts: int, dtype: torch.dtype) -> Tensor:
@@ -54,33 +61,35 @@ def some_experts(num_tokens: int, per_token: int, num_experts: int) -> Tensor:
     return weights.expand(num_tokens, -1).multinomial(per_token).int()
 
 
+@KERNELS
 @pytest.mark.parametrize("normalizes", [True, False])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "per_token"), [(7, 60, 4), (0, 4, 2), (1, 1, 1), (3, 200, 8), (2, 6, 6)]
 )
-def test_triton_routes_as_the_reference(
-    num_tokens: int, num_experts: int, per_token: int, normalizes: bool, dtype: torch.dtype
+def test_routes_as_the_reference(
+    backend: Backend, num_tokens: int, num_experts: int, per_token: int, normalizes: bool, dtype: torch.dtype
 ) -> None:
     logits = distinct_logits(num_tokens, num_experts, dtype)
-    actual = by_triton(experts.route)(logits, per_token, normalizes=normalizes)
+    actual = on(backend, experts.route)(logits, per_token, normalizes=normalizes)
     expected = experts.route(logits, per_token, normalizes=normalizes, backend=TORCH)
     assert actual[1].equal(expected.experts)
     torch.testing.assert_close(actual[0], expected.weights)
 
 
-def test_triton_takes_the_first_of_equal_experts() -> None:
+@KERNELS
+def test_takes_the_first_of_equal_experts(backend: Backend) -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0], [0.0] * 5, [float("-inf")] * 3 + [2.0, float("-inf")]])
-    weights, chosen = by_triton(experts.route)(logits, 3, normalizes=False)
+    weights, chosen = on(backend, experts.route)(logits, 3, normalizes=False)
     assert chosen.tolist() == [[1, 2, 3], [0, 1, 2], [3, 0, 1]]
     expected = logits.softmax(dim=1).gather(1, chosen.long())
     torch.testing.assert_close(weights, expected)
 
 
-@TRITON_OR_TORCH
+@ALL
 def test_a_row_that_is_no_distribution_harms_no_other(backend: Backend) -> None:
     logits = torch.randn(5, 12)
     logits[1, 3], logits[2, 0], logits[3] = float("nan"), float("inf"), float("-inf")
-    weights, chosen = experts.route(logits.to(DEVICE), 4, normalizes=True, backend=backend)
+    weights, chosen = on(backend, experts.route)(logits, 4, normalizes=True)
     assert weights.isnan().all(dim=1).tolist() == [False, True, True, True, False]
     assert not weights[[0, 4]].isnan().any()
     assert ((chosen >= 0) & (chosen < 12)).all()
@@ -94,17 +103,18 @@ def test_no_more_experts_than_there_are() -> None:
         experts.route(torch.zeros(2, 1025), 5, normalizes=True, backend=TORCH)
 
 
+@KERNELS
 @pytest.mark.parametrize(("num_tokens", "per_token", "num_experts"), [(700, 3, 9), (0, 2, 4), (1, 1, 1), (5, 4, 130)])
-def test_triton_assigns_as_the_reference(num_tokens: int, per_token: int, num_experts: int) -> None:
+def test_assigns_as_the_reference(backend: Backend, num_tokens: int, per_token: int, num_experts: int) -> None:
     of_tokens = some_experts(num_tokens, per_token, num_experts)
-    actual = by_triton(experts.assign)(of_tokens, num_experts)
+    actual = on(backend, experts.assign)(of_tokens, num_experts)
     expected = experts.assign(of_tokens, num_experts, backend=TORCH)
     assert [x.tolist() for x in actual] == [x.tolist() for x in expected]
 
 
-@TRITON_OR_TORCH
+@ALL
 def test_rows_keep_their_order_within_an_expert(backend: Backend) -> None:
-    order, starts = experts.assign(torch.tensor([[2, 0], [2, 3], [0, 2]]).int().to(DEVICE), 5, backend=backend)
+    order, starts = on(backend, experts.assign)(torch.tensor([[2, 0], [2, 3], [0, 2]]).int(), 5)
     assert (order.tolist(), starts.tolist()) == ([1, 4, 0, 2, 5, 3], [0, 2, 2, 5, 6, 6])
 
 
@@ -124,6 +134,12 @@ def test_some_assignment_needs_all_tiles(num_rows: int, num_experts: int, block_
 def layers_of(
     kind: str, sizes: tuple[int, int, int], dtype: torch.dtype, has_bias: bool, backend: Backend
 ) -> ExpertLinear:
+    return ExpertLinear(list_of_layers(kind, sizes, dtype, has_bias, backend), backend=backend)
+
+
+def list_of_layers(
+    kind: str, sizes: tuple[int, int, int], dtype: torch.dtype, has_bias: bool, backend: Backend
+) -> list[Linear]:
     """Return layers of the same weights for each backend."""
     num_experts, in_features, out_features = sizes
     torch.manual_seed(1)
@@ -132,7 +148,7 @@ def layers_of(
         weight = torch.randn(out_features, in_features).to(dtype) / in_features**0.5
         bias = torch.randn(out_features).to(dtype).to(DEVICE) if has_bias else None
         layers.append(LAYERS[kind](weight.to(DEVICE), bias, backend=backend))
-    return ExpertLinear(layers, backend=backend)
+    return layers
 
 
 # experts, in_features and out_features; tokens, experts of each, and whether there are biases
@@ -173,14 +189,46 @@ def test_triton_experts_of_many_rows(kind: str) -> None:
     assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("kind", ["as they were", "int8", "int4"])
-def test_cpp_experts(kind: str) -> None:
-    of_tokens = some_experts(40, 3, 6)
-    x = torch.randn(40, 64)
-    assignment = experts.assign(of_tokens, 6, backend=CPP)
-    actual = layers_of(kind, (6, 64, 48), torch.float32, True, CPP)(x, assignment)
-    expected = layers_of(kind, (6, 64, 48), torch.float32, True, TORCH)(x, assignment)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("kind", ["as they were", "int8", "int4", "w8a16"])
+@pytest.mark.parametrize(("sizes", "num_tokens", "per_token", "has_bias"), [*CASES, ((9, 300, 130), 400, 3, True)])
+def test_cpp_experts_have_the_bits_of_their_layers(
+    kind: str, sizes: tuple[int, int, int], num_tokens: int, per_token: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    num_experts, in_features, _ = sizes
+    of_tokens = some_experts(num_tokens, per_token, num_experts)
+    x = torch.randn(num_tokens, in_features).to(dtype)
+    assignment = experts.assign(of_tokens, num_experts, backend=CPP)
+    layers = list_of_layers(kind, sizes, dtype, has_bias, CPP)
+    for inputs in (x, x.repeat_interleave(per_token, dim=0)):
+        actual = ExpertLinear(layers, backend=CPP)(inputs, assignment)
+        assert actual.shape == (num_tokens * per_token, sizes[2])
+        for row, expert in enumerate(of_tokens.flatten().tolist()):
+            alone = layers[expert](inputs[row * len(inputs) // len(actual)][None])[0]
+            torch.testing.assert_close(actual[row], alone, rtol=0, atol=0)
+
+
+def test_torch_layers_beside_cpp_ops_are_called_one_by_one() -> None:
+    """As on CPUs where torch's linear layers are the faster ones."""
+    backend = Backend("cpp", linear="torch")
+    of_tokens, x = some_experts(40, 3, 6), torch.randn(40, 64)
+    assignment = experts.assign(of_tokens, 6, backend=backend)
+    results = (
+        layers_of("as they were", (6, 64, 48), torch.float32, True, one)(x, assignment) for one in (backend, TORCH)
+    )
+    torch.testing.assert_close(*results)
+
+
+def test_cpp_refuses_assignments_that_cannot_be() -> None:
+    with pytest.raises(IndexError, match="experts holds 4; its values must be at least 0 and below 4"):
+        experts.assign(torch.tensor([[0, 4]]).int(), 4, backend=CPP)
+    layer = layers_of("as they were", (2, 32, 24), torch.float32, False, CPP)
+    for order, starts, error in (
+        ([0, 4, 1, 2], [0, 1, 4], "order holds 4"),
+        ([0, 1, 2, 3], [0, 5, 4], "that rise from 0 to the 4 rows"),
+        ([0, 1, 2, 3], [0, 1, 3], "that rise from 0 to the 4 rows"),
+    ):
+        with pytest.raises((IndexError, ValueError), match=error):
+            layer(torch.randn(4, 32), Assignment(torch.tensor(order).int(), torch.tensor(starts).int()))
 
 
 def test_triton_experts_some_of_which_have_zeros_and_finer_scales() -> None:
@@ -199,15 +247,15 @@ def test_triton_experts_some_of_which_have_zeros_and_finer_scales() -> None:
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-@TRITON_OR_TORCH
+@ALL
 def test_what_is_no_number_stays_in_its_row(backend: Backend) -> None:
-    of_tokens = some_experts(20, 2, 4).to(DEVICE)
-    x = torch.randn(20, 32).to(DEVICE)
+    device = "cpu" if backend == CPP else DEVICE
+    of_tokens = some_experts(20, 2, 4).to(device)
+    x = torch.randn(20, 32).to(device)
     x[3, 7] = float("nan")
-    for kind in LAYERS:
-        out = layers_of(kind, (4, 32, 24), torch.float32, False, backend)(
-            x, experts.assign(of_tokens, 4, backend=backend)
-        )
+    for kind in set(LAYERS) - ({"fp8"} if backend == CPP else set()):
+        layers = [LAYERS[kind](torch.randn(24, 32).to(device), backend=backend) for _ in range(4)]
+        out = ExpertLinear(layers, backend=backend)(x, experts.assign(of_tokens, 4, backend=backend))
         assert out.isnan().any(dim=1).nonzero().flatten().tolist() == [6, 7], kind
 
 
@@ -234,25 +282,27 @@ def test_inputs_must_fit_the_assignment() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, in Triton's interpreter
+@KERNELS
 @pytest.mark.parametrize("shape", [(5, 132), (1, 2), (3, 4096), (0, 8)])
-def test_triton_clamped_swiglu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_clamped_swiglu(backend: Backend, shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = (torch.randn(shape) * 6).to(dtype)
     if gate_up.numel() > 100:
         gate_up[0, :6] = torch.tensor([1e4, 1e4, -1e4, -1e4, float("nan"), 1.0])
         gate_up[1, :2] = torch.tensor([1.0, float("nan")])
-    actual = by_triton(experts.clamped_swiglu)(gate_up, 7.0, 1.702)
+    actual = on(backend, experts.clamped_swiglu)(gate_up, 7.0, 1.702)
     expected = reference.clamped_swiglu(gate_up, 7.0, 1.702)
     assert actual.isnan().equal(expected.isnan())
     assert_close(actual.nan_to_num(), expected.nan_to_num())
 
 
+@KERNELS
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("shape", [(5, 3, 66), (1, 1, 1), (2, 8, 1500), (0, 2, 8)])
-def test_triton_weighted_sum(shape: tuple[int, int, int], is_shared: bool, dtype: torch.dtype) -> None:
+def test_weighted_sum(backend: Backend, shape: tuple[int, int, int], is_shared: bool, dtype: torch.dtype) -> None:
     outputs, weights = torch.randn(shape).to(dtype), torch.rand(shape[:2])
     shared = (
         Shared(torch.randn(shape[0], shape[2]).to(dtype), torch.randn(shape[0], 1).to(dtype)) if is_shared else None
     )
-    given = None if shared is None else Shared(*(x.to(DEVICE) for x in shared))
-    actual = by_triton(experts.weighted_sum)(outputs, weights, given)
+    given = shared if shared is None or backend == CPP else Shared(*(x.to(DEVICE) for x in shared))
+    actual = on(backend, experts.weighted_sum)(outputs, weights, given)
     assert_close(actual, experts.weighted_sum(outputs, weights, shared, backend=TORCH))

@@ -505,10 +505,9 @@ def test_triton_says_the_same(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["int8", "w8a16", "int4", "fp8"])
-def test_triton_says_the_same_of_experts(tmp_path: Path, quantization: str) -> None:
+def test_triton_says_the_same_of_experts(tmp_path: Path) -> None:
     path, prompts = make_checkpoint(tmp_path, "mixtral"), random_prompts([6, 3])
-    settings: dict[str, Any] = {"max_num_batched_tokens": 8, "max_model_len": 32, "quantization": quantization}
+    settings: dict[str, Any] = {"max_num_batched_tokens": 8, "max_model_len": 32, "quantization": "int4"}
     expected = generate(make_engine(path, kernel_backend="torch", **settings), prompts, FEW)
     assert generate(make_engine(path, kernel_backend="triton", **settings), prompts, FEW) == expected
 

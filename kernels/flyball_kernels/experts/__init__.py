@@ -25,7 +25,7 @@ def route(logits: Tensor, experts_per_token: int, *, normalizes: bool, backend: 
         experts_per_token: at most num_experts.
         normalizes: whether a token's weights are scaled to add up to 1.
     Returns:
-        Of equal logits the ``triton`` backend takes the first, others any. A row that is no distribution, with a NaN, an
+        Of equal logits the first is taken, by the ``torch`` backend any. A row that is no distribution, with a NaN, an
         infinity or nothing above minus infinity, has weights of NaN, beside experts that there are.
     Raises:
         ValueError: the shape does not fit.
@@ -37,6 +37,8 @@ def route(logits: Tensor, experts_per_token: int, *, normalizes: bool, backend: 
             f"experts_per_token is {experts_per_token} of {num_experts} experts; there must be at least 1 for a token, "
             f"and at most {MAX_EXPERTS} altogether."
         )
+    if backend.name == "cpp":
+        return Routing(*torch.ops.flyball.experts_route(logits, experts_per_token, normalizes))
     if backend.name == "triton":
         from flyball_kernels.experts import kernel  # triton is there on Linux only
 
@@ -48,12 +50,15 @@ def assign(experts: Tensor, num_experts: int, *, backend: Backend) -> Assignment
     """Return the rows that each expert computes, where a token has a row for each of its experts.
 
     Args:
-        experts: ``[num_tokens, experts_per_token]`` int32, from 0 to num_experts - 1.
+        experts: ``[num_tokens, experts_per_token]`` int32, from 0 to num_experts - 1; a GPU does not check that.
     Raises:
+        IndexError: there is no such expert.
         ValueError: the shape or dtype does not fit.
     """
     check_shape("experts", experts, None, None)
     check_dtype("experts", experts, torch.int32)
+    if backend.name == "cpp":
+        return Assignment(*torch.ops.flyball.experts_assign(experts, num_experts))
     if backend.name == "triton":
         from flyball_kernels.experts import kernel
 
@@ -68,13 +73,15 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float, *, backend: Back
         gate_up: ``[num_tokens, 2 * size]``, where gates and ups take turns.
         limit: gates are clamped to at most this, ups to between this and its negative.
     Returns:
-        A new ``[num_tokens, size]``; computed in fp32 and rounded once. There is no C++ kernel.
+        A new ``[num_tokens, size]``; computed in fp32 and rounded once.
     Raises:
         ValueError: gate_up is not two-dimensional or its rows have odd length.
     """
     check_shape("gate_up", gate_up, None, None)
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up has rows of {gate_up.shape[1]}; the length must be even: gate and up in turns.")
+    if backend.name == "cpp":
+        return torch.ops.flyball.clamped_swiglu(gate_up, limit, alpha)
     if backend.name == "triton":
         from flyball_kernels.experts import kernel
 
@@ -112,7 +119,11 @@ def weighted_sum(outputs: Tensor, weights: Tensor, shared: Shared | None = None,
     if shared is not None:
         check_shape("shared.output", shared.output, num_tokens, size)
         check_shape("shared.gate", shared.gate, num_tokens, 1)
+        check_dtype("shared.output", shared.output, outputs.dtype)
+        check_dtype("shared.gate", shared.gate, outputs.dtype)
     output, gate = shared or (None, None)
+    if backend.name == "cpp":
+        return torch.ops.flyball.experts_sum(outputs, weights, output, gate)
     if backend.name == "triton":
         from flyball_kernels.experts import kernel
 
