@@ -1,5 +1,6 @@
 """Decoder layers as one op against their parts, one after another."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ from flyball_kernels import (
     DecoderStack,
     GroupedLinear,
     Int8Linear,
+    Mixture,
     PackedLinear,
+    SharedExpert,
     kv_cache,
 )
 from flyball_kernels.decoder_layer import reference
@@ -76,6 +79,51 @@ def with_linears(weights: dict[str, Any], kind: str, backend: Backend) -> dict[s
         name: KINDS[kind](*value, backend=backend) if isinstance(value, tuple) else value
         for name, value in weights.items()
     }
+
+
+def mixture_of(
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    hidden: int = 96,
+    inner: int = 48,
+    num_experts: int = 8,
+    experts_per_token: int = 3,
+    normalizes: bool = True,
+    activation: str = "silu",
+    shared: int | None = None,
+    bias: bool = False,
+) -> dict[str, Any]:
+    """Return what a mixture is made of; the router and the shared expert's gate are not rounded.
+
+    Args:
+        shared: inner size of the expert that all tokens use.
+    """
+
+    def linear(out_features: int, in_features: int, kind: str = kind) -> Any:
+        weight = torch.randn(out_features, in_features).mul(in_features**-0.5).to(dtype)
+        return KINDS[kind](weight, torch.randn(out_features).to(dtype) if bias else None, backend=CPP)
+
+    return {
+        "router": linear(num_experts, hidden, "plain"),
+        "gate_up": [linear(2 * inner, hidden) for _ in range(num_experts)],
+        "down": [linear(hidden, inner) for _ in range(num_experts)],
+        "experts_per_token": experts_per_token,
+        "normalizes": normalizes,
+        "activation": activation,
+        "shared": None
+        if shared is None
+        else SharedExpert(linear(2 * shared, hidden), linear(hidden, shared), linear(1, hidden, "plain")),
+    }
+
+
+def instead_of_mlp(layer: dict[str, Any], mixture: dict[str, Any]) -> dict[str, Any]:
+    return layer | {"gate_up": None, "down": None, "mixture": mixture}
+
+
+def with_mixture(layer: dict[str, Any]) -> dict[str, Any]:
+    """Return what a layer as one op is made of."""
+    return layer | ({"mixture": Mixture(**layer["mixture"])} if layer.get("mixture") else {})
 
 
 def step(
@@ -142,7 +190,7 @@ def assert_same_bits(layer: dict[str, Any], given: dict[str, Any]) -> None:
     """Run the op and its parts, in this order; outputs and caches must be equal, unused slots (NaN) included."""
     parts, op = copied(given), copied(given)
     expected = reference.decoder_layer(**parts, **layer, backend=CPP)
-    actual = run([DecoderLayer(**layer)], op)
+    actual = run([DecoderLayer(**with_mixture(layer))], op)
     for name, one, other in (
         ("out", actual[0], expected[0]),
         ("residual", actual[1], expected[1]),
@@ -283,23 +331,108 @@ def test_embedding_and_head_are_checked():
         run([layer], first, embedding=table, head=DecoderHead(norm=torch.ones(96), linear=wide, eps=1e-5))
 
 
+@pytest.fixture(params=[1, 2, 7])
+def num_threads(request) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+# as many threads as there are share an expert, or each has some of them
+@pytest.mark.parametrize(("num_experts", "per_token"), [(1, 1), (5, 2), (40, 6)])
+@pytest.mark.parametrize("batch", ["one decode", "decodes", "more rows than a layer takes at a time"])
+def test_a_mixture_gives_the_bits_of_its_parts(batch, num_experts, per_token, num_threads, dtype):
+    mixture = mixture_of("plain", dtype, num_experts=num_experts, experts_per_token=per_token)
+    layer = instead_of_mlp(with_linears(layer_weights(dtype), "plain", CPP), mixture)
+    assert_same_bits(layer | {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}, step(batch, dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "settings",
+    [{"normalizes": False}, {"activation": "gelu_tanh"}, {"shared": 48}, {"shared": 144, "bias": True}],
+    ids=str,
+)
+def test_settings_reach_a_mixture(settings, kind, dtype):
+    layer = instead_of_mlp(with_linears(layer_weights(dtype), kind, CPP), mixture_of(kind, dtype, **settings))
+    for batch in ("one decode", "a prompt among decodes"):
+        assert_same_bits(layer | {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}, step(batch, dtype))
+
+
+@pytest.mark.parametrize("batch", ["decodes", "more rows than a layer takes at a time"])
+def test_layers_with_mlps_and_mixtures_of_several_sizes(batch):
+    dtype, settings = torch.bfloat16, {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+    layers = [
+        with_linears(layer_weights(dtype, inner=inner), "plain", CPP) | settings
+        for inner in (144, 144, 128, 64, 144, 64)
+    ]
+    for index, mixture in (
+        (1, mixture_of("plain", dtype)),
+        (3, mixture_of("plain", dtype, num_experts=3, experts_per_token=3, inner=64, shared=32)),
+        (4, mixture_of("plain", dtype)),
+    ):
+        layers[index] = instead_of_mlp(layers[index], mixture)
+    given = [step(batch, dtype) for _ in layers]
+    together, alone = [copied(one) for one in given], [copied(one) for one in given]
+    out, residual = run([DecoderLayer(**with_mixture(layer)) for layer in layers], together[0], *together[1:])
+    x, total = alone[0]["x"], alone[0]["residual"]
+    for layer, one in zip(layers, alone, strict=True):
+        one |= {name: alone[0][name] for name in ("positions", "cu_query_lens", "context_lens")} | {
+            "x": x,
+            "residual": total,
+        }
+        x, total = run([DecoderLayer(**with_mixture(layer))], one)
+    torch.testing.assert_close((out, residual), (x, total), rtol=0, atol=0)
+
+
+def test_mixtures_must_fit():
+    mixture = mixture_of("plain", torch.float32)
+
+    def changed(**changes: Any) -> Mixture:
+        return Mixture(**mixture | changes)
+
+    def linear(out_features: int, in_features: int, backend: Backend = CPP) -> PackedLinear:
+        return PackedLinear(torch.ones(out_features, in_features), backend=backend)
+
+    with pytest.raises(ValueError, match="the router knows 7 experts; there are 8 and 8 layers of experts"):
+        changed(router=linear(7, 96))
+    with pytest.raises(ValueError, match="a token has 9 of 8 experts"):
+        changed(experts_per_token=9)
+    with pytest.raises(ValueError, match=r"gate_up takes 96 features and gives 90; .* and give 96"):
+        changed(gate_up=[*mixture["gate_up"][1:], linear(90, 96)])
+    with pytest.raises(ValueError, match=r"shared_gate takes 96 features and gives 2; .* and give 1\."):
+        changed(shared=SharedExpert(linear(20, 96), linear(96, 10), linear(2, 96)))
+    with pytest.raises(ValueError, match=r"down has no C\+\+ weights"):
+        changed(down=[linear(96, 48, TORCH)] * 8)
+    layer = with_linears(layer_weights(torch.float32), "plain", CPP)
+    settings = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+    with pytest.raises(ValueError, match="a layer has gate_up and down, or a mixture of experts"):
+        DecoderLayer(**layer, **settings, mixture=changed())
+    with pytest.raises(ValueError, match="a layer has gate_up and down, or a mixture of experts"):
+        DecoderLayer(**layer | {"gate_up": None, "down": None}, **settings)
+    narrow = {"router": linear(8, 80), "gate_up": [linear(96, 80)] * 8, "down": [linear(80, 48)] * 8}
+    with pytest.raises(ValueError, match=r"mixture\.hidden_size is 80; beside the other layers it must be 96"):
+        DecoderLayer(**layer | {"gate_up": None, "down": None}, **settings, mixture=changed(**narrow))
+
+
 def test_layers_that_cannot_run_as_one_are_refused():
     settings: dict[str, Any] = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
     layer, narrow, single = (
-        DecoderLayer(**with_linears(layer_weights(dtype, inner=inner), "plain", CPP), **settings)
-        for dtype, inner in ((torch.bfloat16, 144), (torch.bfloat16, 128), (torch.float32, 144))
+        DecoderLayer(**with_linears(layer_weights(dtype, num_q_heads=num_q_heads), "plain", CPP), **settings)
+        for dtype, num_q_heads in ((torch.bfloat16, 6), (torch.bfloat16, 4), (torch.float32, 6))
     )
     given = step("decodes", torch.bfloat16)
     with pytest.raises(ValueError, match="there are no layers to run"):
         run([], given)
     with pytest.raises(ValueError, match="there are 2 layers, caches of 1 and groups of 1"):
         run([layer, layer], given)
-    with pytest.raises(ValueError, match="layers that run as one op must have the same sizes and dtype"):
+    with pytest.raises(ValueError, match="layers that run as one op must have attention of the same sizes and dtype"):
         run([layer, narrow], given, given)
     with pytest.raises(ValueError, match=r"k_cache is BFloat16 .*must be Float"):
         run([layer, single], given, given)
     floats = given | {name: given[name].float() for name in ("k_cache", "v_cache")}
-    with pytest.raises(ValueError, match="layers that run as one op must have the same sizes and dtype"):
+    with pytest.raises(ValueError, match="layers that run as one op must have attention of the same sizes and dtype"):
         run([layer, single], given, floats)
 
 
@@ -344,10 +477,13 @@ def test_equals_torch(batch):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("has_mixture", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_its_neighbours(kind):
+def test_a_row_does_not_depend_on_its_neighbours(kind, has_mixture):
     layer = with_linears(layer_weights(torch.bfloat16), kind, CPP)
-    op = DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)
+    if has_mixture:
+        layer = instead_of_mlp(layer, mixture_of(kind, torch.bfloat16))
+    op = DecoderLayer(**with_mixture(layer), cos_sin_cache=angles(), eps=1e-5, scale=0.2)
     given = step("decodes", torch.bfloat16)
     together, _ = run([op], copied(given))
     for row in range(9):

@@ -1,7 +1,7 @@
-"""Dense decoder layers as one op. With few tokens, a CPU spends more time between small ops than in them."""
+"""Decoder layers as one op. With few tokens, a CPU spends more time between small ops than in them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +11,61 @@ from flyball_kernels.linear import Linear
 from flyball_kernels.swiglu import Activation
 
 
+class SharedExpert(NamedTuple):
+    """An expert that all tokens use: its linear layers, and the one that gives its share in a token's sum, before a sigmoid."""
+
+    gate_up: Linear
+    down: Linear
+    gate: Linear
+
+
+class Mixture:
+    """A mixture of experts in the place of a layer's gated MLP: see ``reference.decoder_layer``, whose bits it has.
+
+    Args:
+        router: gives a logit for each expert.
+        gate_up, down: of each expert.
+        experts_per_token: those of the largest logits.
+        normalizes: whether their weights are scaled to add up to 1.
+        activation: see ``swiglu``.
+        shared: None if there is no such expert.
+    Raises:
+        ValueError: the weights do not fit each other, or a linear layer has no C++ weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        router: Linear,
+        gate_up: Sequence[Linear],
+        down: Sequence[Linear],
+        experts_per_token: int,
+        normalizes: bool,
+        activation: Activation = "silu",
+        shared: SharedExpert | None = None,
+    ) -> None:
+        for name, linears in (("router", [router]), ("gate_up", gate_up), ("down", down), ("shared", shared or ())):
+            for linear in linears:
+                _check_is_packed(name, linear)
+        self.hidden_size = router.in_features
+        self.kernel: Any = torch.classes.flyball.Mixture(
+            router.kernel,
+            [linear.kernel for linear in gate_up],
+            [linear.kernel for linear in down],
+            experts_per_token,
+            normalizes,
+            activation == "gelu_tanh",
+            *((None,) * 3 if shared is None else (linear.kernel for linear in shared)),
+        )
+
+
 class DecoderLayer:
     """Attention and a gated MLP, a norm before each, and the residual additions; see ``DecoderStack``.
 
     Args:
-        qkv, output, gate_up, down: linear layers with C++ weights, see ``Linear.kernel``.
+        qkv, output: linear layers with C++ weights, see ``Linear.kernel``.
+        gate_up, down: likewise, of the MLP; None where there is a mixture.
+        mixture: of experts, in the MLP's place.
         attention_norm, mlp_norm: ``[hidden]`` RMSNorm weights.
         q_norm, k_norm, eps, norm_offset, cos_sin_cache: see ``rope_kv_write``; eps and norm_offset are of all norms.
         scale, sliding_window, softcap: see ``paged_attention``.
@@ -29,8 +79,9 @@ class DecoderLayer:
         *,
         qkv: Linear,
         output: Linear,
-        gate_up: Linear,
-        down: Linear,
+        gate_up: Linear | None = None,
+        down: Linear | None = None,
+        mixture: Mixture | None = None,
         attention_norm: Tensor,
         mlp_norm: Tensor,
         cos_sin_cache: Tensor,
@@ -43,7 +94,7 @@ class DecoderLayer:
         softcap: float | None = None,
         activation: Activation = "silu",
     ) -> None:
-        _check_sizes(qkv, output, gate_up, down)
+        _check_sizes(qkv, output, gate_up, down, mixture)
         for name, norm in (("attention_norm", attention_norm), ("mlp_norm", mlp_norm)):
             check_shape(name, norm, qkv.in_features)
         for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
@@ -60,7 +111,7 @@ class DecoderLayer:
                 check_contiguous(name, tensor)
                 check_dtype(name, tensor, tensor.dtype if name == "cos_sin_cache" else attention_norm.dtype)
         self.kernel: Any = torch.classes.flyball.DecoderLayer(
-            *(linear.kernel for linear in (qkv, output, gate_up, down)),
+            *(None if part is None else part.kernel for part in (qkv, output, gate_up, down, mixture)),
             attention_norm,
             mlp_norm,
             q_norm,
@@ -100,7 +151,7 @@ class DecoderStack:
     from step to step is handed over and checked here: to do that in each step takes longer than some of the ops.
 
     Args:
-        layers: of equal sizes and dtype.
+        layers: with attention of equal sizes, and of one dtype.
         caches: K and V cache of each layer, see ``rope_kv_write``; contiguous.
         groups: which of the slot mappings and block tables of a call are a layer's.
         embedding: ``[vocab, hidden]``; the first layer's input is then made of token ids.
@@ -160,18 +211,25 @@ class DecoderStack:
         return out
 
 
-def _check_sizes(qkv: Linear, output: Linear, gate_up: Linear, down: Linear) -> None:
+def _check_sizes(
+    qkv: Linear, output: Linear, gate_up: Linear | None, down: Linear | None, mixture: Mixture | None
+) -> None:
     hidden = qkv.in_features
-    for name, actual, wanted in (
-        ("output.out_features", output.out_features, hidden),
-        ("gate_up.in_features", gate_up.in_features, hidden),
-        ("gate_up.out_features", gate_up.out_features, 2 * down.in_features),
-        ("down.out_features", down.out_features, hidden),
-    ):
+    sizes = [("output.out_features", output.out_features, hidden)]
+    if mixture is not None:
+        sizes.append(("mixture.hidden_size", mixture.hidden_size, hidden))
+    if gate_up is not None and down is not None:
+        sizes += [
+            ("gate_up.in_features", gate_up.in_features, hidden),
+            ("gate_up.out_features", gate_up.out_features, 2 * down.in_features),
+            ("down.out_features", down.out_features, hidden),
+        ]
+    for name, actual, wanted in sizes:
         if actual != wanted:
             raise ValueError(f"{name} is {actual}; beside the other layers it must be {wanted}.")
     for name, linear in (("qkv", qkv), ("output", output), ("gate_up", gate_up), ("down", down)):
-        _check_is_packed(name, linear)
+        if linear is not None:
+            _check_is_packed(name, linear)
 
 
 def _check_is_packed(name: str, linear: Linear) -> None:

@@ -1,8 +1,8 @@
-// Dense decoder layers in one parallel region, with embedding and head if wanted: the other ops' work, one after another.
+// Decoder layers in one parallel region, with embedding and head if wanted: the other ops' work, one after another.
 #include "../cpu/amx.h"
 #include "../cpu/kv_cache.h"
 #include "../cpu/works.h"
-#include "../linear/linear.h"
+#include "../experts/mixture.h"
 
 namespace flyball {
 namespace {
@@ -23,7 +23,9 @@ struct Inputs {
 };
 
 struct DecoderLayer : torch::CustomClassHolder {
-  Part qkv, output, gate_up, down;
+  Part qkv, output;
+  std::optional<Part> gate_up, down;  // or
+  std::optional<c10::intrusive_ptr<Mixture>> mixture;
   Tensor attention_norm, mlp_norm;
   OptionalTensor q_norm, k_norm;
   double eps, norm_offset;
@@ -33,14 +35,18 @@ struct DecoderLayer : torch::CustomClassHolder {
   std::optional<double> softcap;
   Activation activation;
 
-  DecoderLayer(Part qkv, Part output, Part gate_up, Part down, Tensor attention_norm, Tensor mlp_norm, OptionalTensor q_norm,
-               OptionalTensor k_norm, double eps, double norm_offset, Tensor cos_sin_cache, double scale,
+  DecoderLayer(Part qkv_, Part output_, std::optional<Part> gate_up_, std::optional<Part> down_,
+               std::optional<c10::intrusive_ptr<Mixture>> mixture_, Tensor attention_norm_, Tensor mlp_norm_,
+               OptionalTensor q_norm_, OptionalTensor k_norm_, double eps, double norm_offset, Tensor cos_sin_cache_, double scale,
                std::optional<int64_t> sliding_window, std::optional<double> softcap, bool is_gelu)
-      : qkv(std::move(qkv)), output(std::move(output)), gate_up(std::move(gate_up)), down(std::move(down)),
-        attention_norm(std::move(attention_norm)), mlp_norm(std::move(mlp_norm)), q_norm(std::move(q_norm)),
-        k_norm(std::move(k_norm)), eps(eps), norm_offset(norm_offset), cos_sin_cache(std::move(cos_sin_cache)), scale(scale),
-        sliding_window(sliding_window), softcap(softcap),
-        activation(is_gelu ? Activation::kGeluTanh : Activation::kSilu) {}
+      : qkv(std::move(qkv_)), output(std::move(output_)), gate_up(std::move(gate_up_)), down(std::move(down_)),
+        mixture(std::move(mixture_)), attention_norm(std::move(attention_norm_)), mlp_norm(std::move(mlp_norm_)),
+        q_norm(std::move(q_norm_)), k_norm(std::move(k_norm_)), eps(eps), norm_offset(norm_offset),
+        cos_sin_cache(std::move(cos_sin_cache_)), scale(scale), sliding_window(sliding_window), softcap(softcap),
+        activation(is_gelu ? Activation::kGeluTanh : Activation::kSilu) {
+    TORCH_CHECK_VALUE(gate_up.has_value() == down.has_value() && down.has_value() != mixture.has_value(),
+                      "a layer has gate_up and down, or a mixture of experts");
+  }
 
   void check(const Tensor& k_cache, const Tensor& v_cache) const {
     const auto type = attention_norm.scalar_type(), cached = is_int8(k_cache) ? at::kChar : type;
@@ -121,7 +127,7 @@ class Step {
       : rows_(x.size(0)), block_rows_(std::min(rows_, rows_at_once())), options_(x.options()), entered_(empty(x.size(1))),
         query_(at::empty({rows_, first.output->in_features / head_dim_of(k_cache), head_dim_of(k_cache)}, options_)),
         attended_(at::empty_like(query_)), out_(empty(x.size(1))), total_(empty(x.size(1))), normed_(block(x.size(1))),
-        projected_(block(first.qkv->out_features)), added_(block(x.size(1))), gated_(block(first.down->in_features)) {}
+        projected_(block(first.qkv->out_features)), added_(block(x.size(1))) {}
 
   void embed(const Tensor& ids, const Tensor& table, const Tensor& x) { works_.push_back(embedding_work(ids, table, x)); }
 
@@ -142,11 +148,13 @@ class Step {
                               tasks_of(block_tables, k_cache, layer.sliding_window)));
     const Tensor attended = attended_.view({rows_, layer.output->in_features});
     for_blocks([&](const Rows& of, const Rows& block) {
-      const Tensor normed = block(normed_), added = block(added_), gated = block(gated_);
+      const Tensor normed = block(normed_), added = block(added_);
       work(layer.output->work(of(attended), added));
       work(rms_norm_work(added, of(entered), layer.mlp_norm, layer.eps, layer.norm_offset, normed, of(total_)));
-      work(layer.gate_up->gated_work(normed, layer.activation, gated));
-      work(layer.down->work(gated, of(out_)));
+      if (layer.mixture) return work((*layer.mixture)->work(normed, of(out_), memory_of(**layer.mixture)));
+      const Tensor gated = block(gated_of((*layer.down)->in_features));
+      work((*layer.gate_up)->gated_work(normed, layer.activation, gated));
+      work((*layer.down)->work(gated, of(out_)));
     });
   }
 
@@ -181,6 +189,18 @@ class Step {
     return tasks_.emplace_back(kind, nullptr).second;
   }
 
+  // What layers of a size have in turns: gated features, and what a mixture of experts needs.
+  const Tensor& gated_of(int64_t inner) {
+    for (const Tensor& gated : gated_)
+      if (gated.size(1) == inner) return gated;
+    return gated_.emplace_back(block(inner));
+  }
+  const Mixture::Memory& memory_of(const Mixture& mixture) {
+    for (const Mixture::Memory& memory : memories_)
+      if (mixture.fits(memory)) return memory;
+    return memories_.emplace_back(mixture.memory(block_rows_, options_));
+  }
+
   // Calls f for each block of rows, with those of a tensor of all rows, and those of one that blocks have in turns.
   template <class F>
   void for_blocks(F f) const {
@@ -193,7 +213,9 @@ class Step {
   const int64_t rows_, block_rows_;
   const at::TensorOptions options_;
   const Tensor entered_, query_, attended_, out_, total_;      // of all rows
-  const Tensor normed_, projected_, added_, gated_;          // of a block's
+  const Tensor normed_, projected_, added_;                  // of a block's
+  std::vector<Tensor> gated_;
+  std::vector<Mixture::Memory> memories_;
   Tensor narrow_;  // logits, until they are wide
   // Block tables, a cache's blocks and their size, and the window.
   using Kind = std::tuple<const Tensor*, int64_t, int64_t, std::optional<int64_t>>;
@@ -220,13 +242,13 @@ struct DecoderStack : torch::CustomClassHolder {
     TORCH_CHECK_VALUE(k_caches.size() == num && v_caches.size() == num && groups.size() == num, "there are ", num,
                       " layers, caches of ", k_caches.size(), " and groups of ", groups.size());
     const auto sizes = [](const DecoderLayer& one, const Tensor& k_cache) {
-      return std::array{one.qkv->in_features, one.qkv->out_features, one.output->in_features, one.down->in_features,
-                        head_dim_of(k_cache), int64_t(one.attention_norm.scalar_type())};
+      return std::array{one.qkv->in_features, one.qkv->out_features, one.output->in_features, head_dim_of(k_cache),
+                        int64_t(one.attention_norm.scalar_type())};
     };
     for (size_t i = 0; i < num; ++i) {
       layers[i]->check(k_caches[i], v_caches[i]);
       TORCH_CHECK_VALUE(sizes(*layers[i], k_caches[i]) == sizes(*layers[0], k_caches[0]),
-                        "layers that run as one op must have the same sizes and dtype; run the others by themselves");
+                        "layers that run as one op must have attention of the same sizes and dtype; run others by themselves");
       TORCH_CHECK_VALUE(groups[i] >= 0, "layer ", i, " is of group ", groups[i], "; a group is at least 0.");
     }
     if (embedding) check_tensor("embedding", *embedding, type(), {-1, hidden()});
@@ -279,9 +301,12 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
       .def_static("packed", &packed_linear)
       .def_static("int8", &int8_linear)
       .def_static("grouped", &grouped_linear);
+  m.class_<Mixture>("Mixture").def(torch::init<Part, c10::List<Part>, c10::List<Part>, int64_t, bool, bool, std::optional<Part>,
+                                               std::optional<Part>, std::optional<Part>>());
   m.class_<DecoderHead>("DecoderHead").def(torch::init<Tensor, double, double, Part>());
   m.class_<DecoderLayer>("DecoderLayer")
-      .def(torch::init<Part, Part, Part, Part, Tensor, Tensor, OptionalTensor, OptionalTensor, double, double, Tensor, double,
+      .def(torch::init<Part, Part, std::optional<Part>, std::optional<Part>, std::optional<c10::intrusive_ptr<Mixture>>, Tensor,
+                       Tensor, OptionalTensor, OptionalTensor, double, double, Tensor, double,
                        std::optional<int64_t>, std::optional<double>, bool>());
   m.class_<DecoderStack>("DecoderStack")
       .def(torch::init<c10::List<Layer>, std::vector<Tensor>, std::vector<Tensor>, std::vector<int64_t>, OptionalTensor,

@@ -1,8 +1,12 @@
 """What a decoder layer consists of."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 from flyball_kernels.backend import Backend
+from flyball_kernels.experts import ExpertLinear, Shared, assign, route, weighted_sum
 from flyball_kernels.linear import Linear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
@@ -23,8 +27,9 @@ def decoder_layer(
     *,
     qkv: Linear,
     output: Linear,
-    gate_up: Linear,
-    down: Linear,
+    gate_up: Linear | None = None,
+    down: Linear | None = None,
+    mixture: dict[str, Any] | None = None,
     attention_norm: Tensor,
     mlp_norm: Tensor,
     cos_sin_cache: Tensor,
@@ -71,4 +76,29 @@ def decoder_layer(
     normed, residual = add_rms_norm(
         output(attended.flatten(1)), residual, mlp_norm, eps, offset=norm_offset, backend=backend
     )
+    if mixture is not None:
+        return _mixture(normed, **mixture, backend=backend), residual
+    assert gate_up is not None and down is not None
     return down(swiglu(gate_up(normed), activation=activation, backend=backend)), residual
+
+
+def _mixture(
+    x: Tensor,
+    *,
+    router: Linear,
+    gate_up: Sequence[Linear],
+    down: Sequence[Linear],
+    experts_per_token: int,
+    normalizes: bool,
+    activation: Activation = "silu",
+    shared: tuple[Linear, Linear, Linear] | None = None,
+    backend: Backend,
+) -> Tensor:
+    weights, experts = route(router(x), experts_per_token, normalizes=normalizes, backend=backend)
+    assignment = assign(experts, len(down), backend=backend)
+    gated = swiglu(ExpertLinear(gate_up, backend=backend)(x, assignment), activation=activation, backend=backend)
+    outputs = ExpertLinear(down, backend=backend)(gated, assignment).unflatten(0, experts.shape)
+    of_all = None
+    if shared is not None:
+        of_all = Shared(shared[1](swiglu(shared[0](x), activation=activation, backend=backend)), shared[2](x))
+    return weighted_sum(outputs, weights, of_all, backend=backend)

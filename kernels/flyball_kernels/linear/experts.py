@@ -21,6 +21,8 @@ class ExpertLinear:
 
     Args:
         layers: of all experts: of one class, of equal shape, with the same dtype and settings, with bias or without.
+    Attributes:
+        layers: those given; none with ``triton``, which has copied them.
     Raises:
         ValueError: the layers are not alike.
     """
@@ -32,6 +34,7 @@ class ExpertLinear:
             raise ValueError(f"experts have layers of {len(kinds)} kinds; all must be alike.")
         self.in_features, self.out_features = first.in_features, first.out_features
         self._dtype, self._num_experts = first._dtype, len(layers)
+        self.layers: Sequence[Linear] = () if backend.name == "triton" else layers
         if backend.name == "triton":
             self._run = _stacked(layers)
         elif backend.name == "cpp" and first.kernel is not None:

@@ -1,10 +1,12 @@
 """The feed-forward part of a decoder layer: one gated MLP, or several of which each token uses a few."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from flyball_kernels import Mixture, SharedExpert
 from flyball_kernels.experts import Assignment, ExpertLinear, Shared, assign, clamped_swiglu, route, weighted_sum
+from flyball_kernels.linear import Linear
 from flyball_kernels.swiglu import swiglu
 from flyball_runtime.core.model_config import ModelConfig, MoEConfig
 from flyball_runtime.model.linear import AdaptedStep, Destinations, FusedLinear, Place, Projection
@@ -77,6 +79,11 @@ class Experts:
         self._gate_up, self._down = (ExpertLinear(layers, backend=self._backend) for layers in parts)
         self._experts.clear()
 
+    @property
+    def layers(self) -> tuple[Sequence[Linear], Sequence[Linear]]:
+        """The gate and up projections of all experts, and the down projections; on a CPU."""
+        return self._gate_up.layers, self._down.layers
+
     def __call__(self, x: Tensor, assignment: Assignment) -> Tensor:
         """Return ``[num_rows, hidden]``: a row for each token and expert that it uses."""
         gated = swiglu(self._gate_up(x, assignment), activation=self._activation, backend=self._backend)
@@ -123,7 +130,7 @@ class MixtureOfExperts:
     """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, place: Place) -> None:
-        self.moe, self._backend = moe, place.backend
+        self.moe, self._activation, self._backend = moe, config.activation, place.backend
         is_stacked = moe.clamp is not None
         router = {"router" if is_stacked else "gate": moe.num_experts}
         self.router = FusedLinear(config.hidden_size, router, bias=is_stacked, place=place, exact=True)
@@ -153,6 +160,27 @@ class MixtureOfExperts:
         if self.shared is not None:
             self.shared.pack()
             self.shared_gate.pack()
+
+    def as_part(self) -> Mixture | None:
+        """Return the mixture as a part of a layer that is one op, if it has C++ linear layers alone and no clamp."""
+        if not isinstance(self.experts, Experts):
+            return None
+        (gate_up, down), router, shared = self.experts.layers, self.router.packed, None
+        if self.shared is not None:
+            shared = SharedExpert(
+                self.shared.gate_up_proj.packed, self.shared.down_proj.packed, self.shared_gate.packed
+            )
+        if any(linear.kernel is None for linear in (router, *gate_up[:1], *down[:1], *(shared or ()))):
+            return None
+        return Mixture(
+            router=router,
+            gate_up=gate_up,
+            down=down,
+            experts_per_token=self.moe.experts_per_token,
+            normalizes=self.moe.normalizes_weights,
+            activation=self._activation,
+            shared=shared,
+        )
 
     def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:
         moe, backend = self.moe, self._backend

@@ -264,14 +264,20 @@ class DecoderLayer:
         self.op = self._as_op()
 
     def _as_op(self) -> DecoderLayerOp | None:
-        """Return the layer as one op if that has all its parts: C++ linear layers, an MLP, no norm but those before."""
+        """Return the layer as one op if that has all its parts: C++ linear layers, no norm but those before."""
         attention, mlp = self.attention, self.mlp
         norms = self.around_attention.only_norm, self.around_mlp.only_norm
-        if not attention.is_plain or not isinstance(mlp, MLP) or norms[0] is None or norms[1] is None:
+        if not attention.is_plain or norms[0] is None or norms[1] is None:
             return None
         qkv, output = attention.qkv_proj.packed, attention.o_proj.packed
-        gate_up, down = mlp.gate_up_proj.packed, mlp.down_proj.packed
-        if any(linear.kernel is None for linear in (qkv, output, gate_up, down)):
+        if qkv.kernel is None or output.kernel is None:
+            return None
+        gate_up = down = mixture = None
+        if isinstance(mlp, MLP):
+            gate_up, down = mlp.gate_up_proj.packed, mlp.down_proj.packed
+            if gate_up.kernel is None or down.kernel is None:
+                return None
+        elif (mixture := mlp.as_part()) is None:
             return None
         q_norm, k_norm = (None, None) if attention.norms is None else (norm.weight for norm in attention.norms)
         config = attention.config
@@ -280,6 +286,7 @@ class DecoderLayer:
             output=output,
             gate_up=gate_up,
             down=down,
+            mixture=mixture,
             attention_norm=norms[0].weight,
             mlp_norm=norms[1].weight,
             q_norm=q_norm,
@@ -290,7 +297,7 @@ class DecoderLayer:
             scale=config.attention_scale,
             sliding_window=attention.sliding_window,
             softcap=config.attention_softcap,
-            activation=mlp.activation,
+            activation=config.activation,
         )
 
     def __call__(
