@@ -201,11 +201,16 @@ def profile(
 
 def num_weights(checkpoint: Path) -> dict[str, int]:
     """Return how many weights each token meets, and how many each token that is sampled from meets beside them."""
+    from flyball_runtime.core.model_config import ModelConfig
     from flyball_runtime.model.loader import iter_headers, weight_files
 
     sizes = {header.name: math.prod(header.shape) for header in iter_headers(weight_files(checkpoint))}
     head = sizes.pop("lm_head.weight")
-    return {"of_layers": sum(sizes.values()) - sizes["model.embed_tokens.weight"], "of_head": head}
+    of_layers = sum(sizes.values()) - sizes["model.embed_tokens.weight"]
+    if (moe := ModelConfig.from_dir(checkpoint).moe) is not None:
+        of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        of_layers -= of_experts * (moe.num_experts - moe.experts_per_token) // moe.num_experts
+    return {"of_layers": of_layers, "of_head": head}
 
 
 def versions_of(python: str, packages: Sequence[str]) -> dict[str, str]:
