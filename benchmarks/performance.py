@@ -233,6 +233,22 @@ def bounds_of_16_bits(result: Result) -> list[str]:
     return [f"{torch_reached(result)} In 16 bits: {stream[0].lower()}{stream[1:]}"]
 
 
+def checkout_table(name: str) -> str:
+    """Return what this code reaches beside an older commit's."""
+    result = read(name)
+    if result is None:
+        return NOT_MEASURED
+    rows = []
+    for load, figures in result["offline_output_tokens_per_s"].items():
+        sides = [number(figures[side]["median"]) for side in ("now", "before")]
+        rows.append([f"offline, {load.replace('x', ' x ')}", *sides, f"{figures['now_over_before']:.2f}x"])
+    for row in clients_rows(result["online_128_in_64_out"]["by_concurrency"], "before"):
+        row[0] = f"online, {row[0]} {'client' if row[0] == '1' else 'clients'}"
+        rows.append(row)
+    under = f"Before: commit {result['before']}. {where(result)}"
+    return "\n\n".join([markdown(("Load", "Flyball", "Before", ""), rows), under])
+
+
 def openvino_table() -> str:
     result = read("versus_openvino")
     if result is None:
@@ -392,6 +408,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "perplexity": perplexity_table,
     "api-process": api_process_table,
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),
+    "llamacpp-experts": partial(llamacpp_table, "versus_llamacpp_experts_avx2"),
+    "experts": partial(checkout_table, "versus_checkout_experts_avx2"),
     "openvino": openvino_table,
     "linear": linear_table,
     "linear-avx2": partial(linear_table, "_avx2"),

@@ -495,13 +495,16 @@ def test_a_row_does_not_depend_on_its_neighbours(kind, has_mixture):
         assert torch.equal(alone[0], together[row])
 
 
-def test_no_tokens():
+@pytest.mark.parametrize("has_mixture", [False, True])
+def test_no_tokens(has_mixture):
     layer = with_linears(layer_weights(torch.bfloat16), "plain", CPP)
+    if has_mixture:
+        layer = instead_of_mlp(layer, mixture_of("plain", torch.bfloat16, shared=32))
     given = step("decodes", torch.bfloat16)
     for name in ("x", "residual", "positions", "slot_mapping", "block_tables", "context_lens"):
         given[name] = given[name][:0]
     given["cu_query_lens"] = torch.tensor([0], dtype=torch.int32)
-    out, total = run([DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)], given)
+    out, total = run([DecoderLayer(**with_mixture(layer), cos_sin_cache=angles(), eps=1e-5, scale=0.2)], given)
     assert out.shape == total.shape == (0, 96)
 
 
