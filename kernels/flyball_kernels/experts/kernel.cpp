@@ -288,7 +288,7 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.impl("experts_assign", c10::DispatchKey::CPU, TORCH_FN(experts_assign));
   m.impl("clamped_swiglu", c10::DispatchKey::CPU, TORCH_FN(clamped_swiglu));
   m.impl("experts_sum", c10::DispatchKey::CPU, TORCH_FN(experts_sum));
-  // After Linear, which decoder_layer/kernel.cpp registers: files are linked in the order of their names.
+  // After Linear, which decoder_layer/kernel.cpp registers: files are compiled as one, in the order of their names.
   m.class_<ExpertLinear>("ExpertLinear")
       .def(torch::init<c10::List<ExpertLinear::Layer>>())
       .def("run", &ExpertLinear::run);
