@@ -87,15 +87,18 @@ def clients_rows(by_concurrency: Result, other: str, *first: str) -> Iterator[li
         yield [*first, clients, *(" / ".join(column) for column in zip(*cells, strict=True))]
 
 
+def online_rows(result: Result, other: str) -> Iterator[list[str]]:
+    for clients, *cells in clients_rows(result["online_128_in_64_out"]["by_concurrency"], other):
+        yield [f"online, {clients} {'client' if clients == '1' else 'clients'}", *cells]
+
+
 def vllm_table(name: str = "versus_vllm") -> str:
     result = read(name)
     if result is None:
         return NOT_MEASURED
     offline = result.get("offline_output_tokens_per_s", {})
     rows = [[f"offline, {load.replace('x', ' x ')}", *beside(figures, "vllm")] for load, figures in offline.items()]
-    rows += clients_rows(result["online_128_in_64_out"]["by_concurrency"], "vllm")
-    for row in rows[len(offline) :]:
-        row[0] = f"online, {row[0]} {'client' if row[0] == '1' else 'clients'}"
+    rows += online_rows(result, "vllm")
     under = [f"vLLM {result['vllm']['vllm']}. {where(result)}", *bounds_lines(result)]
     return "\n\n".join([markdown(("Load", "Flyball", "vLLM", ""), rows), *under])
 
@@ -242,9 +245,7 @@ def checkout_table(name: str) -> str:
     for load, figures in result["offline_output_tokens_per_s"].items():
         sides = [number(figures[side]["median"]) for side in ("now", "before")]
         rows.append([f"offline, {load.replace('x', ' x ')}", *sides, f"{figures['now_over_before']:.2f}x"])
-    for row in clients_rows(result["online_128_in_64_out"]["by_concurrency"], "before"):
-        row[0] = f"online, {row[0]} {'client' if row[0] == '1' else 'clients'}"
-        rows.append(row)
+    rows += online_rows(result, "before")
     under = f"Before: commit {result['before']}. {where(result)}"
     return "\n\n".join([markdown(("Load", "Flyball", "Before", ""), rows), under])
 

@@ -303,6 +303,6 @@ def test_weighted_sum(backend: Backend, shape: tuple[int, int, int], is_shared: 
     shared = (
         Shared(torch.randn(shape[0], shape[2]).to(dtype), torch.randn(shape[0], 1).to(dtype)) if is_shared else None
     )
-    given = shared if shared is None or backend == CPP else Shared(*(x.to(DEVICE) for x in shared))
-    actual = on(backend, experts.weighted_sum)(outputs, weights, given)
+    placed = shared if shared is None or backend == CPP else Shared(*(x.to(DEVICE) for x in shared))
+    actual = on(backend, experts.weighted_sum)(outputs, weights, placed)
     assert_close(actual, experts.weighted_sum(outputs, weights, shared, backend=TORCH))

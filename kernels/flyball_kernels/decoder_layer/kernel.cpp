@@ -15,8 +15,6 @@ void check_tensor(const char* name, const Tensor& tensor, at::ScalarType type, a
                     "; it must be ", type, " of shape ", shape, " (-1: any length) and contiguous.");
 }
 
-using Part = c10::intrusive_ptr<Linear>;
-
 // Of a step, for one layer.
 struct Inputs {
   const Tensor &positions, &k_cache, &v_cache, &slot_mapping, &block_tables, &cu_query_lens, &context_lens;

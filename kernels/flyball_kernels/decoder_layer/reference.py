@@ -1,12 +1,14 @@
 """What a decoder layer consists of."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from flyball_kernels import experts
 from flyball_kernels.backend import Backend
-from flyball_kernels.experts import ExpertLinear, Shared, assign, route, weighted_sum
+from flyball_kernels.experts import Assignment, ExpertLinear, Shared
 from flyball_kernels.linear import Linear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.rms_norm import add_rms_norm, rms_norm
@@ -94,11 +96,14 @@ def _mixture(
     shared: tuple[Linear, Linear, Linear] | None = None,
     backend: Backend,
 ) -> Tensor:
-    weights, experts = route(router(x), experts_per_token, normalizes=normalizes, backend=backend)
-    assignment = assign(experts, len(down), backend=backend)
-    gated = swiglu(ExpertLinear(gate_up, backend=backend)(x, assignment), activation=activation, backend=backend)
-    outputs = ExpertLinear(down, backend=backend)(gated, assignment).unflatten(0, experts.shape)
-    of_all = None
+    gated, of_all = partial(swiglu, activation=activation, backend=backend), None
     if shared is not None:
-        of_all = Shared(shared[1](swiglu(shared[0](x), activation=activation, backend=backend)), shared[2](x))
-    return weighted_sum(outputs, weights, of_all, backend=backend)
+        of_all = Shared(shared[1](gated(shared[0](x))), shared[2](x))
+
+    def of_rows(x: Tensor, assignment: Assignment) -> Tensor:
+        first, last = (ExpertLinear(layers, backend=backend) for layers in (gate_up, down))
+        return last(gated(first(x, assignment)), assignment)
+
+    return experts.mixture(
+        x, router(x), of_rows, experts_per_token, normalizes=normalizes, shared=of_all, backend=backend
+    )

@@ -1,5 +1,6 @@
 """Mixtures of experts: which ones a token uses, their linear layers (``ExpertLinear``), and the sum of what they make."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,17 @@ from flyball_kernels.experts.reference import Routing
 from flyball_kernels.linear.experts import ExpertLinear
 from flyball_kernels.linear.reference import Assignment
 
-__all__ = ["Assignment", "ExpertLinear", "Routing", "Shared", "assign", "clamped_swiglu", "route", "weighted_sum"]
+__all__ = [
+    "Assignment",
+    "ExpertLinear",
+    "Routing",
+    "Shared",
+    "assign",
+    "clamped_swiglu",
+    "mixture",
+    "route",
+    "weighted_sum",
+]
 
 MAX_EXPERTS = 1024
 
@@ -129,3 +140,29 @@ def weighted_sum(outputs: Tensor, weights: Tensor, shared: Shared | None = None,
 
         return kernel.weighted_sum(outputs, weights, output, gate)
     return reference.weighted_sum(outputs, weights, output, gate)
+
+
+def mixture(
+    x: Tensor,
+    logits: Tensor,
+    experts: Callable[[Tensor, Assignment], Tensor],
+    experts_per_token: int,
+    *,
+    normalizes: bool,
+    shared: Shared | None = None,
+    backend: Backend,
+) -> Tensor:
+    """Return what a mixture of experts makes of each token: ``route``, ``assign``, the experts and ``weighted_sum``.
+
+    Args:
+        x: ``[num_tokens, size]``.
+        logits: ``[num_tokens, num_experts]``, the router's.
+        experts: return ``[num_rows, size]`` of ``x`` and the rows of each expert.
+        experts_per_token, normalizes: see ``route``.
+        shared: see ``weighted_sum``.
+    Raises:
+        ValueError: a shape or dtype does not fit.
+    """
+    weights, chosen = route(logits, experts_per_token, normalizes=normalizes, backend=backend)
+    outputs = experts(x, assign(chosen, logits.shape[1], backend=backend))
+    return weighted_sum(outputs.unflatten(0, chosen.shape), weights, shared, backend=backend)

@@ -34,26 +34,31 @@ template <class T>
   for (int64_t i = 0; i < per_token; ++i) weights[i] /= normalizes ? of_chosen : total;
 }
 
+// logits [num_tokens, num_experts] -> weights and experts, both [num_tokens, per_token]; by a team
+template <class T>
+void route_rows(const Team& team, const Tensor& logits, bool normalizes, const Tensor& weights, const Tensor& experts) {
+  struct Row;
+  const int64_t num_experts = logits.size(1), per_token = weights.size(1);
+  float* const memory = scratch<Row>(2 * num_experts);
+  team.share(logits.size(0), [&](int64_t token) {
+    route_row(data<const T>(logits) + token * num_experts, num_experts, per_token, normalizes,
+              data<float>(weights) + token * per_token, data<int32_t>(experts) + token * per_token, memory);
+  });
+}
+
 std::tuple<Tensor, Tensor> experts_route(const Tensor& given, int64_t per_token, bool normalizes) {
   const Tensor logits = given.contiguous();
   const int64_t num_tokens = logits.size(0), num_experts = logits.size(1);
   const Tensor weights = at::empty({num_tokens, per_token}, logits.options().dtype(at::kFloat));
   const Tensor experts = at::empty({num_tokens, per_token}, logits.options().dtype(at::kInt));
   dispatch(logits, "experts_route", [&]<class T>(T*) {
-    const auto run = [&](const Team& team, float*) {
-      struct Row;
-      float* const memory = scratch<Row>(2 * num_experts);
-      team.share(num_tokens, [&](int64_t token) {
-        route_row(data<const T>(logits) + token * num_experts, num_experts, per_token, normalizes,
-                  data<float>(weights) + token * per_token, data<int32_t>(experts) + token * per_token, memory);
-      });
-    };
+    const auto run = [&](const Team& team, float*) { route_rows<T>(team, logits, normalizes, weights, experts); };
     run_in_team({{0, run}}, num_tokens * num_experts * per_token > kParallelGrain);
   });
   return {weights, experts};
 }
 
-// Sorts rows by expert: those of the i-th are order[starts[i]] to order[starts[i + 1] - 1]. places: where a row is then, or null.
+// Sorts rows by expert: those of the i-th are order[starts[i]] to order[starts[i + 1] - 1]. places: where rows are then, or null.
 void assign_rows(const int32_t* experts, int64_t num_rows, int64_t num_experts, int32_t* order, int32_t* starts,
                  int32_t* places) {
   std::fill_n(starts, num_experts + 1, 0);
@@ -77,27 +82,19 @@ std::tuple<Tensor, Tensor> experts_assign(const Tensor& given, int64_t num_exper
   return {order, starts};
 }
 
-// Rows of `bytes`: to[i] = from[row(i)], or with `scatters` to[row(i)] = from[i].
-template <class F>
-Work rows_work(const Tensor& from, const Tensor& to, int64_t num_rows, int64_t bytes, bool scatters, F row) {
-  const auto* read = static_cast<const char*>(from.data_ptr());
-  auto* written = static_cast<char*>(to.data_ptr());
-  return {0, [=](const Team& team, float*) {
-            team.share(num_rows, [&](int64_t i) {
-              const int64_t other = row(i);
-              std::memcpy(written + (scatters ? other : i) * bytes, read + (scatters ? i : other) * bytes, bytes);
-            });
-          }};
+// Copies rows of x into the order of experts: the i-th is x[order[i] / per_x]; by a team.
+template <class T>
+void gather_rows(const Team& team, const T* x, const int32_t* order, int64_t per_x, int64_t n, T* rows, int64_t num_rows) {
+  team.share(num_rows, [&](int64_t i) { std::copy_n(x + order[i] / per_x * n, n, rows + i * n); });
 }
 
 // The same linear layer of several experts, of which each row needs one.
 struct ExpertLinear : torch::CustomClassHolder {
-  using Layer = c10::intrusive_ptr<Linear>;
-  const std::vector<Layer> layers;
+  const std::vector<Part> layers;
 
-  explicit ExpertLinear(const c10::List<Layer>& given) : layers(given.begin(), given.end()) {
+  explicit ExpertLinear(const c10::List<Part>& given) : layers(given.begin(), given.end()) {
     TORCH_CHECK_VALUE(!layers.empty(), "there are no experts");
-    for (const Layer& layer : layers)
+    for (const Part& layer : layers)
       TORCH_CHECK_VALUE(layer->in_features == layers[0]->in_features && layer->out_features == layers[0]->out_features,
                         "experts must have layers of the same sizes");
   }
@@ -115,16 +112,23 @@ struct ExpertLinear : torch::CustomClassHolder {
     const Tensor out = at::empty({num_rows, layers[0]->out_features}, x.options());
     if (num_rows == 0) return out;
     const Tensor sorted_x = at::empty({num_rows, x.size(1)}, x.options()), sorted_out = at::empty_like(out);
-    const int64_t per_x = num_rows / x.size(0);
-    std::vector<Work> works{rows_work(x, sorted_x, num_rows, x.size(1) * x.element_size(), false,
-                                      [=](int64_t i) { return rows[i] / per_x; })};
-    for (int64_t e = 0; e < num_experts; ++e) {
-      const int64_t num = start[e + 1] - start[e];
-      if (num > 0) works.push_back(layers[e]->work(sorted_x.narrow(0, start[e], num), sorted_out.narrow(0, start[e], num)));
-    }
-    works.push_back(
-        rows_work(sorted_out, out, num_rows, out.size(1) * out.element_size(), true, [=](int64_t i) { return rows[i]; }));
-    run_in_team(works);
+    dispatch(x, "experts_linear", [&]<class T>(T*) {
+      std::vector<Work> works;
+      works.push_back({0, [&](const Team& team, float*) {
+                         gather_rows(team, data<const T>(x), rows, num_rows / x.size(0), x.size(1), data<T>(sorted_x),
+                                     num_rows);
+                       }});
+      for (int64_t e = 0; e < num_experts; ++e) {
+        const int64_t num = start[e + 1] - start[e];
+        if (num > 0) works.push_back(layers[e]->work(sorted_x.narrow(0, start[e], num), sorted_out.narrow(0, start[e], num)));
+      }
+      works.push_back({0, [&, n = out.size(1)](const Team& team, float*) {
+                         team.share(num_rows, [&](int64_t i) {
+                           std::copy_n(data<const T>(sorted_out) + i * n, n, data<T>(out) + rows[i] * n);
+                         });
+                       }});
+      run_in_team(works);
+    });
     return out;
   }
 };
@@ -159,8 +163,8 @@ Tensor clamped_swiglu(const Tensor& given, double limit, double alpha) {
 // A token's outputs times their weights, and `shared`, if it is not null, times the sigmoid of its gate. The i-th output is
 // places[i] rows of n from the first, or i. Not inlined: a compiler could fuse the products differently in each place.
 template <class T>
-[[gnu::noinline]] void sum_row(const T* outputs, const int32_t* places, const float* weights, int64_t per_token, const T* shared,
-                               const T* gate, int64_t n, T* out) {
+[[gnu::noinline]] void sum_row(const T* outputs, const int32_t* places, const float* weights, int64_t per_token,
+                               const T* shared, const T* gate, int64_t n, T* out) {
   const float share = shared ? 1.0f / (1.0f + std::exp(-static_cast<float>(*gate))) : 0.0f;
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t rest = n - i;
@@ -171,22 +175,29 @@ template <class T>
   }
 }
 
+// The same for all tokens: weights [num_tokens, per_token] -> out [num_tokens, n]. places: of all outputs, or null; by a team
+template <class T>
+void sum_rows(const Team& team, const Tensor& outputs, const int32_t* places, const Tensor& weights,
+              const std::optional<Tensor>& shared, const std::optional<Tensor>& gates, const Tensor& out) {
+  const int64_t per_token = weights.size(1), n = out.size(1);
+  const T *also = data_or_null<T>(shared), *gate = data_or_null<T>(gates);
+  team.share(out.size(0), [&](int64_t token) {
+    const int64_t first = token * per_token;
+    sum_row(data<const T>(outputs) + (places ? 0 : first * n), places ? places + first : nullptr,
+            data<const float>(weights) + first, per_token, also ? also + token * n : nullptr, gate ? gate + token : nullptr, n,
+            data<T>(out) + token * n);
+  });
+}
+
 // outputs [num_tokens, per_token, n]
 Tensor experts_sum(const Tensor& given, const Tensor& given_weights, const std::optional<Tensor>& shared,
                    const std::optional<Tensor>& shared_gate) {
   const Tensor outputs = given.contiguous(), weights = given_weights.contiguous();
-  const int64_t num_tokens = outputs.size(0), per_token = outputs.size(1), n = outputs.size(2);
-  const Tensor out = at::empty({num_tokens, n}, outputs.options());
+  const Tensor out = at::empty({outputs.size(0), outputs.size(2)}, outputs.options());
   const std::optional<Tensor> added = shared ? std::optional(shared->contiguous()) : std::nullopt;
   const std::optional<Tensor> gates = shared ? std::optional(shared_gate->contiguous()) : std::nullopt;
   dispatch(outputs, "experts_sum", [&]<class T>(T*) {
-    const T *also = data_or_null<T>(added), *gate = data_or_null<T>(gates);
-    const auto run = [&](const Team& team, float*) {
-      team.share(num_tokens, [&](int64_t token) {
-        sum_row(data<const T>(outputs) + token * per_token * n, nullptr, data<const float>(weights) + token * per_token, per_token,
-                also ? also + token * n : nullptr, gate ? gate + token : nullptr, n, data<T>(out) + token * n);
-      });
-    };
+    const auto run = [&](const Team& team, float*) { sum_rows<T>(team, outputs, nullptr, weights, added, gates, out); };
     run_in_team({{0, run}}, outputs.numel() > kParallelGrain);
   });
   return out;
@@ -211,24 +222,13 @@ struct MixtureStep {
     std::vector<Work> works;      // of all of them, if they are not for a thread each
   };
 
-  int64_t num_tokens() const { return x.size(0); }
-  int64_t num_rows() const { return num_tokens() * mixture.per_token; }
+  int64_t num_rows() const { return x.size(0) * mixture.per_token; }
 
   // gate_up and down of an expert
   std::array<Work, 2> works(const Expert& of) const {
     const Tensor gated = memory.gated.narrow(0, of.begin, of.num_rows);
     return {mixture.gate_up[of.index]->gated_work(memory.rows.narrow(0, of.begin, of.num_rows), mixture.activation, gated),
             mixture.down[of.index]->work(gated, memory.outputs.narrow(0, of.begin, of.num_rows))};
-  }
-
-  void route(const Team& team) const {
-    struct Row;
-    const int64_t num_experts = memory.logits.size(1), per_token = mixture.per_token;
-    float* const left = scratch<Row>(2 * num_experts);
-    team.share(num_tokens(), [&](int64_t token) {
-      route_row(data<const T>(memory.logits) + token * num_experts, num_experts, per_token, mixture.normalizes,
-                data<float>(memory.weights) + token * per_token, data<int32_t>(memory.experts) + token * per_token, left);
-    });
   }
 
   // Whether a thread computes experts by itself, without waiting for others, and reads their weights from beginning to end.
@@ -250,13 +250,10 @@ struct MixtureStep {
 
   void run(const Team& team, float* floats, Found& found) const {
     router.run(team, floats);
-    route(team);
+    route_rows<T>(team, memory.logits, mixture.normalizes, memory.weights, memory.experts);
     team.run_once([&] { find(found, team.size()); });
-    const int64_t per_token = mixture.per_token, n = x.size(1);
-    const auto* order = data<const int32_t>(memory.order);
-    team.share(num_rows(), [&](int64_t i) {
-      std::copy_n(data<const T>(x) + order[i] / per_token * n, n, data<T>(memory.rows) + i * n);
-    });
+    gather_rows(team, data<const T>(x), data<const int32_t>(memory.order), mixture.per_token, x.size(1), data<T>(memory.rows),
+                num_rows());
     if (is_alone(found.experts.size(), team.size())) {
       struct Alone;
       Team::Shared of_thread(1);
@@ -269,13 +266,8 @@ struct MixtureStep {
       for (const Work& work : found.works) work.run(team, floats);
     }
     for (const Work& work : shared) work.run(team, floats);
-    const auto* places = data<const int32_t>(memory.places);
-    team.share(num_tokens(), [&](int64_t token) {
-      const T* also = memory.shared ? data<const T>(*memory.shared) + token * n : nullptr;
-      const T* gate = memory.shared ? data<const T>(*memory.shared_gate) + token : nullptr;
-      sum_row(data<const T>(memory.outputs), places + token * per_token, data<const float>(memory.weights) + token * per_token,
-              per_token, also, gate, n, data<T>(out) + token * n);
-    });
+    sum_rows<T>(team, memory.outputs, data<const int32_t>(memory.places), memory.weights, memory.shared, memory.shared_gate,
+                out);
   }
 };
 
@@ -290,19 +282,19 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.impl("experts_sum", c10::DispatchKey::CPU, TORCH_FN(experts_sum));
   // After Linear, which decoder_layer/kernel.cpp registers: files are compiled as one, in the order of their names.
   m.class_<ExpertLinear>("ExpertLinear")
-      .def(torch::init<c10::List<ExpertLinear::Layer>>())
+      .def(torch::init<c10::List<Part>>())
       .def("run", &ExpertLinear::run);
 }
 
 }  // namespace
 
-Mixture::Mixture(Layer router_, const c10::List<Layer>& gate_up_, const c10::List<Layer>& down_, int64_t per_token,
-                 bool normalizes, bool is_gelu, std::optional<Layer> shared_gate_up_, std::optional<Layer> shared_down_,
-                 std::optional<Layer> shared_gate_)
+Mixture::Mixture(Part router_, const c10::List<Part>& gate_up_, const c10::List<Part>& down_, int64_t per_token,
+                 bool normalizes, bool is_gelu, std::optional<Part> shared_gate_up_, std::optional<Part> shared_down_,
+                 std::optional<Part> shared_gate_)
     : router(std::move(router_)), gate_up(gate_up_.begin(), gate_up_.end()), down(down_.begin(), down_.end()),
       per_token(per_token), normalizes(normalizes), activation(is_gelu ? Activation::kGeluTanh : Activation::kSilu),
       shared_gate_up(std::move(shared_gate_up_)), shared_down(std::move(shared_down_)), shared_gate(std::move(shared_gate_)) {
-  const auto check = [&](const char* name, const Layer& layer, int64_t in_features, int64_t out_features) {
+  const auto check = [&](const char* name, const Part& layer, int64_t in_features, int64_t out_features) {
     TORCH_CHECK_VALUE(layer->in_features == in_features && layer->out_features == out_features, name, " takes ",
                       layer->in_features, " features and gives ", layer->out_features,
                       "; beside the other layers it must take ", in_features, " and give ", out_features, ".");
@@ -326,18 +318,18 @@ Mixture::Mixture(Layer router_, const c10::List<Layer>& gate_up_, const c10::Lis
 Mixture::Memory Mixture::memory(int64_t num_tokens, const at::TensorOptions& options) const {
   const auto ints = [&](int64_t size) { return at::empty({size}, options.dtype(at::kInt)); };
   const int64_t num_rows = num_tokens * per_token;
-  Memory memory{at::empty({num_tokens, num_experts()}, options),
-                at::empty({num_tokens, per_token}, options.dtype(at::kFloat)),
-                at::empty({num_tokens, per_token}, options.dtype(at::kInt)),
-                ints(num_rows),
-                ints(num_rows),
-                ints(num_experts() + 1),
-                at::empty({num_rows, hidden()}, options),
-                at::empty({num_rows, down[0]->in_features}, options),
-                at::empty({num_rows, hidden()}, options),
-                {},
-                {},
-                {}};
+  Memory memory{.logits = at::empty({num_tokens, num_experts()}, options),
+                .weights = at::empty({num_tokens, per_token}, options.dtype(at::kFloat)),
+                .experts = at::empty({num_tokens, per_token}, options.dtype(at::kInt)),
+                .order = ints(num_rows),
+                .places = ints(num_rows),
+                .starts = ints(num_experts() + 1),
+                .rows = at::empty({num_rows, hidden()}, options),
+                .gated = at::empty({num_rows, down[0]->in_features}, options),
+                .outputs = at::empty({num_rows, hidden()}, options),
+                .shared_gated = {},
+                .shared = {},
+                .shared_gate = {}};
   if (shared_gate) {
     memory.shared_gated = at::empty({num_tokens, (*shared_down)->in_features}, options);
     memory.shared = at::empty({num_tokens, hidden()}, options);

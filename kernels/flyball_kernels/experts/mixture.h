@@ -8,24 +8,22 @@ namespace flyball {
 // A router chooses some of the experts, which are gated MLPs, for each token. One more may be for all tokens, through a gate of
 // its own.
 struct Mixture : torch::CustomClassHolder {
-  using Layer = c10::intrusive_ptr<Linear>;
-
   // What a step keeps from one part to the next, for at most so many tokens. Mixtures that run one after another share it.
   struct Memory {
     Tensor logits, weights, experts, order, places, starts, rows, gated, outputs;
     std::optional<Tensor> shared_gated, shared, shared_gate;
   };
 
-  const Layer router;
-  const std::vector<Layer> gate_up, down;
+  const Part router;
+  const std::vector<Part> gate_up, down;
   const int64_t per_token;
   const bool normalizes;
   const Activation activation;
-  const std::optional<Layer> shared_gate_up, shared_down, shared_gate;
+  const std::optional<Part> shared_gate_up, shared_down, shared_gate;
 
-  Mixture(Layer router, const c10::List<Layer>& gate_up, const c10::List<Layer>& down, int64_t per_token, bool normalizes,
-          bool is_gelu, std::optional<Layer> shared_gate_up, std::optional<Layer> shared_down,
-          std::optional<Layer> shared_gate);
+  Mixture(Part router, const c10::List<Part>& gate_up, const c10::List<Part>& down, int64_t per_token, bool normalizes,
+          bool is_gelu, std::optional<Part> shared_gate_up, std::optional<Part> shared_down,
+          std::optional<Part> shared_gate);
 
   Memory memory(int64_t num_tokens, const at::TensorOptions& options) const;
   bool fits(const Memory& memory) const;

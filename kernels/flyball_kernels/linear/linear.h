@@ -27,6 +27,8 @@ struct Linear : torch::CustomClassHolder {
   const std::vector<Tensor> weights_;
 };
 
+using Part = c10::intrusive_ptr<Linear>;  // of an op that contains several
+
 // Of n columns and k features; see the ops of the same weights.
 c10::intrusive_ptr<Linear> packed_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, std::string arithmetic);
 c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums, OptionalTensor bias, int64_t n, int64_t k);

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from flyball_kernels import Mixture, SharedExpert
-from flyball_kernels.experts import Assignment, ExpertLinear, Shared, assign, clamped_swiglu, route, weighted_sum
+from flyball_kernels.experts import Assignment, ExpertLinear, Shared, clamped_swiglu, mixture
 from flyball_kernels.linear import Linear
 from flyball_kernels.swiglu import swiglu
 from flyball_runtime.core.model_config import ModelConfig, MoEConfig
@@ -183,11 +183,15 @@ class MixtureOfExperts:
         )
 
     def __call__(self, x: Tensor, adapted: AdaptedStep = ()) -> Tensor:
-        moe, backend = self.moe, self._backend
-        logits = self.router(x)
-        routing = route(logits, moe.experts_per_token, normalizes=moe.normalizes_weights, backend=backend)
-        outputs = self.experts(x, assign(routing.experts, moe.num_experts, backend=backend))
         shared = None
         if self.shared is not None:
             shared = Shared(self.shared(x, adapted), self.shared_gate(x))
-        return weighted_sum(outputs.unflatten(0, routing.experts.shape), routing.weights, shared, backend=backend)
+        return mixture(
+            x,
+            self.router(x),
+            self.experts,
+            self.moe.experts_per_token,
+            normalizes=self.moe.normalizes_weights,
+            shared=shared,
+            backend=self._backend,
+        )
