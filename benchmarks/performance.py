@@ -250,8 +250,8 @@ def checkout_table(name: str) -> str:
     return "\n\n".join([markdown(("Load", "Flyball", "Before", ""), rows), under])
 
 
-def openvino_table() -> str:
-    result = read("versus_openvino")
+def openvino_table(name: str) -> str:
+    result = read(name)
     if result is None:
         return NOT_MEASURED
     rows = [
@@ -411,7 +411,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),
     "llamacpp-experts": partial(llamacpp_table, "versus_llamacpp_experts_avx2"),
     "experts": partial(checkout_table, "versus_checkout_experts_avx2"),
-    "openvino": openvino_table,
+    "openvino": partial(openvino_table, "versus_openvino"),
+    "openvino-avx2": partial(openvino_table, "versus_openvino_avx2"),
     "linear": linear_table,
     "linear-avx2": partial(linear_table, "_avx2"),
     "linear-zen5": partial(linear_table, "_zen5"),

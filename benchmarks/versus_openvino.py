@@ -8,8 +8,8 @@ the same limits of a step, no prefix cache, and both cores. Each run has a seed 
 that goes first changes from run to run, and the one that is not measured is stopped (SIGSTOP).
 
 OpenVINO keeps what is its default: keys and values in 8 bits, and beside weights of 8 and 4 bits inputs rounded to 8 bits in
-groups. In 16 bits it is measured twice: with its default on a CPU with AVX512_BF16, and with products in fp32, which are faster
-where a core issues one bf16 dot product a cycle. Writes results/versus_openvino.json.
+groups. In 16 bits it is measured twice: with its default, which on a CPU with AVX512_BF16 is that dot product, and with
+products in fp32, which are faster where a core issues one of those a cycle. Writes results/versus_openvino.json.
 """
 
 import argparse
@@ -33,7 +33,7 @@ INT4 = ("--weight-format", "int4", "--sym", "--group-size", "32", "--ratio", "1.
 FP16 = ("--weight-format", "fp16")
 PAIRS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "16 bits": ("none", FP16, {"INFERENCE_PRECISION_HINT": "f32"}),
-    "16 bits, OpenVINO's products in bf16": ("none", FP16, {}),
+    "16 bits, OpenVINO's default": ("none", FP16, {}),
     "8 bits": ("int8", ("--weight-format", "int8"), {}),
     "4 bits, inputs in 8": ("w4a8", INT4, {}),
     "4 bits, Flyball's inputs in 16": ("int4", INT4, {}),
