@@ -53,6 +53,7 @@ def both(
 ) -> Iterator[dict[str, Server]]:
     threads = str(len(os.sched_getaffinity(0)))
     ours = [sys.executable, "-m", "flyball_runtime.cli", "serve", str(checkpoint), "--dtype", "bfloat16", *flags]
+    ours += ["--max-model-len", str(SLOT_TOKENS)]
     theirs = [str(llamacpp / "llama-server"), "-m", str(gguf), "--parallel", str(SLOTS), "-c", str(SLOTS * SLOT_TOKENS)]
     theirs += ["-t", threads, "-b", "2048", "-ub", "512", "--alias", "m"]
     with contextlib.ExitStack() as stack:
