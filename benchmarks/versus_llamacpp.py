@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--pair", choices=list(PAIRS), action="append", help="default: all")
     args = parser.parse_args()
     pairs: dict[str, Any] = {}
+    weights = num_weights(args.checkpoint)
     bounds = Bounds()
     reached = [bounds.measure()]
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +90,7 @@ def main() -> None:
             pairs[name] = about | {"by_concurrency": by_concurrency}
             reached.append(bounds.measure())
     about = {"checkpoint": args.checkpoint.name, "llamacpp": version(args.llamacpp)}
-    machine = {"bounds": bounds_of(reached), "num_weights": num_weights(args.checkpoint)}
+    machine = {"bounds": bounds_of(reached), "num_weights": weights}
     save("versus_llamacpp", about | machine | {"pairs": pairs})
 
 

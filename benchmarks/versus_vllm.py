@@ -205,8 +205,9 @@ def num_weights(checkpoint: Path) -> dict[str, int]:
     from flyball_runtime.model.loader import iter_headers, weight_files
 
     sizes = {header.name: math.prod(header.shape) for header in iter_headers(weight_files(checkpoint))}
-    head = sizes.pop("lm_head.weight")
-    of_layers = sum(sizes.values()) - sizes["model.embed_tokens.weight"]
+    embedding = sizes.pop("model.embed_tokens.weight")
+    head = sizes.pop("lm_head.weight", embedding)  # which may be tied to it
+    of_layers = sum(sizes.values())
     if (moe := ModelConfig.from_dir(checkpoint).moe) is not None:
         of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
         of_layers -= of_experts * (moe.num_experts - moe.experts_per_token) // moe.num_experts
