@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow proof sanitize arm e2e-prepare e2e compat clients lock wheel check format chart clean
+.PHONY: help setup demo test test-slow proof sanitize avx512 arm e2e-prepare e2e compat clients lock wheel check format chart clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,8 +28,11 @@ test-slow: $(STAMP) ## run the slow tests: long property tests, fuzzing, soaks (
 proof: $(STAMP) ## run the tuner against an oracle in simulation, write docs/tuning-proof.md (two hours; PROOF='--full' and others)
 	@$(BIN)/python -m flyball_simulation.proof $(PROOF)
 
-sanitize: $(STAMP) ## run the kernel tests on C++ ops compiled with AddressSanitizer and UBSan
-	@PYTHONPATH=tests $(BIN)/python -m sanitize
+sanitize: $(STAMP) ## run the kernel tests on C++ ops compiled with AddressSanitizer and UBSan (SANITIZE=--emulate-avx512: AMX's on any CPU with AVX2)
+	@PYTHONPATH=tests $(BIN)/python -m sanitize $(SANITIZE)
+
+avx512: $(STAMP) ## run the kernel tests on C++ ops compiled for AVX-512, its instructions emulated where the CPU lacks them (AVX512=x86-64-v4 for some)
+	@PYTHONPATH=tests $(BIN)/python -m avx512 $(AVX512)
 
 arm: $(STAMP) ## run the kernel tests on C++ ops compiled for Arm, under QEMU (Debian packages, or it says which; ARM=armv8-a for some)
 	@PYTHONPATH=tests $(BIN)/python -m arm $(ARM)

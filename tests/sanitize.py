@@ -3,9 +3,12 @@
 First two calls with bad arguments, past the public ops' checks, must each be reported: otherwise a build that lost its
 sanitizers would pass. The sanitizers end the process at their first report, and the tests with it.
 
-What uses AMX is tested with its instructions emulated, also on CPUs that have them: there no sanitizer sees what they read.
+What uses AMX is tested with its instructions emulated, also on CPUs that have them: there no sanitizer sees what they read. The
+AVX-512 that it needs can be emulated too, on CPUs with AVX2 alone: ``make sanitize SANITIZE=--emulate-avx512``. That takes ten
+minutes more.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -13,12 +16,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import avx512
 from flyball_kernels.cpu import build, library, variants
 
-ROOT = Path(__file__).parent.parent
-NOT_OURS = "not triton"  # the interpreter runs Triton kernels in Python
-NO_LIBRARY = ("test_aot_compile.py", "test_backend.py", "test_variants.py")  # they compile, or choose
-EMULATED_AMX = f'-DFLYBALL_AMX_EMULATOR="{ROOT}/tests/kernels/emulated_amx.h"'
 WITH_AMX = ("test_linear.py", "test_paged_attention.py", "test_decoder_layer.py")
 LOAD = "import torch; from flyball_kernels.cpu import library; library.load(); "
 CONTROLS = {
@@ -57,25 +57,30 @@ def check_controls(variables: dict[str, str]) -> None:
             raise SystemExit(f"this call should end in {report!r}:\n{call}\n{result.returncode}\n{result.stderr}")
 
 
-def run(flags: Sequence[str], tests: Sequence[str]) -> int:
+def run(flags: Sequence[str], files: Sequence[str] | None = None) -> int:
     """Compile with these flags, and return the exit code of the tests."""
     with tempfile.TemporaryDirectory() as folder:
         variables = environment(build.build_for(flags, Path(folder) / build.LIBRARY_NAME, sanitize=True))
         check_controls(variables)
         print("Both sanitizers report what they should; now the tests.", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *tests, "-k", NOT_OURS]
-        return subprocess.run(command, env=variables, cwd=ROOT).returncode
+        return avx512.run_tests(variables, files)
 
 
 def main() -> int:
-    failed = run(build.NATIVE, ["tests/kernels", *(f"--ignore=tests/kernels/{name}" for name in NO_LIBRARY)])
-    if failed:
+    parser = argparse.ArgumentParser(description="Run the kernel tests on sanitized C++ ops.")
+    parser.add_argument("--emulate-avx512", action="store_true", help="test what uses AMX on a CPU with AVX2 alone too")
+    emulates = parser.parse_args().emulate_avx512
+    machine, cpu_flags = variants.this_cpu()
+    if failed := run(build.NATIVE):
         return failed
-    if "avx512_bf16" not in variants.this_cpu()[1]:
-        print("What uses AMX is not tested: that needs a CPU with avx512_bf16.")
+    needed = variants.X86_64_V3 if emulates else {"avx512_bf16"}
+    if machine != "x86_64" or needed - cpu_flags:
+        print(
+            "What uses AMX is not tested: that needs an x86_64 CPU with avx512_bf16, or with AVX2 and --emulate-avx512."
+        )
         return 0
     print("With AMX, emulated:", flush=True)
-    return run([*build.NATIVE, EMULATED_AMX], [f"tests/kernels/{name}" for name in WITH_AMX])
+    return run(avx512.compile_flags(avx512.VARIANTS[0], cpu_flags - avx512.AMX), WITH_AMX)
 
 
 if __name__ == "__main__":
