@@ -410,6 +410,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "api-process": api_process_table,
     "llamacpp-zen5": partial(llamacpp_table, "versus_llamacpp_zen5"),
     "llamacpp-experts": partial(llamacpp_table, "versus_llamacpp_experts_avx2"),
+    "llamacpp-experts-int8": partial(llamacpp_table, "versus_llamacpp_experts_int8_avx2"),
     "experts": partial(checkout_table, "versus_checkout_experts_avx2"),
     "openvino": partial(openvino_table, "versus_openvino"),
     "openvino-avx2": partial(openvino_table, "versus_openvino_avx2"),
