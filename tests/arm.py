@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pytest import ExitCode
 
+from avx512 import NO_LIBRARY
 from cluster_kit.go_program import cache_folder
 from flyball_kernels.cpu import build
 from flyball_kernels.cpu.variants import Variant, variants_of
@@ -42,7 +43,6 @@ PACKAGES = (
 CPUS = {"armv8.2-a-bf16": "max", "armv8.2-a-dotprod": "neoverse-n1", "armv8-a": "cortex-a72"}
 """QEMU's, by variant."""
 
-NO_LIBRARY = ("test_aot_compile.py", "test_backend.py", "test_variants.py")  # they compile, or choose
 PYTEST = ("-q", "-p", "no:cacheprovider", "-W", "ignore")
 NOT_HERE = "not triton and not transformers and not huge_pages and not each_thread_gets_a_core"
 """The interpreter runs Triton kernels in Python, transformers is not installed, QEMU does not show which pages are huge, and
