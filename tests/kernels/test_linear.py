@@ -156,6 +156,28 @@ def test_a_row_alone_gives_the_same_bits(num_rows, dtype):
     torch.testing.assert_close(linear(x), alone, rtol=0, atol=0)
 
 
+KINDS = {
+    "16 bits": PackedLinear,
+    "int8": partial(Int8Linear, backend=CPP),
+    "w8a16": partial(GroupedLinear, bits=8, backend=CPP),
+    "int4": partial(GroupedLinear, backend=CPP),
+    "w4a8": partial(GroupedLinear, input_bits=8, backend=CPP),
+}
+
+
+@pytest.mark.parametrize(
+    "num_rows", [40, 120, 700]
+)  # threads share the columns of a block of rows, or have blocks of their own
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_bits_do_not_depend_on_the_number_of_threads(kind, num_rows, dtype, set_num_threads):
+    weight, bias = layer(160, 300, dtype, bias=True)
+    linear, x = kind(weight, bias), torch.randn(num_rows, 160, dtype=dtype)
+    alone = torch.cat([linear(rows) for rows in x.split(1)])
+    for num_threads in (1, 2, 3, 7):
+        set_num_threads(num_threads)
+        torch.testing.assert_close(linear(x), alone, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", [PackedLinear, partial(Int8Linear, backend=CPP)], ids=["bf16", "int8"])
 def test_an_output_that_exceeds_the_caches_has_the_same_bits(kind):
     """With AMX it goes past them, from 2 MiB for each thread on."""

@@ -501,13 +501,6 @@ def test_a_decode_is_the_same_bits_in_any_batch(dtype):
         )
 
 
-@pytest.fixture
-def set_num_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("sliding_window", [None, 100])
 def test_a_decode_is_the_same_bits_however_many_heads_its_task_has(dtype, sliding_window, kv_dtype, set_num_threads):

@@ -53,6 +53,30 @@ constexpr bool kHasRuns = std::is_same_v<typename A::Scales, RunScales>;
 
 constexpr int32_t middle(int bits) { return 1 << (bits - 1); }
 
+// x [rows, steps] -> [steps, rows], whole numbers as they are, or floats as fp32
+template <class T, class Input>
+void transpose_rows(const T* x, int64_t steps, int64_t rows, Input* transposed) {
+  static_assert(sizeof(Input) == sizeof(float));
+  int64_t step = 0;
+  // each store but a row's worth lies beyond what it is for; the next one puts that right
+  if (4 <= rows && rows <= kLanes) {
+    for (; step + kLanes <= steps && (step + kLanes - 1) * rows + kLanes <= steps * rows; step += kLanes) {
+      Vec block[kLanes] = {};
+      for (int64_t row = 0; row < rows; ++row) {
+        const T* const from = x + row * steps + step;
+        if constexpr (std::is_integral_v<T>)
+          block[row] = load_raw<Vec>(from);
+        else
+          block[row] = load(from);
+      }
+      transpose(block);
+      for (int64_t i = 0; i < kLanes; ++i) std::memcpy(transposed + (step + i) * rows, &block[i], sizeof(Vec));
+    }
+  }
+  for (; step < steps; ++step)
+    for (int64_t row = 0; row < rows; ++row) transposed[step * rows + row] = static_cast<Input>(x[row * steps + step]);
+}
+
 // Inputs are fp32. Weights of 8 bits lie in panels as signed bytes.
 template <class T, int Bits>
 struct GroupedFma {
@@ -84,8 +108,6 @@ struct GroupedFma {
 #endif
     return {__builtin_convertvector((both & 15) - middle(4), Vec), __builtin_convertvector((both >> 4) - middle(4), Vec)};
   }
-  static Input input(const T* x, int64_t) { return static_cast<float>(*x); }
-  static Vec inputs(const T* x) { return load(x); }
   static Vec broadcast(Input x) { return splat(x); }
   static Vec add(Vec sum, Vec w, Vec x) { return add_product(sum, x, w); }
   static Vec first_sum(const RunInputs&) { return Vec{}; }
@@ -95,7 +117,7 @@ struct GroupedFma {
 
   static void pack(const T* x, int64_t rows, const RunScales& scales, Input* packed) {
     const auto& [inputs, runs] = scales;
-    pack_rows<GroupedFma>(x, runs.k, rows, runs.k, packed);
+    transpose_rows(x, runs.k, rows, packed);
     std::fill(packed + runs.k * rows, packed + runs.num_steps() * rows, 0.0f);
     for (int64_t row = 0; runs.has_zeros && row < rows; ++row) {
       for (int64_t run = 0; run < runs.num; ++run) {
@@ -108,7 +130,7 @@ struct GroupedFma {
   }
 };
 
-// rows of x [rows, k] as in pack_rows, whole numbers for each run, and what is known of each
+// rows of x [rows, k], step by step [steps, rows]: whole numbers for each run, and what is known of each
 template <class A>
 void pack_runs(const typename A::Value* x, int64_t rows, const RunScales& scales, typename A::Input* packed) {
   struct ByRow;
@@ -121,7 +143,7 @@ void pack_runs(const typename A::Value* x, int64_t rows, const RunScales& scales
       inputs[row * runs.num + run] = A::round_run(x + row * runs.k + runs.first(run), runs.size(run), to, runs);
     }
   }
-  pack_rows<Rounded>(by_row, steps, rows, steps, packed);
+  transpose_rows(by_row, steps, rows, packed);
 }
 
 // Inputs become whole numbers of one byte or two, with a unit for each run. Sums of a run are whole, thus exact. A step has four

@@ -98,7 +98,7 @@ struct Int8 {
   using Scales = ColumnScales;
   static constexpr int64_t kDepth = sizeof(Input) / sizeof(InputOfFeature), kWidth = kPanel * kDepth;
 #if FLYBALL_AMX
-  static constexpr int64_t kStepMultiple = kAmxStepBytes / sizeof(Input);  // AmxInt8 multiplies the same weights
+  static constexpr int64_t kStepMultiple = kLineSteps;  // AmxInt8 multiplies the same weights
 #endif
   static constexpr int64_t kTileRows = flyball::kTileRows;
 
@@ -118,7 +118,7 @@ template <class T>
 struct AmxInt8 : Int8<T> {
   static_assert(kZero == 128);  // inputs are unsigned
   using Products = AmxBytes;
-  static constexpr int64_t kTileRows = 2 * kAmxRows, kTileSteps = Int8<T>::kStepMultiple;
+  static constexpr int64_t kTileRows = 2 * kAmxRows;
 };
 #endif
 
@@ -142,44 +142,20 @@ inline void sum_rows(const int8_t* values, int64_t n, int64_t k, int32_t* sums) 
   }
 }
 
-// How rows are packed that have been rounded: as they are.
-struct Rounded {
-  using Value = uint32_t;
-  using Input = uint32_t;
-  static constexpr int64_t kDepth = 1;
-
-  static Input input(const Value* x, int64_t) { return *x; }
-  static Vec inputs(const Value* x) { return load_raw<Vec>(x); }
-};
-
-// The same in whole steps of tiles.
-template <int64_t Steps>
-struct RoundedTiles : Rounded {
-  static constexpr int64_t kTileSteps = Steps;
-};
-
-// k values -> their steps, and their scale
-template <class A>
-float round_row(const typename A::Value* x, int64_t k, typename A::Input* steps) {
-  using Element = typename A::InputOfFeature;
-  typedef Element Elements __attribute__((vector_size(kLanes * sizeof(Element))));  // GCC 12 ignores the attribute in a using
-  const float most = magnitude(x, k), factor = units(most);
-  for (int64_t j = 0; j < k; j += kLanes) {
-    const Elements elements = __builtin_convertvector(rounded(x + j, k - j, factor) + kZero, Elements);
-    std::memcpy(steps + j / A::kDepth, &elements, std::min(kLanes, round_up(k - j, A::kDepth)) * sizeof(Element));
-  }
-  return most / 127.0f;
-}
-
 // rows of x [rows, k] as in pack_rows, and a scale for each
 template <class A>
 void pack_rounded(const typename A::Value* x, int64_t rows, int64_t k, typename A::Input* packed, float* scales) {
-  struct Rows;
-  const int64_t steps = num_steps<A>(k);
-  auto* by_row = reinterpret_cast<uint32_t*>(scratch<Rows>(rows * steps));
-  for (int64_t row = 0; row < rows; ++row) scales[row] = round_row<A>(x + row * k, k, by_row + row * steps);
-  if constexpr (kHasTiles<A>)
-    pack_rows<RoundedTiles<A::kTileSteps>>(by_row, steps, rows, steps, packed);
-  else
-    pack_rows<Rounded>(by_row, steps, rows, steps, packed);
+  using Element = typename A::InputOfFeature;
+  typedef Element Elements __attribute__((vector_size(kLanes * sizeof(Element))));  // GCC 12 ignores the attribute in a using
+  constexpr int64_t kFeatures = kLineSteps * A::kDepth;
+  static_assert(kFeatures % kLanes == 0);
+  for (int64_t row = 0; row < rows; ++row, x += k) {
+    const float most = magnitude(x, k), factor = units(most);
+    scales[row] = most / 127.0f;
+    for (int64_t j = 0; j < round_up(k, kFeatures); j += kLanes) {
+      const VecI whole = j < k ? rounded(x + j, k - j, factor) : VecI{};
+      const Elements elements = __builtin_convertvector(whole + kZero, Elements);
+      std::memcpy(packed + (j / kFeatures * rows + row) * kLineSteps + j % kFeatures / A::kDepth, &elements, sizeof(elements));
+    }
+  }
 }

@@ -24,6 +24,7 @@ namespace {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kTileRows = kRegisters / 2 - 2;  // 2 sums for each row, 2 weights and a broadcast fill the registers
 constexpr int64_t kAheadBytes = 8192;  // of weights, to prefetch: what memory delivers while it fetches the first of them
+constexpr int64_t kLineSteps = 16;  // of a row's inputs, 4 bytes each: a cache line
 constexpr int64_t kTilesOfBlock = 8;  // the copy of their rows stays in the second-level cache
 
 template <class V>
@@ -64,8 +65,10 @@ struct Fma {
   static int64_t column(int64_t i) { return column_of(c10::CppTypeToScalarType<T>::value, i); }
   static int64_t feature(int64_t) { return 0; }
   static Pair weights(const T* from) { return load_pair(from); }
-  static Input input(const T* x, int64_t) { return static_cast<float>(*x); }
-  static Vec inputs(const T* x) { return load(x); }  // of kLanes steps
+  // num features, at most a line's -> their steps; the line's others are zero
+  static void pack_line(const T* x, int64_t num, Input* line) {
+    for (int64_t i = 0; i < kLineSteps; i += kLanes) store(line + i, i < num ? load_up_to(x + i, num - i) : Vec{});
+  }
   static Vec broadcast(Input x) { return splat(x); }
   static Vec add(Vec sum, Vec w, Vec x) { return add_product(sum, x, w); }
 };
@@ -82,8 +85,10 @@ struct Dot {
   static int64_t column(int64_t i) { return i / 2; }
   static int64_t feature(int64_t i) { return i % 2; }
   static Pair weights(const Weight* from) { return {load_raw<Vec>(from), load_raw<Vec>(from + kPanel)}; }
-  static Input input(const Weight* x, int64_t left) { return x[0].x | (left > 1 ? uint32_t{x[1].x} << 16 : 0); }
-  static Vec inputs(const Weight* x) { return load_raw<Vec>(x); }
+  static void pack_line(const Weight* x, int64_t num, Input* line) {
+    if (num < kLineSteps * kDepth) std::memset(line, 0, kLineSteps * sizeof(Input));
+    std::memcpy(line, x, num * sizeof(*x));
+  }
   static Vec broadcast(Input x) { return (Vec)splat(Bf16Pair{x}); }
   static Vec add(Vec sum, Vec w, Vec x) { return add_product(sum, (VecU)w, (VecU)x); }
 };
@@ -151,15 +156,17 @@ void write_sums(const Output<A>& out, int64_t row, typename A::Sum low, typename
 }
 
 #if FLYBALL_AMX
-// Weights as Dot has them, in whole steps of the tiles. Inputs of a tile of rows lie step by step.
+static_assert(kAmxStepBytes == kLineSteps * sizeof(float));  // a step of the tiles takes a line of each row
+
+// Weights as Dot has them, in whole steps of the tiles.
 struct Amx : Dot {
   using Products = AmxBf16;
-  static constexpr int64_t kTileRows = 2 * kAmxRows, kTileSteps = kAmxStepBytes / sizeof(Input), kStepMultiple = kTileSteps;
+  static constexpr int64_t kTileRows = 2 * kAmxRows, kStepMultiple = kLineSteps;
 };
 #endif
 
 template <class A>
-constexpr bool kHasTiles = requires { A::kTileSteps; };
+constexpr bool kHasTiles = requires { typename A::Products; };
 
 template <class A>
 int64_t num_steps(int64_t k) {
@@ -183,41 +190,14 @@ void pack_weight(const typename A::Weight* weight, int64_t n, int64_t k, typenam
   }
 }
 
-// Packs at most kLanes rows, kLanes steps at a time, as far as whole vectors go; returns how far that is.
+// rows of x [rows, k] -> [steps / kLineSteps, rows, kLineSteps], zero behind the last feature. A tile's sums read a line of each
+// row to its end, so that rows need not be transposed.
 template <class A>
-int64_t pack_columns(const typename A::Value* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
-  int64_t step = 0;
-  // each store but a row's worth lies beyond what it is for; the next one puts that right
-  for (; (step + kLanes) * A::kDepth <= k && (step + kLanes - 1) * rows + kLanes <= num_steps<A>(k) * rows; step += kLanes) {
-    Vec block[kLanes] = {};
-    for (int64_t row = 0; row < rows; ++row) block[row] = A::inputs(x + row * stride + step * A::kDepth);
-    transpose(block);
-    for (int64_t i = 0; i < kLanes; ++i) std::memcpy(packed + (step + i) * rows, &block[i], sizeof(Vec));
-  }
-  return step;
-}
-
-// rows of x [rows, k] -> [steps, rows], or [steps / kTileSteps, rows, kTileSteps]
-template <class A>
-void pack_rows(const typename A::Value* x, int64_t stride, int64_t rows, int64_t k, typename A::Input* packed) {
-  const int64_t steps = num_steps<A>(k);
-  if constexpr (kHasTiles<A>) {
-    constexpr int64_t kFeatures = A::kTileSteps * A::kDepth;
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t j = 0; j < k; j += kFeatures) {
-        auto* to = packed + j / A::kDepth * rows + row * A::kTileSteps;
-        if (k - j < kFeatures) std::memset(to, 0, kFeatures * sizeof(*x));
-        std::memcpy(to, x + row * stride + j, std::min(kFeatures, k - j) * sizeof(*x));
-      }
-    }
-    return;
-  } else {
-    int64_t step = 0;
-    if (4 <= rows && rows <= kLanes) step = pack_columns<A>(x, stride, rows, k, packed);
-    for (; step < steps; ++step)
-      for (int64_t row = 0; row < rows; ++row)
-        packed[step * rows + row] = A::input(x + row * stride + step * A::kDepth, k - step * A::kDepth);
-  }
+void pack_rows(const typename A::Value* x, int64_t rows, int64_t k, typename A::Input* packed) {
+  constexpr int64_t kFeatures = kLineSteps * A::kDepth;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t j = 0; j < k; j += kFeatures)
+      A::pack_line(x + row * k + j, std::min(kFeatures, k - j), packed + (j / kFeatures * rows + row) * kLineSteps);
 }
 
 #include "int8.h"
@@ -240,19 +220,27 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
       const typename A::Weight* from = panels + (p * steps + step) * A::kWidth;
 #pragma GCC unroll 4
       for (int64_t line = 0; line < kStepBytes; line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead + line);
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead + line, 0, 2);  // into the second-level cache
       const auto w = A::weights(from);
 #pragma GCC unroll 16
       for (int row = 0; row < Rows; ++row) {
-        const auto value = A::broadcast(x[step * Rows + row]);
+        const auto value = A::broadcast(x[row * kLineSteps]);
         low[p][row] = A::add(low[p][row], w.low, value);
         high[p][row] = A::add(high[p][row], w.high, value);
       }
     }
+    x += (step + 1) % kLineSteps > 0 ? 1 : (Rows - 1) * kLineSteps + 1;  // or on to the rows' next lines
   }
 #pragma GCC unroll 4
   for (int p = 0; p < Panels; ++p) {
     const Output<A> to = out.from(0, p * kPanel);
+    if constexpr (std::is_same_v<typename A::Sum, Vec>) {
+      if (to.columns >= kPanel && !to.bias) {  // in this loop sums need not leave their registers
+#pragma GCC unroll 16
+        for (int row = 0; row < Rows; ++row) store_panel(to.data + row * to.stride, low[p][row], high[p][row]);
+        continue;
+      }
+    }
 #pragma GCC unroll 16
     for (int row = 0; row < Rows; ++row) write_sums(to, row, low[p][row], high[p][row]);
   }
@@ -284,16 +272,18 @@ void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, cons
 
 // What a row's inputs and a panel have, in elements.
 struct Sizes {
-  int64_t inputs, more, panel;  // more: floats beside the inputs
+  int64_t steps, inputs, more, panel;  // more: floats beside the inputs
 };
 
 template <class A>
 Sizes sizes(int64_t k, const Output<A>& out) {
   if constexpr (kHasRuns<A>) {
     const Runs& runs = out.scales.runs;
-    return {A::kParts * runs.num_steps(), runs.num * int64_t(sizeof(RunInputs) / sizeof(float)), runs.panel_bytes<A>()};
+    const int64_t inputs = A::kParts * runs.num_steps();
+    return {runs.num_steps(), inputs, runs.num * int64_t(sizeof(RunInputs) / sizeof(float)), runs.panel_bytes<A>()};
   }
-  return {num_steps<A>(k), kIsQuantized<A>, num_steps<A>(k) * A::kWidth};
+  const int64_t steps = num_steps<A>(k);
+  return {steps, round_up(steps, kLineSteps), kIsQuantized<A>, steps * A::kWidth};
 }
 
 // How many rows share the copy of their inputs.
@@ -351,7 +341,7 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
     else if constexpr (kHasRuns<A>)
       A::pack(x + row * k, num, out.scales.from(row, 0), inputs + row * size.inputs);
     else
-      pack_rows<A>(x + row * k, k, num, k, inputs + row * size.inputs);
+      pack_rows<A>(x + row * k, num, k, inputs + row * size.inputs);
   });
   if constexpr (kHasTiles<A>) {
     run_tiles<A>({inputs, packed, rows, num_tiles, size.inputs, out, streams}, num_panels, team);
@@ -374,7 +364,7 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
             T* const gates_of_tile = gates + (row - tile_start(first)) * columns;
             Output<A> to = out.from(row, of_half * kPanel);
             if (activation) to.data = half == 0 ? gates_of_tile : values, to.stride = columns;
-            multiply<A>(num_rows, width, inputs + row * size.inputs, packed + of_half * size.panel, size.inputs, to);
+            multiply<A>(num_rows, width, inputs + row * size.inputs, packed + of_half * size.panel, size.steps, to);
             for (int64_t r = 0; half == 1 && r < num_rows; ++r)
               gate_row(*activation, gates_of_tile + r * columns, values + r * columns,
                        out.data + (row + r) * out.stride + panel * kPanel, columns);
@@ -400,9 +390,23 @@ Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typenam
             Output<A> to = out;
             if (gates_later) to.data = reinterpret_cast<T*>(memory + of_inputs), to.stride = n;
             const bool streams = should_stream(to, m, team);
-            for (int64_t row = 0; row < m; row += block_rows)
-              linear_block<A>(x + row * k, std::min(block_rows, m - row), k, packed, n, to.from(row, 0),
-                              gates_later ? std::nullopt : activation, streams, team, memory);
+            const auto run_block = [&](int64_t row, int64_t end, const Team& those, float* inputs) {
+              linear_block<A>(x + row * k, end - row, k, packed, n, to.from(row, 0), gates_later ? std::nullopt : activation,
+                              streams, those, inputs);
+            };
+            const int64_t num_blocks = round_up(m, block_rows) / block_rows;
+            if (!kHasTiles<A> && num_blocks > 1 && num_blocks >= team.size()) {
+              // Each thread takes blocks through all columns, and waits for no other before the end.
+              const int64_t num = round_up(num_blocks, team.size());
+              Team::Shared shared(1);
+              const Team alone(shared, 0, 1);
+              team.share_runs(num, 1, [&](int64_t block, int64_t) {
+                struct Inputs;
+                run_block(block * m / num, (block + 1) * m / num, alone, scratch<Inputs>(of_inputs));
+              });
+            } else {
+              for (int64_t row = 0; row < m; row += block_rows) run_block(row, std::min(row + block_rows, m), team, memory);
+            }
             if (gates_later) gate_rows<T>(team, *activation, to.data, out.data, m, n / 2);
           }};
 }

@@ -20,11 +20,11 @@ struct TileBlock {
   bool streams;
 
   int64_t row(int64_t tile) const { return tile * num_rows / num_tiles; }
-  int64_t tile_steps() const { return steps / A::kTileSteps; }
+  int64_t tile_steps() const { return steps / kLineSteps; }
 
   // Sums of a panel [tiles, rows, columns].
   void sum_panel(AmxTiles& tiles, int64_t panel, int64_t first, int64_t last, Total* sums) const {
-    constexpr int64_t kRowBytes = A::kWidth * sizeof(typename A::Weight), kStepBytes = A::kTileSteps * kRowBytes;
+    constexpr int64_t kRowBytes = A::kWidth * sizeof(typename A::Weight), kStepBytes = kLineSteps * kRowBytes;
     const auto* from = reinterpret_cast<const char*>(weights + panel * steps * A::kWidth);
     const bool is_single = last - first == 1;
     const int64_t all = tile_steps(), most = is_single ? all : kBlockSteps;
