@@ -1,6 +1,5 @@
 """Decoder layers as one op against their parts, one after another."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -332,11 +331,9 @@ def test_embedding_and_head_are_checked():
 
 
 @pytest.fixture(params=[1, 2, 7])
-def num_threads(request) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def num_threads(request, set_num_threads) -> int:
+    set_num_threads(request.param)
+    return request.param
 
 
 # as many threads as there are share an expert, or each has some of them

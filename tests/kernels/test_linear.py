@@ -165,9 +165,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "num_rows", [40, 120, 700]
-)  # threads share the columns of a block of rows, or have blocks of their own
+# threads share the columns of a block of rows, or have blocks of their own
+@pytest.mark.parametrize("num_rows", [40, 120, 700])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_bits_do_not_depend_on_the_number_of_threads(kind, num_rows, dtype, set_num_threads):
     weight, bias = layer(160, 300, dtype, bias=True)

@@ -234,13 +234,6 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
 #pragma GCC unroll 4
   for (int p = 0; p < Panels; ++p) {
     const Output<A> to = out.from(0, p * kPanel);
-    if constexpr (std::is_same_v<typename A::Sum, Vec>) {
-      if (to.columns >= kPanel && !to.bias) {  // in this loop sums need not leave their registers
-#pragma GCC unroll 16
-        for (int row = 0; row < Rows; ++row) store_panel(to.data + row * to.stride, low[p][row], high[p][row]);
-        continue;
-      }
-    }
 #pragma GCC unroll 16
     for (int row = 0; row < Rows; ++row) write_sums(to, row, low[p][row], high[p][row]);
   }
@@ -344,7 +337,7 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
       pack_rows<A>(x + row * k, num, k, inputs + row * size.inputs);
   });
   if constexpr (kHasTiles<A>) {
-    run_tiles<A>({inputs, packed, rows, num_tiles, size.inputs, out, streams}, num_panels, team);
+    run_tiles<A>({inputs, packed, rows, num_tiles, size.steps, out, streams}, num_panels, team);
   } else {
     // A thread's panels follow each other, since each fetches the beginning of the next. A panel's tiles stay on one thread,
     // unless there are few panels.
