@@ -165,11 +165,13 @@ def run(
     layers: list[DecoderLayer],
     given: dict[str, Any],
     *others: dict[str, Any],
+    wanted: tuple[Tensor, Tensor] | tuple[()] = (),
     **ends: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run layers as one op; caches, slots and block tables of those but the first are in ``others``.
 
     Args:
+        wanted: ``logits_indices`` and ``cu_logits_lens``.
         ends: embedding and head.
     """
     each = [given, *others]
@@ -182,7 +184,15 @@ def run(
         [one["block_tables"] for one in each],
         given["cu_query_lens"],
         given["context_lens"],
+        *wanted,
     )
+
+
+def last_tokens(given: dict[str, Any], nums: list[int]) -> tuple[Tensor, Tensor]:
+    """Return which tokens are the last ones, so many of each sequence, and how many, cumulative."""
+    ends = given["cu_query_lens"][1:].tolist()
+    indices = [token for end, num in zip(ends, nums, strict=True) for token in range(end - num, end)]
+    return torch.tensor(indices, dtype=torch.int64), torch.tensor([0, *nums]).cumsum(0).int()
 
 
 def assert_same_bits(layer: dict[str, Any], given: dict[str, Any]) -> None:
@@ -276,6 +286,58 @@ def test_several_layers_give_the_bits_of_one_after_another(batch, kind):
     for name in ("k_cache", "v_cache"):
         for one, other in zip(at_once, given, strict=True):
             torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("wants", ["the last", "some", "none"])
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_wanted_tokens_have_the_bits_that_they_have_among_all(batch, kind, num_layers, wants, dtype):
+    settings: dict[str, Any] = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+    layers = [
+        DecoderLayer(**with_linears(layer_weights(dtype), kind, CPP), **settings, sliding_window=window)
+        for window in (20, None, 20)[:num_layers]
+    ]
+    given = [step(batch, dtype) for _ in layers]
+    given[0]["residual"] = None  # of one layer, the input is the sum that goes on
+    lens = given[0]["cu_query_lens"].diff().tolist()
+    nums = {
+        "the last": [1 for _ in lens],
+        "some": [min(num, (2, 0, 5)[index % 3]) for index, num in enumerate(lens)],
+        "none": [0 for _ in lens],
+    }[wants]
+    wanted = last_tokens(given[0], nums)
+    of_all, of_wanted = ([copied(one) for one in given] for _ in range(2))
+    expected = run(layers, *of_all)
+    actual = run(layers, *of_wanted, wanted=wanted)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other[wanted[0]], rtol=0, atol=0)
+    for name in ("k_cache", "v_cache"):
+        for one, other in zip(of_wanted, of_all, strict=True):
+            torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, equal_nan=True)
+
+    norm, linear = torch.randn(96).to(dtype), KINDS[kind](torch.randn(133, 96).to(dtype), backend=CPP)
+    head = DecoderHead(norm=norm, linear=linear, eps=1e-5)
+    expected = run(layers, *[copied(one) for one in given], head=head)
+    actual = run(layers, *[copied(one) for one in given], wanted=wanted, head=head)
+    torch.testing.assert_close(actual[0], expected[0][wanted[0]], rtol=0, atol=0)
+
+
+def test_wanted_tokens_are_checked():
+    layer = with_linears(layer_weights(torch.bfloat16), "plain", CPP)
+    op = DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)
+    given = step("a prompt among decodes", torch.bfloat16)
+    indices, lens = last_tokens(given, [1, 1, 1])
+    with pytest.raises(IndexError, match="logits_indices holds 42; its values must be at least 0 and below 42"):
+        run([op], given, wanted=(indices + 1, lens))
+    with pytest.raises(ValueError, match=r"logits_indices is Int.*must be Long"):
+        run([op], given, wanted=(indices.int(), lens))
+    with pytest.raises(ValueError, match=r"cu_logits_lens is .*\[3\].*\[4\]"):
+        run([op], given, wanted=(indices, lens[1:]))
+    with pytest.raises(IndexError, match="cu_query_lens goes from 0 to 3; it must go from 0 to 2"):
+        run([op], given, wanted=(indices[1:], lens))
+    with pytest.raises(ValueError, match="logits_indices and cu_logits_lens go together"):
+        run([op], given, wanted=(indices,))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -67,7 +67,8 @@ def test_lays_out_every_token(backend):
     assert (layout.cu_query_lens.tolist(), layout.cu_query_lens.dtype) == ([0, 1, 2, 7, 10], torch.int32)
     assert (layout.context_lens.tolist(), layout.context_lens.dtype) == ([5, 20, 11, 3], torch.int32)
     assert layout.logits_indices.tolist() == [0, 1, 8, 9]
-    assert (layout.max_query_len, layout.max_context_len) == (5, 20)
+    assert (layout.cu_logits_lens.tolist(), layout.cu_logits_lens.dtype) == ([0, 1, 2, 2, 4], torch.int32)
+    assert (layout.max_query_len, layout.max_logits_len, layout.max_context_len) == (5, 2, 20)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

@@ -155,7 +155,7 @@ class DecoderStack:
         caches: K and V cache of each layer, see ``rope_kv_write``; contiguous.
         groups: which of the slot mappings and block tables of a call are a layer's.
         embedding: ``[vocab, hidden]``; the first layer's input is then made of token ids.
-        head: makes logits of all tokens.
+        head: makes logits of what the last layer gives.
     Raises:
         ValueError: layers, caches, embedding and head do not fit each other.
     """
@@ -188,6 +188,8 @@ class DecoderStack:
         block_tables: Sequence[Tensor],
         cu_query_lens: Tensor,
         context_lens: Tensor,
+        logits_indices: Tensor | None = None,
+        cu_logits_lens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run one step.
 
@@ -198,15 +200,25 @@ class DecoderStack:
             slot_mappings: slots of each group, see ``rope_kv_write``; contiguous.
             block_tables: of each group, see ``paged_attention``.
             cu_query_lens, context_lens: see ``paged_attention``.
+            logits_indices, cu_logits_lens: see ``StepLayout``; behind the last layer's keys and values, no other tokens than
+                these are computed. None: all are.
         Returns:
-            The last layer's output, which is still to be added, and the running sum of the residual: both new tensors. With a
-            head its logits, fp32, in the place of the output.
+            The last layer's output, which is still to be added, and the running sum of the residual: both new tensors, of all
+            tokens or of those at ``logits_indices``. With a head its logits, fp32, in the place of the output.
         Raises:
             ValueError: a shape, dtype or layout is not as above, or a layer's group is not there.
             IndexError: a token id, position, slot, length or block id is out of range.
         """
         out: tuple[Tensor, Tensor] = self._run(
-            x, residual, positions, slot_mappings, block_tables, cu_query_lens, context_lens
+            x,
+            residual,
+            positions,
+            slot_mappings,
+            block_tables,
+            cu_query_lens,
+            context_lens,
+            logits_indices,
+            cu_logits_lens,
         )
         return out
 

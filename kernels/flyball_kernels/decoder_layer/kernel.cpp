@@ -20,6 +20,11 @@ struct Inputs {
   const Tensor &positions, &k_cache, &v_cache, &slot_mapping, &block_tables, &cu_query_lens, &context_lens;
 };
 
+// Tokens of a step, the last ones of their sequences: which, and how many of each sequence, cumulative.
+struct Wanted {
+  const Tensor &indices, &cu_lens;
+};
+
 struct DecoderLayer : torch::CustomClassHolder {
   Part qkv, output;
   std::optional<Part> gate_up, down;  // or
@@ -80,12 +85,12 @@ struct DecoderHead : torch::CustomClassHolder {
 
 using Head = c10::intrusive_ptr<DecoderHead>;
 
-// rows of table [n, columns] -> out [ids, columns]
-Work embedding_work(const Tensor& ids, const Tensor& table, const Tensor& out) {
-  const auto* wanted = data<const int64_t>(ids);
+// rows of table [n, ...] -> out [indices, ...]
+Work gather_work(const Tensor& indices, const Tensor& table, const Tensor& out) {
+  const auto* wanted = data<const int64_t>(indices);
   const auto* from = static_cast<const char*>(table.data_ptr());
   auto* to = static_cast<char*>(out.data_ptr());
-  const int64_t rows = ids.numel(), bytes = table.size(1) * table.element_size();
+  const int64_t rows = indices.numel(), bytes = table.stride(0) * table.element_size();
   return {0, [=](const Team& team, float*) {
             team.share(rows, [&](int64_t row) { std::memcpy(to + row * bytes, from + wanted[row] * bytes, bytes); });
           }};
@@ -127,11 +132,13 @@ class Step {
         attended_(at::empty_like(query_)), out_(empty(x.size(1))), total_(empty(x.size(1))), normed_(block(x.size(1))),
         projected_(block(first.qkv->out_features)), added_(block(x.size(1))) {}
 
-  void embed(const Tensor& ids, const Tensor& table, const Tensor& x) { works_.push_back(embedding_work(ids, table, x)); }
+  void embed(const Tensor& ids, const Tensor& table, const Tensor& x) { works_.push_back(gather_work(ids, table, x)); }
 
-  void add(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs) {
+  // wanted: behind the keys and values of all tokens, compute no others than these; then no layer can follow.
+  void add(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs,
+           const std::optional<Wanted>& wanted) {
     const auto& [positions, k_cache, v_cache, slot_mapping, block_tables, cu_query_lens, context_lens] = inputs;
-    const Tensor& entered = residual ? entered_ : x;
+    Tensor entered = residual ? entered_ : x;
     const auto work = [&](Work one) { works_.push_back(std::move(one)); };
     for_blocks([&](const Rows& of, const Rows& block) {
       const Tensor normed = block(normed_), projected = block(projected_);
@@ -141,9 +148,11 @@ class Step {
       work(rope_kv_write_work(projected, of(positions), layer.cos_sin_cache, k_cache, v_cache, of(slot_mapping), layer.q_norm,
                               layer.k_norm, layer.eps, layer.norm_offset, of(query_)));
     });
-    work(paged_attention_work(query_, k_cache, v_cache, block_tables, cu_query_lens, context_lens, layer.scale,
-                              layer.sliding_window, layer.softcap, {}, {}, attended_,
-                              tasks_of(block_tables, k_cache, layer.sliding_window)));
+    if (wanted) entered = keep(wanted->indices, entered);
+    SharedTasks of_wanted;
+    work(paged_attention_work(query_, k_cache, v_cache, block_tables, wanted ? wanted->cu_lens : cu_query_lens, context_lens,
+                              layer.scale, layer.sliding_window, layer.softcap, {}, {}, attended_,
+                              wanted ? of_wanted : tasks_of(block_tables, k_cache, layer.sliding_window)));
     const Tensor attended = attended_.view({rows_, layer.output->in_features});
     for_blocks([&](const Rows& of, const Rows& block) {
       const Tensor normed = block(normed_), added = block(added_);
@@ -167,7 +176,7 @@ class Step {
     if (logits.scalar_type() == at::kFloat) return logits;
     const Tensor wide = at::empty(logits.sizes(), logits.options().dtype(at::kFloat));
     works_.push_back(widen_work(logits, wide));
-    narrow_ = logits;
+    until_run_.push_back(logits);
     return wide;
   }
 
@@ -176,6 +185,20 @@ class Step {
   void run() const { run_in_team(works_); }
 
  private:
+  // Goes on with these rows alone, and returns them of the sum that enters the layer.
+  Tensor keep(const Tensor& indices, const Tensor& entered) {
+    rows_ = indices.numel();
+    const auto kept = [&](const Tensor& all) {
+      const Tensor out = at::empty({rows_, all.stride(0)}, options_);
+      works_.push_back(gather_work(indices, all, out));
+      until_run_.push_back(all);
+      return out;
+    };
+    query_ = kept(query_).view({rows_, query_.size(1), query_.size(2)});
+    for (Tensor* of_all : {&attended_, &out_, &total_}) *of_all = of_all->narrow(0, 0, rows_);
+    return entered_ = kept(entered);
+  }
+
   Tensor empty(int64_t columns) const { return at::empty({rows_, columns}, options_); }
   Tensor block(int64_t columns) const { return at::empty({block_rows_, columns}, options_); }
 
@@ -208,13 +231,14 @@ class Step {
     }
   }
 
-  const int64_t rows_, block_rows_;
+  int64_t rows_;
+  const int64_t block_rows_;
   const at::TensorOptions options_;
-  const Tensor entered_, query_, attended_, out_, total_;      // of all rows
-  const Tensor normed_, projected_, added_;                  // of a block's
+  Tensor entered_, query_, attended_, out_, total_;  // of all rows
+  const Tensor normed_, projected_, added_;          // of a block's
   std::vector<Tensor> gated_;
   std::vector<Mixture::Memory> memories_;
-  Tensor narrow_;  // logits, until they are wide
+  std::vector<Tensor> until_run_;  // what works read and nothing else holds
   // Block tables, a cache's blocks and their size, and the window.
   using Kind = std::tuple<const Tensor*, int64_t, int64_t, std::optional<int64_t>>;
   std::vector<std::pair<Kind, SharedTasks>> tasks_;
@@ -255,7 +279,8 @@ struct DecoderStack : torch::CustomClassHolder {
 
   std::tuple<Tensor, Tensor> run(const Tensor& x, const OptionalTensor& residual, const Tensor& positions,
                                  const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
-                                 const Tensor& cu_query_lens, const Tensor& context_lens) const {
+                                 const Tensor& cu_query_lens, const Tensor& context_lens, const OptionalTensor& logits_indices,
+                                 const OptionalTensor& cu_logits_lens) const {
     const int64_t rows = positions.numel(), num_seqs = context_lens.numel();
     check_tensor("positions", positions, at::kLong, {rows});
     check_tensor("context_lens", context_lens, at::kInt, {num_seqs});
@@ -264,6 +289,15 @@ struct DecoderStack : torch::CustomClassHolder {
     for (size_t group = 0; group < num_groups; ++group) {
       check_tensor("slot_mapping", slot_mappings[group], at::kLong, {rows});
       check_tensor("block_tables", block_tables[group], at::kInt, {num_seqs, -1});
+    }
+    TORCH_CHECK_VALUE(logits_indices.has_value() == cu_logits_lens.has_value(),
+                      "logits_indices and cu_logits_lens go together: give both, or none to compute all tokens");
+    std::optional<Wanted> wanted;
+    if (logits_indices) {
+      check_tensor("logits_indices", *logits_indices, at::kLong, {-1});
+      check_below("logits_indices", data<const int64_t>(*logits_indices), logits_indices->numel(), rows);
+      check_tensor("cu_logits_lens", *cu_logits_lens, at::kInt, {num_seqs + 1});
+      wanted.emplace(*logits_indices, *cu_logits_lens);
     }
     Tensor begin = x;
     if (embedding) {
@@ -282,7 +316,8 @@ struct DecoderStack : torch::CustomClassHolder {
       TORCH_CHECK_VALUE(group < num_groups, "layer ", i, " is of group ", group, "; there are slots and block tables of ",
                         num_groups, ".");
       step.add(*layers[i], i == 0 ? begin : step.out(), i == 0 ? residual : OptionalTensor(step.total()),
-               {positions, k_caches[i], v_caches[i], slot_mappings[group], block_tables[group], cu_query_lens, context_lens});
+               {positions, k_caches[i], v_caches[i], slot_mappings[group], block_tables[group], cu_query_lens, context_lens},
+               i + 1 == layers.size() ? wanted : std::nullopt);
     }
     const Tensor out = head ? step.finish(**head) : step.out();
     step.run();

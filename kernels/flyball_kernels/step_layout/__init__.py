@@ -23,8 +23,9 @@ class StepLayout(NamedTuple):
         block_tables: for each group ``[n, max_blocks]`` int32, as far as the longest context goes.
         cu_query_lens: ``[n + 1]`` int32, cumulative numbers of tokens, from 0.
         context_lens: ``[n]`` int32, tokens of the sequence once these are computed.
-        logits_indices: ``[num_sampled]`` int64, increasing, tokens whose logits are wanted.
-        max_query_len, max_context_len: the largest of each.
+        logits_indices: ``[num_sampled]`` int64, increasing, tokens whose logits are wanted: the last ones of their entry.
+        cu_logits_lens: ``[n + 1]`` int32, cumulative numbers of these, from 0.
+        max_query_len, max_logits_len, max_context_len: the largest of each.
     """
 
     token_ids: Tensor
@@ -34,7 +35,9 @@ class StepLayout(NamedTuple):
     cu_query_lens: Tensor
     context_lens: Tensor
     logits_indices: Tensor
+    cu_logits_lens: Tensor
     max_query_len: int
+    max_logits_len: int
     max_context_len: int
 
 

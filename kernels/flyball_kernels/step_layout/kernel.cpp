@@ -4,7 +4,8 @@
 namespace flyball {
 namespace {
 
-using Layout = std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, Tensor, Tensor, Tensor, int64_t, int64_t>;
+using Layout = std::tuple<Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor, int64_t, int64_t,
+                          int64_t>;
 
 // The entries of a step: arrays of their number.
 struct Entries {
@@ -14,7 +15,8 @@ struct Entries {
 
 // What entries come to.
 struct Sums {
-  int64_t tokens = 0, given = 0, sampled = 0, max_query = 0, max_context = 0;  // given: tokens of those but the decodes
+  int64_t tokens = 0, given = 0, sampled = 0;  // given: tokens of those but the decodes
+  int64_t max_query = 0, max_sampled = 0, max_context = 0;
 };
 
 Sums add_up(const Entries& entries, int64_t num_decodes, int64_t num_rows, int64_t max_context) {
@@ -31,6 +33,7 @@ Sums add_up(const Entries& entries, int64_t num_decodes, int64_t num_rows, int64
     sums.given += i < num_decodes ? 0 : num;
     sums.sampled += num_sampled;
     sums.max_query = std::max(sums.max_query, num);
+    sums.max_sampled = std::max(sums.max_sampled, num_sampled);
     sums.max_context = std::max(sums.max_context, start + num);
   }
   return sums;
@@ -61,12 +64,13 @@ Layout step_layout(const Tensor& of_entries, int64_t num_decodes, const Tensor& 
 
   const auto longs = [](int64_t size) { return at::empty({size}, at::kLong); };
   const Tensor token_ids = longs(sums.tokens), positions = longs(sums.tokens), logits_indices = longs(sums.sampled);
-  const Tensor cu_query_lens = at::empty({n + 1}, at::kInt), context_lens = at::empty({n}, at::kInt);
+  const auto ints = [](int64_t size) { return at::empty({size}, at::kInt); };
+  const Tensor cu_query_lens = ints(n + 1), context_lens = ints(n), cu_logits_lens = ints(n + 1);
   auto *ids = data<int64_t>(token_ids), *at_positions = data<int64_t>(positions), *indices = data<int64_t>(logits_indices);
-  auto *cu = data<int32_t>(cu_query_lens), *contexts = data<int32_t>(context_lens);
+  auto *cu = data<int32_t>(cu_query_lens), *contexts = data<int32_t>(context_lens), *cu_logits = data<int32_t>(cu_logits_lens);
   const auto *last = data<const int64_t>(last_token_ids), *from = data<const int64_t>(given);
   int64_t token = 0;
-  cu[0] = 0;
+  cu[0] = cu_logits[0] = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t num = entries.query_lens[i];
     if (i < num_decodes) {
@@ -79,6 +83,7 @@ Layout step_layout(const Tensor& of_entries, int64_t num_decodes, const Tensor& 
     token += num;
     for (int64_t left = entries.num_sampled[i]; left > 0; --left) *indices++ = token - left;
     cu[i + 1] = static_cast<int32_t>(token);
+    cu_logits[i + 1] = cu_logits[i] + static_cast<int32_t>(entries.num_sampled[i]);
     contexts[i] = static_cast<int32_t>(entries.starts[i] + num);
   }
 
@@ -96,14 +101,14 @@ Layout step_layout(const Tensor& of_entries, int64_t num_decodes, const Tensor& 
         *slots++ = int64_t{table[position / block_size]} * block_size + position % block_size;
     }
   }
-  return {token_ids, positions, slot_mappings, tables, cu_query_lens, context_lens, logits_indices, sums.max_query,
-          sums.max_context};
+  return {token_ids,      positions,      slot_mappings,  tables,           cu_query_lens,   context_lens,
+          logits_indices, cu_logits_lens, sums.max_query, sums.max_sampled, sums.max_context};
 }
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.def(
       "step_layout(Tensor entries, int num_decodes, Tensor token_ids, Tensor block_tables, Tensor last_token_ids, "
-      "int block_size) -> (Tensor, Tensor, Tensor[], Tensor[], Tensor, Tensor, Tensor, int, int)");
+      "int block_size) -> (Tensor, Tensor, Tensor[], Tensor[], Tensor, Tensor, Tensor, Tensor, int, int, int)");
   m.impl("step_layout", c10::DispatchKey::CPU, TORCH_FN(step_layout));
 }
 

@@ -29,6 +29,7 @@ def step_layout_kernel(
     cu_query_lens_ptr,  # [num_entries + 1] int32
     context_lens_ptr,  # [num_entries] int32
     logits_indices_ptr,  # [num_sampled] int64
+    cu_logits_lens_ptr,  # [num_entries + 1] int32
     num_entries,
     num_decodes,
     num_rows,
@@ -49,7 +50,9 @@ def step_layout_kernel(
     sampled_end = tl.load(packed_ptr + 5 * num_entries + entry)
     if entry == 0:
         tl.store(cu_query_lens_ptr, 0)
+        tl.store(cu_logits_lens_ptr, 0)
     tl.store(cu_query_lens_ptr + entry + 1, end.to(tl.int32))
+    tl.store(cu_logits_lens_ptr + entry + 1, sampled_end.to(tl.int32))
     tl.store(context_lens_ptr + entry, num_computed + query_len)
     for start in range(0, query_len, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
@@ -81,7 +84,7 @@ def step_layout_kernel(
 
 def step_layout(
     entries: Tensor, num_decodes: int, token_ids: Tensor, block_tables: Tensor, last_token_ids: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor, Tensor, int, int]:
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """Launch the kernel; arguments as the public op, shapes and dtypes already checked."""
     check(entries, num_decodes, token_ids, block_tables, block_size)
     device = block_tables.device
@@ -94,8 +97,8 @@ def step_layout(
     slots = torch.empty(num_groups, num_tokens + num_tokens % 2, dtype=torch.int64, device=device)
     tables = torch.empty(num_groups, -(-num_entries * num_blocks // 4) * 4, dtype=torch.int32, device=device)
     ids, positions = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
-    cu_query_lens, context_lens = (
-        torch.empty(size, dtype=torch.int32, device=device) for size in (num_entries + 1, num_entries)
+    cu_query_lens, cu_logits_lens, context_lens = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (num_entries + 1, num_entries + 1, num_entries)
     )
     logits_indices = torch.empty(int(num_sampled.sum()), dtype=torch.int64, device=device)
     step_layout_kernel[(num_entries,)](
@@ -109,6 +112,7 @@ def step_layout(
         cu_query_lens,
         context_lens,
         logits_indices,
+        cu_logits_lens,
         num_entries,
         num_decodes,
         num_rows,
@@ -129,7 +133,9 @@ def step_layout(
         cu_query_lens,
         context_lens,
         logits_indices,
+        cu_logits_lens,
         int(query_lens.max()),
+        int(num_sampled.max()),
         max_context_len,
     )
 
@@ -152,7 +158,7 @@ def _packed(entries: Tensor, token_ids: Tensor, device: torch.device) -> Tensor:
 def specs() -> Iterator[Spec]:
     """Yield the variants to compile ahead of time: one group of layers, and two."""
     wide = ("packed_ptr", "last_token_ids_ptr", "token_ids_ptr", "positions_ptr", "slots_ptr", "logits_indices_ptr")
-    narrow = ("block_tables_ptr", "tables_ptr", "cu_query_lens_ptr", "context_lens_ptr")
+    narrow = ("block_tables_ptr", "tables_ptr", "cu_query_lens_ptr", "context_lens_ptr", "cu_logits_lens_ptr")
     types = dict.fromkeys(wide, "*i64") | dict.fromkeys(narrow, "*i32") | dict.fromkeys(SIZES, "i32")
     for num_groups in (1, 2):
         constants = {"NUM_GROUPS": num_groups, "BLOCK_SIZE": 16, "BLOCK": BLOCK}

@@ -7,17 +7,17 @@ from torch import Tensor
 
 def step_layout(
     entries: Tensor, num_decodes: int, token_ids: Tensor, block_tables: Tensor, last_token_ids: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor, Tensor, int, int]:
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor, Tensor, Tensor, int, int, int]:
     check(entries, num_decodes, token_ids, block_tables, block_size)
     rows, starts, query_lens, num_sampled = entries.numpy()
     context_lens = starts + query_lens
     device = block_tables.device
-    ends = np.cumsum(query_lens)
+    ends, sampled_ends = np.cumsum(query_lens), np.cumsum(num_sampled)
     num_tokens, max_context_len = int(ends[-1]), int(context_lens.max())
     num_blocks = -(-max_context_len // block_size)
     entry_of_token = np.repeat(np.arange(len(rows)), query_lens)
     positions = np.arange(num_tokens) - (ends - query_lens)[entry_of_token] + starts[entry_of_token]
-    left = np.repeat(np.cumsum(num_sampled), num_sampled) - np.arange(num_sampled.sum())
+    left = np.repeat(sampled_ends, num_sampled) - np.arange(num_sampled.sum())
 
     def there(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -34,7 +34,9 @@ def step_layout(
         there(np.concatenate(([0], ends)).astype(np.int32)),
         there(context_lens.astype(np.int32)),
         there(np.repeat(ends, num_sampled) - left),
+        there(np.concatenate(([0], sampled_ends)).astype(np.int32)),
         int(query_lens.max()),
+        int(num_sampled.max()),
         max_context_len,
     )
 

@@ -35,8 +35,9 @@ class StepInputs(NamedTuple):
             window's first, are not read.
         cu_query_lens: ``[num_seqs + 1]`` int32, cumulative numbers of this step's tokens, from 0.
         context_lens: ``[num_seqs]`` int32, tokens in the cache once this step's are written.
-        logits_indices: ``[num_sampled]`` int64, increasing, tokens whose logits are wanted.
-        max_query_len, max_context_len: the largest of each.
+        logits_indices: ``[num_sampled]`` int64, increasing, tokens whose logits are wanted: the last ones of their sequence.
+        cu_logits_lens: ``[num_seqs + 1]`` int32, cumulative numbers of these, from 0.
+        max_query_len, max_logits_len, max_context_len: the largest of each.
         adapted: what LoRA adapters change for some of the tokens.
     """
 
@@ -47,7 +48,9 @@ class StepInputs(NamedTuple):
     cu_query_lens: Tensor
     context_lens: Tensor
     logits_indices: Tensor
+    cu_logits_lens: Tensor
     max_query_len: int
+    max_logits_len: int
     max_context_len: int
     adapted: AdaptedStep = ()
 
@@ -153,13 +156,14 @@ class Attention:
         self.o_proj.pack()
         self.sinks = None if self.sinks is None else self.sinks.float()
 
-    def __call__(self, x: Tensor, inputs: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def write(self, x: Tensor, inputs: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Write keys and values of the tokens, and return their queries ``[num_tokens, num_q_heads, head_dim]``."""
         qkv, per_head = self.qkv_proj(x, inputs.adapted), (None, None)
         if self.norms is not None and self.config.qk_norm == "width":
             qkv = self._norm_all_heads(qkv, *self.norms)
         elif self.norms is not None:
             per_head = self.norms[0].weight, self.norms[1].weight
-        query = rope_kv_write(
+        query: Tensor = rope_kv_write(
             qkv,
             inputs.positions,
             self.cos_sin,
@@ -172,15 +176,21 @@ class Attention:
             eps=self.config.rms_norm_eps,
             norm_offset=self.config.norm_offset,
         )
+        return query
+
+    def attend(
+        self, query: Tensor, inputs: StepInputs, k_cache: Tensor, v_cache: Tensor, *, only_logits: bool = False
+    ) -> Tensor:
+        """Return the output for these queries: of all tokens, or of those whose logits are wanted."""
         attended = paged_attention(
             query,
             k_cache,
             v_cache,
             inputs.block_tables[self.group],
-            inputs.cu_query_lens,
+            inputs.cu_logits_lens if only_logits else inputs.cu_query_lens,
             inputs.context_lens,
             scale=self.config.attention_scale,
-            max_query_len=inputs.max_query_len,
+            max_query_len=inputs.max_logits_len if only_logits else inputs.max_query_len,
             backend=self.backend,
             sliding_window=self.sliding_window,
             softcap=self.config.attention_softcap,
@@ -301,10 +311,22 @@ class DecoderLayer:
         )
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, inputs: StepInputs, kv: tuple[Tensor, Tensor]
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        inputs: StepInputs,
+        kv: tuple[Tensor, Tensor],
+        *,
+        only_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        """Return ``x`` and ``residual`` of all tokens, or of those whose logits are wanted."""
         x, residual = self.around_attention.enter(x, residual)
-        x = self.around_attention.leave(self.attention(x, inputs, *kv))
+        query = self.attention.write(x, inputs, *kv)
+        if only_logits:
+            query, residual = (rows.index_select(0, inputs.logits_indices) for rows in (query, residual))
+            if not residual.shape[0]:
+                return residual, residual
+        x = self.around_attention.leave(self.attention.attend(query, inputs, *kv, only_logits=only_logits))
         x, residual = self.around_mlp.enter(x, residual)
         return self.around_mlp.leave(self.mlp(x, inputs.adapted)), residual
 
@@ -318,7 +340,9 @@ def _ends_of_runs(flags: list[bool]) -> list[int]:
     return ends[::-1]
 
 
-def _run_stack(stack: DecoderStack, x: Tensor, residual: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+def _run_stack(
+    stack: DecoderStack, x: Tensor, residual: Tensor | None, inputs: StepInputs, *, only_logits: bool = False
+) -> tuple[Tensor, Tensor]:
     return stack(
         x,
         residual,
@@ -327,6 +351,8 @@ def _run_stack(stack: DecoderStack, x: Tensor, residual: Tensor | None, inputs: 
         inputs.block_tables,
         inputs.cu_query_lens,
         inputs.context_lens,
+        inputs.logits_indices if only_logits else None,
+        inputs.cu_logits_lens if only_logits else None,
     )
 
 
@@ -414,14 +440,17 @@ class CausalLM:
             Logits ``[num_sampled, vocab_size]`` fp32 of the tokens at ``inputs.logits_indices``.
         """
         x, residual, wanted = inputs.token_ids, None, inputs.logits_indices
-        wants_all = wanted.shape[0] == x.shape[0] and score is None and pool is None
+        may_want_others, num_tokens, num_wanted = score is not None or pool is not None, x.shape[0], wanted.shape[0]
+        # most tokens of a prefill are not sampled from: behind the last keys and values, nothing needs them
+        only_logits = not may_want_others and not inputs.adapted and num_wanted < num_tokens
+        can_have_head = num_wanted > 0 and (only_logits or (not may_want_others and num_wanted == num_tokens))
         for start, end in self._stretches(inputs):
-            ends_here = wants_all and end == len(self.layers) and end - start > 1
-            head = self._head_op if ends_here else None
+            is_last = end == len(self.layers)
+            head = self._head_op if can_have_head and is_last and end - start > 1 else None
             embeds = start == 0 and end > 1 and self.embedding_scale == 1.0
             if start == 0 and not embeds:
                 x = self._embed(x)
-            x, residual = self._run(start, end, x, residual, inputs, kv, embeds, head)
+            x, residual = self._run(start, end, x, residual, inputs, kv, embeds, head, only_logits and is_last)
             after_layer()
             if head is not None:
                 return self._scaled(x)
@@ -429,10 +458,9 @@ class CausalLM:
             score(lambda wanted: self._logits(x[wanted], residual[wanted]))
         if pool is not None:
             pool(lambda wanted: self.norm.add(x[wanted], residual[wanted])[0])
-        # most tokens of a prefill are not sampled from: drop them before the largest matmul of all
-        if not wanted.shape[0]:
+        if num_wanted == 0:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        if wanted.shape[0] == x.shape[0]:  # all, in their order
+        if num_wanted == x.shape[0]:  # these tokens and no others, in their order
             return self._logits(x, residual)
         return self._logits(x[wanted], residual[wanted])
 
@@ -468,16 +496,18 @@ class CausalLM:
         kv: KVTensors,
         embeds: bool,
         head: DecoderHead | None,
+        only_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         """Run a stretch of layers; with ``embeds`` its ``x`` are token ids, and with a head its output is logits."""
         if self.layers[start].op is None or inputs.adapted:
-            return self.layers[start](x, residual, inputs, kv[self.layout.places[start][1]])
+            caches = kv[self.layout.places[start][1]]
+            return self.layers[start](x, residual, inputs, caches, only_logits=only_logits)
         if kv is not self._kv:  # in an engine they are the same in all steps
             self._kv, self._stacks = kv, {}
         key = start, end, embeds, head is not None
         if (stack := self._stacks.get(key)) is None:
             stack = self._stacks[key] = self._bound(start, end, kv, embeds, head)
-        return _run_stack(stack, x, residual, inputs)
+        return _run_stack(stack, x, residual, inputs, only_logits=only_logits)
 
     def _bound(
         self, start: int, end: int, kv: KVTensors, embeds: bool = False, head: DecoderHead | None = None

@@ -253,14 +253,17 @@ def _three_sequences(num_groups: int, vocab_size: int, device: torch.device) -> 
 
     positions, sequences = torch.arange(LEN).repeat(3), torch.arange(3)
     slots = on(sequences.repeat_interleave(LEN) * BLOCK_SIZE + positions)
+    ends = on(torch.arange(0, 3 * LEN + 1, LEN, dtype=torch.int32))
     return StepInputs(
         token_ids=on(torch.arange(3 * LEN) % vocab_size),
         positions=on(positions),
         slot_mappings=(slots,) * num_groups,
         block_tables=(on(sequences[:, None].int()),) * num_groups,
-        cu_query_lens=on(torch.arange(0, 3 * LEN + 1, LEN, dtype=torch.int32)),
+        cu_query_lens=ends,
         context_lens=on(torch.full((3,), LEN, dtype=torch.int32)),
-        max_query_len=LEN,
-        max_context_len=LEN,
         logits_indices=on(torch.arange(3 * LEN)),
+        cu_logits_lens=ends,
+        max_query_len=LEN,
+        max_logits_len=LEN,
+        max_context_len=LEN,
     )

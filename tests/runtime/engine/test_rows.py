@@ -21,7 +21,7 @@ BLOCK_SIZE, MAX_LEN, MAX_SEQS = 4, 64, 5
 
 
 def check(inputs: StepInputs, step: Step) -> None:
-    token_ids, positions, slots, last = [], [], [], []
+    token_ids, positions, slots, last, ends = [], [], [], [], [0]
     drafts = dict(step.drafted)
     for seq, start, num, samples in zip(step.sequences, step.starts, step.num_scheduled, step.samples, strict=True):
         known = seq.token_ids + drafts.get(seq, array("I"))
@@ -33,10 +33,13 @@ def check(inputs: StepInputs, step: Step) -> None:
             last += range(len(token_ids) - num, len(token_ids))
         elif samples:
             last.append(len(token_ids) - 1)
+        ends.append(len(last))
     assert inputs.token_ids.tolist() == token_ids
     assert inputs.positions.tolist() == positions
     assert inputs.slot_mappings[0].tolist() == slots
     assert inputs.logits_indices.tolist() == last
+    assert inputs.cu_logits_lens.tolist() == ends
+    assert inputs.max_logits_len == int(inputs.cu_logits_lens.diff().max())
     for index, seq in enumerate(step.sequences):
         query = slice(inputs.cu_query_lens[index], inputs.cu_query_lens[index + 1])
         assert query.stop - query.start == step.num_scheduled[index]
@@ -47,7 +50,8 @@ def check(inputs: StepInputs, step: Step) -> None:
     assert inputs.max_query_len == max(step.num_scheduled)
     assert inputs.max_context_len == int(inputs.context_lens.max())
     assert [t.dtype for t in (inputs.token_ids, inputs.positions, inputs.slot_mappings[0])] == [torch.int64] * 3
-    assert [t.dtype for t in (inputs.block_tables[0], inputs.cu_query_lens, inputs.context_lens)] == [torch.int32] * 3
+    narrow = (inputs.block_tables[0], inputs.cu_query_lens, inputs.context_lens, inputs.cu_logits_lens)
+    assert [t.dtype for t in narrow] == [torch.int32] * 4
     assert inputs.block_tables[0].is_contiguous()
 
 

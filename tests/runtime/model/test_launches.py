@@ -63,20 +63,24 @@ def _step(query_lens: list[int], context_lens: list[int], num_groups: int) -> St
         block_tables=(torch.zeros(len(query_lens), -(-max(context_lens) // 16), dtype=torch.int32),) * num_groups,
         cu_query_lens=torch.tensor([0, *query_lens]).cumsum(0).int(),
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
-        max_query_len=max(query_lens),
-        max_context_len=max(context_lens),
         logits_indices=torch.arange(len(query_lens)),
+        cu_logits_lens=torch.arange(len(query_lens) + 1).int(),
+        max_query_len=max(query_lens),
+        max_logits_len=1,
+        max_context_len=max(context_lens),
     )
 
 
-def _launch_layer(model: CausalLM, launches: Launches, query_lens: list[int], context_lens: list[int]) -> list[str]:
+def _launch_layer(
+    model: CausalLM, launches: Launches, query_lens: list[int], context_lens: list[int], *, only_logits: bool = False
+) -> list[str]:
     """Return what the second layer launches."""
     inputs = _step(query_lens, context_lens, len(model.layout.groups))
     shape = (16, 16, model.config.num_key_value_heads, model.config.head_dim)
     caches = torch.zeros(shape), torch.zeros(shape)
     x, residual = torch.zeros(2, sum(query_lens), model.config.hidden_size)
     with torch.inference_mode(), launches:
-        model.layers[1](x, residual, inputs, caches)
+        model.layers[1](x, residual, inputs, caches, only_logits=only_logits)
     return launches.names
 
 
@@ -106,6 +110,13 @@ def test_a_qwen3_layer_of_decodes_launches_ten_kernels(load: Callable, launches:
 @pytest.mark.parametrize("architecture", ["llama3", "mistral", "qwen2", "qwen3", "phi3"])
 def test_a_layer_launches_at_most_ten_kernels(architecture: str, load: Callable, launches: Launches) -> None:
     assert len(_launch_layer(load(architecture), launches, [1, 1, 40], [300, 5000, 90])) <= 10, launches.names
+
+
+def test_to_go_on_with_some_tokens_takes_two_launches(load: Callable, launches: Launches) -> None:
+    names = _launch_layer(load("qwen3"), launches, [1, 40], [300, 90], only_logits=True)
+    assert len(names) <= 10 + 2, names
+    assert names.count("index_select") == 2
+    assert not {"_local_scalar_dense", "item", "nonzero", "_to_copy"} & set(names)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])

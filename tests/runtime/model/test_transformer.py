@@ -110,9 +110,11 @@ def _inputs(batch: list[tuple[Sequence, int]], all_logits: bool) -> StepInputs:
         ),
         cu_query_lens=cu_query_lens,
         context_lens=context_lens,
-        max_query_len=int(query_lens.max()),
-        max_context_len=int(context_lens.max()),
         logits_indices=torch.arange(num_tokens) if all_logits else cu_query_lens[1:].long() - 1,
+        cu_logits_lens=cu_query_lens if all_logits else torch.arange(len(batch) + 1).int(),
+        max_query_len=int(query_lens.max()),
+        max_logits_len=int(query_lens.max()) if all_logits else 1,
+        max_context_len=int(context_lens.max()),
     )
 
 
@@ -222,11 +224,31 @@ def test_a_step_that_samples_nothing_still_fills_the_cache(models) -> None:
     driver, sequence = PagedDriver(model), Sequence(token_ids)
     driver._allocate(sequence, 19)
     inputs = _inputs([(sequence, 19)], all_logits=False)
-    inputs = inputs._replace(logits_indices=torch.empty(0, dtype=torch.int64))
+    none = {"logits_indices": torch.empty(0, dtype=torch.int64), "cu_logits_lens": torch.zeros(2, dtype=torch.int32)}
+    inputs = inputs._replace(**none, max_logits_len=0)
     assert model.forward(inputs, driver.kv).shape == (0, VOCAB_SIZE)
     sequence.num_computed_tokens = 19
     (logits,) = driver.step([(sequence, 1)])
     assert_close(logits, _reference_logits(theirs, token_ids)[-1:], **FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *MORE])
+def test_wanted_tokens_have_the_logits_that_they_have_among_all(arch: str, backend: str, checkpoint: Callable) -> None:
+    """Behind its keys and values, the last layer computes no others."""
+    model = _load(checkpoint(arch), backend=choose_backend("cpu", backend))
+    steps = [(30, 7, 1), (1, 1, 1), (1, 20, 1)]  # prompts, decodes, and a chunk between decodes
+    among_all, alone = (PagedDriver(model), PagedDriver(model))
+    batches = [[Sequence(_tokens(60, seed=n)) for n in range(3)] for _ in range(2)]
+    tolerance = {"atol": 0, "rtol": 0} if backend == "cpp" else FP32_TOLERANCE  # torch's bits depend on other rows
+    for nums in steps:
+        expected = among_all.step(list(zip(batches[0], nums, strict=True)), all_logits=True)
+        actual = alone.step(list(zip(batches[1], nums, strict=True)))
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other[-1:], **tolerance)
+    for caches, others in zip(alone.kv, among_all.kv, strict=True):
+        for cache, other in zip(caches, others, strict=True):
+            assert_close(cache, other, equal_nan=True, **tolerance)
 
 
 def test_progress_is_told_after_each_layer(models, monkeypatch: pytest.MonkeyPatch) -> None:
