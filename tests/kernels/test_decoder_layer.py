@@ -323,6 +323,25 @@ def test_wanted_tokens_have_the_bits_that_they_have_among_all(batch, kind, num_l
     torch.testing.assert_close(actual[0], expected[0][wanted[0]], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("head_dim", [32, 20])  # of six query heads: 120 columns are no multiple of a panel's
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("has_mixture", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_wanted_tokens_of_other_layers_have_the_same_bits(kind, has_mixture, kv_dtype, head_dim):
+    layer = with_linears(layer_weights(torch.bfloat16, head_dim=head_dim, qk_norm=True, bias=True), kind, CPP)
+    if has_mixture:
+        layer = instead_of_mlp(layer, mixture_of(kind, torch.bfloat16, shared=32))
+    op = DecoderLayer(**with_mixture(layer), cos_sin_cache=angles(head_dim), eps=1e-5, scale=0.2)
+    given = step("a prompt among decodes", torch.bfloat16, head_dim=head_dim, kv_dtype=kv_dtype)
+    wanted = last_tokens(given, [3, 0, 1])
+    of_all, of_wanted = copied(given), copied(given)
+    expected = run([op], of_all)
+    for one, other in zip(run([op], of_wanted, wanted=wanted), expected, strict=True):
+        torch.testing.assert_close(one, other[wanted[0]], rtol=0, atol=0)
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(of_wanted[name], of_all[name], rtol=0, atol=0, equal_nan=True)
+
+
 def test_wanted_tokens_are_checked():
     layer = with_linears(layer_weights(torch.bfloat16), "plain", CPP)
     op = DecoderLayer(**layer, cos_sin_cache=angles(), eps=1e-5, scale=0.2)

@@ -134,25 +134,13 @@ class Step {
 
   void embed(const Tensor& ids, const Tensor& table, const Tensor& x) { works_.push_back(gather_work(ids, table, x)); }
 
-  // wanted: behind the keys and values of all tokens, compute no others than these; then no layer can follow.
-  void add(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs,
-           const std::optional<Wanted>& wanted) {
-    const auto& [positions, k_cache, v_cache, slot_mapping, block_tables, cu_query_lens, context_lens] = inputs;
-    Tensor entered = residual ? entered_ : x;
+  void add(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs) {
+    const Tensor& entered = residual ? entered_ : x;
     const auto work = [&](Work one) { works_.push_back(std::move(one)); };
-    for_blocks([&](const Rows& of, const Rows& block) {
-      const Tensor normed = block(normed_), projected = block(projected_);
-      work(rms_norm_work(of(x), residual ? OptionalTensor(of(*residual)) : OptionalTensor(), layer.attention_norm, layer.eps,
-                         layer.norm_offset, normed, residual ? OptionalTensor(of(entered)) : OptionalTensor()));
-      work(layer.qkv->work(normed, projected));
-      work(rope_kv_write_work(projected, of(positions), layer.cos_sin_cache, k_cache, v_cache, of(slot_mapping), layer.q_norm,
-                              layer.k_norm, layer.eps, layer.norm_offset, of(query_)));
-    });
-    if (wanted) entered = keep(wanted->indices, entered);
-    SharedTasks of_wanted;
-    work(paged_attention_work(query_, k_cache, v_cache, block_tables, wanted ? wanted->cu_lens : cu_query_lens, context_lens,
-                              layer.scale, layer.sliding_window, layer.softcap, {}, {}, attended_,
-                              wanted ? of_wanted : tasks_of(block_tables, k_cache, layer.sliding_window)));
+    project(layer, x, residual, inputs, query_);
+    work(paged_attention_work(query_, inputs.k_cache, inputs.v_cache, inputs.block_tables, inputs.cu_query_lens,
+                              inputs.context_lens, layer.scale, layer.sliding_window, layer.softcap, {}, {}, attended_,
+                              tasks_of(inputs, layer.sliding_window)));
     const Tensor attended = attended_.view({rows_, layer.output->in_features});
     for_blocks([&](const Rows& of, const Rows& block) {
       const Tensor normed = block(normed_), added = block(added_);
@@ -163,6 +151,23 @@ class Step {
       work((*layer.gate_up)->gated_work(normed, layer.activation, gated));
       work((*layer.down)->work(gated, of(out_)));
     });
+  }
+
+  // Writes keys and values of all tokens, and goes on with the wanted ones alone, as if they were the step: theirs are written a
+  // second time, with the same bits. No layer can follow.
+  void add_last(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs,
+                const Wanted& wanted) {
+    const bool can_leave_out = layer.output->in_features % Linear::kColumnMultiple == 0;  // queries, in front of keys and values
+    project(layer, x, residual, inputs, can_leave_out ? query_.narrow(1, 0, 0) : query_);
+    rows_ = wanted.indices.numel();
+    for (Tensor* of_all : {&query_, &attended_, &out_, &total_}) *of_all = of_all->narrow(0, 0, rows_);
+    const Tensor kept = empty(x.size(1));
+    const Tensor positions = inputs.positions.index_select(0, wanted.indices);
+    const Tensor slot_mapping = inputs.slot_mapping.index_select(0, wanted.indices);
+    until_run_.insert(until_run_.end(), {kept, positions, slot_mapping});
+    works_.push_back(gather_work(wanted.indices, residual ? entered_ : x, kept));
+    add(layer, kept, {}, {positions, inputs.k_cache, inputs.v_cache, slot_mapping, inputs.block_tables, wanted.cu_lens,
+                          inputs.context_lens});
   }
 
   // What the layers gave -> logits, in fp32
@@ -185,26 +190,30 @@ class Step {
   void run() const { run_in_team(works_); }
 
  private:
-  // Goes on with these rows alone, and returns them of the sum that enters the layer.
-  Tensor keep(const Tensor& indices, const Tensor& entered) {
-    rows_ = indices.numel();
-    const auto kept = [&](const Tensor& all) {
-      const Tensor out = at::empty({rows_, all.stride(0)}, options_);
-      works_.push_back(gather_work(indices, all, out));
-      until_run_.push_back(all);
-      return out;
-    };
-    query_ = kept(query_).view({rows_, query_.size(1), query_.size(2)});
-    for (Tensor* of_all : {&attended_, &out_, &total_}) *of_all = of_all->narrow(0, 0, rows_);
-    return entered_ = kept(entered);
+  // The ops before attention: keys and values, and queries of as many heads as `query` has, all or none.
+  void project(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs,
+               const Tensor& query) {
+    const OptionalTensor entered = residual ? OptionalTensor(entered_) : OptionalTensor();
+    const auto rows_of = [](const OptionalTensor& all, const Rows& rows) { return all ? OptionalTensor(rows(*all)) : all; };
+    const int64_t first = query.size(1) ? 0 : layer.output->in_features, columns = layer.qkv->out_features - first;
+    const Tensor projections = first ? projected_.view(-1).narrow(0, 0, block_rows_ * columns).view({block_rows_, columns}) : projected_;
+    for_blocks([&](const Rows& of, const Rows& block) {
+      const Tensor normed = block(normed_), projected = block(projections);
+      works_.push_back(rms_norm_work(of(x), rows_of(residual, of), layer.attention_norm, layer.eps, layer.norm_offset, normed,
+                                     rows_of(entered, of)));
+      works_.push_back(layer.qkv->work_from(first, normed, projected));
+      works_.push_back(rope_kv_write_work(projected, of(inputs.positions), layer.cos_sin_cache, inputs.k_cache, inputs.v_cache,
+                                          of(inputs.slot_mapping), layer.q_norm, layer.k_norm, layer.eps, layer.norm_offset,
+                                          of(query)));
+    });
   }
 
   Tensor empty(int64_t columns) const { return at::empty({rows_, columns}, options_); }
   Tensor block(int64_t columns) const { return at::empty({block_rows_, columns}, options_); }
 
   // What attention makes of the step's lengths, null before the first layer of this kind.
-  SharedTasks& tasks_of(const Tensor& block_tables, const Tensor& k_cache, std::optional<int64_t> window) {
-    const Kind kind{&block_tables, k_cache.size(0), k_cache.size(1), window};
+  SharedTasks& tasks_of(const Inputs& inputs, std::optional<int64_t> window) {
+    const Kind kind{&inputs.block_tables, &inputs.cu_query_lens, inputs.k_cache.size(0), inputs.k_cache.size(1), window};
     for (auto& [of, tasks] : tasks_)
       if (of == kind) return tasks;
     return tasks_.emplace_back(kind, nullptr).second;
@@ -234,13 +243,14 @@ class Step {
   int64_t rows_;
   const int64_t block_rows_;
   const at::TensorOptions options_;
-  Tensor entered_, query_, attended_, out_, total_;  // of all rows
-  const Tensor normed_, projected_, added_;          // of a block's
+  const Tensor entered_;
+  Tensor query_, attended_, out_, total_;    // of all rows
+  const Tensor normed_, projected_, added_;  // of a block's
   std::vector<Tensor> gated_;
   std::vector<Mixture::Memory> memories_;
   std::vector<Tensor> until_run_;  // what works read and nothing else holds
-  // Block tables, a cache's blocks and their size, and the window.
-  using Kind = std::tuple<const Tensor*, int64_t, int64_t, std::optional<int64_t>>;
+  // Block tables, lengths, a cache's blocks and their size, and the window.
+  using Kind = std::tuple<const Tensor*, const Tensor*, int64_t, int64_t, std::optional<int64_t>>;
   std::vector<std::pair<Kind, SharedTasks>> tasks_;
   std::vector<Work> works_;
 };
@@ -315,9 +325,12 @@ struct DecoderStack : torch::CustomClassHolder {
       const auto group = static_cast<size_t>(groups[i]);
       TORCH_CHECK_VALUE(group < num_groups, "layer ", i, " is of group ", group, "; there are slots and block tables of ",
                         num_groups, ".");
-      step.add(*layers[i], i == 0 ? begin : step.out(), i == 0 ? residual : OptionalTensor(step.total()),
-               {positions, k_caches[i], v_caches[i], slot_mappings[group], block_tables[group], cu_query_lens, context_lens},
-               i + 1 == layers.size() ? wanted : std::nullopt);
+      const Tensor entering = i == 0 ? begin : step.out();
+      const OptionalTensor added = i == 0 ? residual : OptionalTensor(step.total());
+      const Inputs inputs{positions, k_caches[i], v_caches[i], slot_mappings[group], block_tables[group], cu_query_lens,
+                          context_lens};
+      if (wanted && i + 1 == layers.size()) step.add_last(*layers[i], entering, added, inputs, *wanted);
+      else step.add(*layers[i], entering, added, inputs);
     }
     const Tensor out = head ? step.finish(**head) : step.out();
     step.run();

@@ -22,6 +22,7 @@ namespace flyball {
 namespace {
 
 constexpr int64_t kPanel = 2 * kLanes;
+static_assert(Linear::kColumnMultiple % kPanel == 0);
 constexpr int64_t kTileRows = kRegisters / 2 - 2;  // 2 sums for each row, 2 weights and a broadcast fill the registers
 constexpr int64_t kAheadBytes = 8192;  // of weights, to prefetch: what memory delivers while it fetches the first of them
 constexpr int64_t kLineSteps = 16;  // of a row's inputs, 4 bytes each: a cache line
@@ -368,13 +369,16 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
   }
 }
 
-// x [m, k] -> out [m, n], or with an activation [m, n / 2]
+// x [m, k] -> out [m, n], or with an activation [m, n / 2]; n columns of the weights, bias and scales from the first on
 template <class A>
-Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typename A::Weight* packed, int64_t n,
-                 const Output<A>& out, std::optional<Activation> activation) {
+Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typename A::Weight* packed, int64_t n, int64_t first,
+                 Output<A> out, std::optional<Activation> activation) {
   using T = typename A::Value;
   constexpr int64_t kLine = 64 / sizeof(float);
   const Sizes size = sizes(k, out);
+  packed += first / kPanel * size.panel;
+  out.bias = out.bias ? out.bias + first : nullptr;
+  out.scales = out.scales.from(0, first);
   const int64_t block_rows = rows_of_block<A>(size.inputs);
   const bool gates_later = activation && !gates_panels<A>(n);  // then all columns come into memory first
   const int64_t of_inputs = round_up(std::min(m, block_rows) * (size.inputs + size.more), kLine);  // floats
@@ -505,14 +509,14 @@ int64_t num_columns(const Tensor& out, std::optional<Activation> activation) { r
 // Weights and bias are where tensors have them. To ask a tensor reads three cache lines, which hold nothing of it any more when
 // all weights have been read since the last step.
 Work linear_work(const Tensor& x, const void* packed, const void* bias, Arithmetic arithmetic,
-                 std::optional<Activation> activation, const Tensor& out) {
+                 std::optional<Activation> activation, const Tensor& out, int64_t first = 0) {
   const int64_t m = x.size(0), k = x.size(1), n = num_columns(out, activation);
   Work work;
   with_arithmetic(x.scalar_type(), arithmetic, [&]<class A>(A) {
     using T = typename A::Value;
     typename A::Scales scales{};
     if constexpr (kHasRuns<A>) scales = {nullptr, A::runs(k)};
-    work = linear_work<A>(data<const T>(x), m, k, static_cast<const typename A::Weight*>(packed), n,
+    work = linear_work<A>(data<const T>(x), m, k, static_cast<const typename A::Weight*>(packed), n, first,
                           {data<T>(out), out.size(1), n, static_cast<const T*>(bias), scales}, activation);
   });
   return work;
@@ -551,13 +555,13 @@ std::tuple<Tensor, Tensor, Tensor> linear_int8_pack(const Tensor& unpacked, cons
 }
 
 Work linear_int8_work(const Tensor& x, const int8_t* packed, const float* scales, const int32_t* sums, const void* bias,
-                      std::optional<Activation> activation, const Tensor& out) {
+                      std::optional<Activation> activation, const Tensor& out, int64_t first = 0) {
   const int64_t m = x.size(0), k = x.size(1), n = num_columns(out, activation);
   Work work;
   dispatch(x, "linear_int8", [&]<class T>(T*) {
     const ColumnScales of_columns{nullptr, scales, sums};
     const auto with = [&]<class A>(A) {
-      work = linear_work<A>(data<const T>(x), m, k, packed, n,
+      work = linear_work<A>(data<const T>(x), m, k, packed, n, first,
                             {data<T>(out), out.size(1), n, static_cast<const T*>(bias), of_columns}, activation);
     };
 #if FLYBALL_AMX
@@ -617,13 +621,13 @@ Tensor linear_grouped_pack(const Tensor& unpacked, const Tensor& scales, const s
 // A group has an even number of features.
 Work linear_grouped_work(const Tensor& x, const uint8_t* packed, const void* bias, int64_t bits, int64_t group_size,
                          bool has_zeros, at::ScalarType scales, int64_t input_bits,
-                         std::optional<Activation> activation, const Tensor& out) {
+                         std::optional<Activation> activation, const Tensor& out, int64_t first = 0) {
   const int64_t m = x.size(0), k = x.size(1), n = num_columns(out, activation);
   Work work;
   const auto with = [&]<class A>(A) {
     using T = typename A::Value;
     const RunScales of_runs{nullptr, Runs::make<A>(k, group_size, has_zeros, scales)};
-    work = linear_work<A>(data<const T>(x), m, k, packed, n,
+    work = linear_work<A>(data<const T>(x), m, k, packed, n, first,
                           {data<T>(out), out.size(1), n, static_cast<const T*>(bias), of_runs}, activation);
   };
   with_groups(x.scalar_type(), bits, scales, input_bits, [&]<class A>(A arithmetic) {
@@ -670,8 +674,8 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 
 c10::intrusive_ptr<Linear> packed_linear(Tensor packed, OptionalTensor bias, int64_t n, int64_t k, std::string arithmetic) {
   const auto prepare = [weights = packed.data_ptr(), biases = data_or_null<char>(bias), arithmetic = arithmetic_of(arithmetic)](
-                           const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
-    return linear_work(x, weights, biases, arithmetic, activation, out);
+                           const Tensor& x, std::optional<Activation> activation, const Tensor& out, int64_t first) {
+    return linear_work(x, weights, biases, arithmetic, activation, out, first);
   };
   return c10::make_intrusive<Linear>(k, n, prepare, std::vector{packed, bias.value_or(Tensor())});
 }
@@ -679,8 +683,8 @@ c10::intrusive_ptr<Linear> packed_linear(Tensor packed, OptionalTensor bias, int
 c10::intrusive_ptr<Linear> int8_linear(Tensor packed, Tensor scales, Tensor sums, OptionalTensor bias, int64_t n, int64_t k) {
   const auto prepare = [weights = data<const int8_t>(packed), of_columns = data<const float>(scales),
                         of_weights = data<const int32_t>(sums), biases = data_or_null<char>(bias)](
-                           const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
-    return linear_int8_work(x, weights, of_columns, of_weights, biases, activation, out);
+                           const Tensor& x, std::optional<Activation> activation, const Tensor& out, int64_t first) {
+    return linear_int8_work(x, weights, of_columns, of_weights, biases, activation, out, first);
   };
   return c10::make_intrusive<Linear>(k, n, prepare, std::vector{packed, scales, sums, bias.value_or(Tensor())});
 }
@@ -689,8 +693,8 @@ c10::intrusive_ptr<Linear> grouped_linear(Tensor packed, OptionalTensor bias, in
                                           int64_t group_size, bool has_zeros, at::ScalarType scales, int64_t input_bits) {
   const auto prepare = [bits, group_size, has_zeros, scales, input_bits, weights = data<const uint8_t>(packed),
                         biases = data_or_null<char>(bias)](
-                           const Tensor& x, std::optional<Activation> activation, const Tensor& out) {
-    return linear_grouped_work(x, weights, biases, bits, group_size, has_zeros, scales, input_bits, activation, out);
+                           const Tensor& x, std::optional<Activation> activation, const Tensor& out, int64_t first) {
+    return linear_grouped_work(x, weights, biases, bits, group_size, has_zeros, scales, input_bits, activation, out, first);
   };
   return c10::make_intrusive<Linear>(k, n, prepare, std::vector{packed, bias.value_or(Tensor())});
 }

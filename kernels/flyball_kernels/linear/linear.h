@@ -9,9 +9,11 @@
 namespace flyball {
 
 struct Linear : torch::CustomClassHolder {
+  static constexpr int64_t kColumnMultiple = 32;
+
   // x [m, in_features] -> out [m, out_features], both contiguous; with an activation out has half as many columns: the second
-  // half of them times the activation of the first half.
-  using Prepare = std::function<Work(const Tensor& x, std::optional<Activation> activation, const Tensor& out)>;
+  // half of them times the activation of the first half. Of an output with fewer columns, they are those from the first on.
+  using Prepare = std::function<Work(const Tensor& x, std::optional<Activation> activation, const Tensor& out, int64_t first)>;
 
   const int64_t in_features, out_features;
 
@@ -19,8 +21,11 @@ struct Linear : torch::CustomClassHolder {
   Linear(int64_t in_features, int64_t out_features, Prepare prepare, std::vector<Tensor> weights)
       : in_features(in_features), out_features(out_features), prepare_(std::move(prepare)), weights_(std::move(weights)) {}
 
-  Work work(const Tensor& x, const Tensor& out) const { return prepare_(x, std::nullopt, out); }
-  Work gated_work(const Tensor& x, Activation activation, const Tensor& out) const { return prepare_(x, activation, out); }
+  Work work(const Tensor& x, const Tensor& out) const { return prepare_(x, std::nullopt, out, 0); }
+  Work gated_work(const Tensor& x, Activation activation, const Tensor& out) const { return prepare_(x, activation, out, 0); }
+
+  // As many columns as out has, from one on: a multiple of kColumnMultiple.
+  Work work_from(int64_t first, const Tensor& x, const Tensor& out) const { return prepare_(x, std::nullopt, out, first); }
 
  private:
   const Prepare prepare_;
