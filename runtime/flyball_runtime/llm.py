@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from flyball_runtime.core.speculation import SpeculativeConfig
 from flyball_runtime.engine.runner import start_engine
 from flyball_runtime.model.hub import find_checkpoint
 from flyball_runtime.text.bad_words import with_bad_words
-from flyball_runtime.text.output import OutputText
+from flyball_runtime.text.output import OutputText, whole_text
 from flyball_runtime.text.tokenizer import load_tokenizer
 
 __all__ = [
@@ -313,7 +312,7 @@ class LLM:
 
 
 class _Output:
-    """One request's tokens and text as they come."""
+    """One request's tokens as they come. Their text is needed as it comes where stop strings may end it."""
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
         self._prompt_token_ids = request.prompt_token_ids
@@ -322,8 +321,8 @@ class _Output:
         self._prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if request.sampling.prompt_logprobs is None else [None]
         )
-        self._new_text = partial(OutputText, tokenizer.backend_tokenizer, request.sampling)
-        self._text = self._new_text()
+        self._tokenizer, self._sampling = tokenizer.backend_tokenizer, request.sampling
+        self._text = OutputText(self._tokenizer, self._sampling) if request.sampling.stop else None
         self.hypotheses: list[Hypothesis] = []
         self._pieces: list[str] = []
         self.finish_reason: str | None = None
@@ -335,6 +334,8 @@ class _Output:
         self._token_ids.append(token_id)
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
+        if self._text is None:
+            return False
         self._pieces.append(self._text.add([token_id]))
         if self._text.stopped:
             self.finish_reason = "stop"
@@ -347,27 +348,30 @@ class _Output:
     def end(self, reason: str) -> None:
         if self.finish_reason is None:
             self.finish_reason = reason
-            self._pieces.append(self._text.finish())
+            if self._text is not None:
+                self._pieces.append(self._text.finish())
 
     def found(self) -> BeamSearchOutput:
         return BeamSearchOutput([self._sequence(one) for one in self.hypotheses])
 
     def _sequence(self, one: Hypothesis) -> BeamSearchSequence:
-        text = self._new_text()
         return BeamSearchSequence(
             tokens=self._prompt_token_ids + one.token_ids,
-            text=text.add(one.token_ids) + text.finish(),
+            text=self._whole_text(one.token_ids),
             cum_logprob=one.cum_logprob,
             score=one.score,
             finish_reason=one.reason,
             logprobs=None if self._logprobs is None else one.logprobs,
         )
 
+    def _whole_text(self, token_ids: list[int]) -> str:
+        return whole_text(self._tokenizer, self._sampling, token_ids)
+
     def generation(self) -> CompletionOutput:
         return CompletionOutput(
             self._prompt_token_ids,
             self._token_ids,
-            "".join(self._pieces),
+            self._whole_text(self._token_ids) if self._text is None else "".join(self._pieces),
             self.finish_reason or "",
             self._logprobs,
             self._prompt_logprobs,

@@ -160,3 +160,16 @@ class OutputText:
         if self._stops is None or not text or self.num_tokens <= self._min_tokens:
             return text
         return self._stops.add(text)
+
+
+def whole_text(tokenizer: Tokenizer, sampling: SamplingParams, token_ids: list[int]) -> str:
+    """Return the text of an output that has ended and has no stop strings, in a fraction of the time of ``OutputText``.
+
+    Where not all is text, decoding at once may lose characters beside what is none: then it is decoded token by token.
+    """
+    hidden = frozenset(sampling.stop_token_ids)
+    text = tokenizer.decode([one for one in token_ids if one not in hidden], skip_special_tokens=True)
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return text
+    output = OutputText(tokenizer, sampling)
+    return output.add(token_ids) + output.finish()

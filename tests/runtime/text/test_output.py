@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from checkpoints import make_tokenizer
 from flyball_runtime.core.sampling_params import SamplingParams
-from flyball_runtime.text.output import MAX_HELD_TOKENS, Detokenizer, OutputText, StopStrings
+from flyball_runtime.text.output import MAX_HELD_TOKENS, Detokenizer, OutputText, StopStrings, whole_text
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +68,21 @@ def test_any_byte_fallback_tokens_add_up(byte_fallback: Tokenizer, token_ids: li
 def test_byte_fallback_text_adds_up(byte_fallback: Tokenizer, text: str) -> None:
     pieces = pieces_of(byte_fallback, list(text.encode()))
     assert "".join(pieces) == text and not any("�" in piece for piece in pieces)
+
+
+@settings(deadline=None)
+@given(token_ids=st.lists(st.integers(0, 258), max_size=3 * MAX_HELD_TOKENS), stop=st.integers(0, 258))
+def test_whole_text_is_what_pieces_add_up_to(byte_fallback: Tokenizer, token_ids: list[int], stop: int) -> None:
+    sampling = SamplingParams(stop_token_ids=(stop,))
+    output = OutputText(byte_fallback, sampling)
+    pieces = [output.add([token_id]) for token_id in token_ids]
+    assert whole_text(byte_fallback, sampling, token_ids) == "".join(pieces) + output.finish()
+
+
+def test_a_cut_character_takes_no_other_away(byte_fallback: Tokenizer) -> None:
+    token_ids = list("€€".encode())[:-1]
+    assert byte_fallback.decode(token_ids) == "�����"
+    assert whole_text(byte_fallback, SamplingParams(), token_ids) == "€��"
 
 
 def test_leading_spaces_are_kept_behind_the_first_token(byte_fallback: Tokenizer) -> None:
