@@ -196,7 +196,8 @@ class Step {
     const OptionalTensor entered = residual ? OptionalTensor(entered_) : OptionalTensor();
     const auto rows_of = [](const OptionalTensor& all, const Rows& rows) { return all ? OptionalTensor(rows(*all)) : all; };
     const int64_t first = query.size(1) ? 0 : layer.output->in_features, columns = layer.qkv->out_features - first;
-    const Tensor projections = first ? projected_.view(-1).narrow(0, 0, block_rows_ * columns).view({block_rows_, columns}) : projected_;
+    const Tensor projections =
+        first ? projected_.view(-1).narrow(0, 0, block_rows_ * columns).view({block_rows_, columns}) : projected_;
     for_blocks([&](const Rows& of, const Rows& block) {
       const Tensor normed = block(normed_), projected = block(projections);
       works_.push_back(rms_norm_work(of(x), rows_of(residual, of), layer.attention_norm, layer.eps, layer.norm_offset, normed,

@@ -9,7 +9,7 @@
 namespace flyball {
 
 struct Linear : torch::CustomClassHolder {
-  static constexpr int64_t kColumnMultiple = 32;
+  static constexpr int64_t kColumnMultiple = 32;  // of columns that lie together, in a panel of weights, whatever the CPU
 
   // x [m, in_features] -> out [m, out_features], both contiguous; with an activation out has half as many columns: the second
   // half of them times the activation of the first half. Of an output with fewer columns, they are those from the first on.
