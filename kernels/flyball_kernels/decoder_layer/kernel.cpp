@@ -85,12 +85,12 @@ struct DecoderHead : torch::CustomClassHolder {
 
 using Head = c10::intrusive_ptr<DecoderHead>;
 
-// rows of table [n, ...] -> out [indices, ...]
+// rows of table [n, columns] -> out [indices, columns]
 Work gather_work(const Tensor& indices, const Tensor& table, const Tensor& out) {
   const auto* wanted = data<const int64_t>(indices);
   const auto* from = static_cast<const char*>(table.data_ptr());
   auto* to = static_cast<char*>(out.data_ptr());
-  const int64_t rows = indices.numel(), bytes = table.stride(0) * table.element_size();
+  const int64_t rows = indices.numel(), bytes = table.size(1) * table.element_size();
   return {0, [=](const Team& team, float*) {
             team.share(rows, [&](int64_t row) { std::memcpy(to + row * bytes, from + wanted[row] * bytes, bytes); });
           }};

@@ -21,7 +21,7 @@ struct Linear : torch::CustomClassHolder {
   Linear(int64_t in_features, int64_t out_features, Prepare prepare, std::vector<Tensor> weights)
       : in_features(in_features), out_features(out_features), prepare_(std::move(prepare)), weights_(std::move(weights)) {}
 
-  Work work(const Tensor& x, const Tensor& out) const { return prepare_(x, std::nullopt, out, 0); }
+  Work work(const Tensor& x, const Tensor& out) const { return work_from(0, x, out); }
   Work gated_work(const Tensor& x, Activation activation, const Tensor& out) const { return prepare_(x, activation, out, 0); }
 
   // As many columns as out has, from one on: a multiple of kColumnMultiple.

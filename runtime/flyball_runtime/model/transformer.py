@@ -443,7 +443,8 @@ class CausalLM:
         may_want_others, num_tokens, num_wanted = score is not None or pool is not None, x.shape[0], wanted.shape[0]
         # most tokens of a prefill are not sampled from: behind the last keys and values, nothing needs them
         only_logits = not may_want_others and not inputs.adapted and num_wanted < num_tokens
-        can_have_head = num_wanted > 0 and (only_logits or (not may_want_others and num_wanted == num_tokens))
+        num_left = num_wanted if only_logits else num_tokens  # behind the last layer
+        can_have_head = not may_want_others and 0 < num_wanted == num_left
         for start, end in self._stretches(inputs):
             is_last = end == len(self.layers)
             head = self._head_op if can_have_head and is_last and end - start > 1 else None
@@ -460,7 +461,7 @@ class CausalLM:
             pool(lambda wanted: self.norm.add(x[wanted], residual[wanted])[0])
         if num_wanted == 0:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        if num_wanted == x.shape[0]:  # these tokens and no others, in their order
+        if num_wanted == num_left:  # these tokens and no others, in their order
             return self._logits(x, residual)
         return self._logits(x[wanted], residual[wanted])
 
