@@ -206,22 +206,31 @@ void pack_rows(const typename A::Value* x, int64_t rows, int64_t k, typename A::
 #include "shorts.h"
 #include "tiles.h"
 
+// Weights to fetch into the second-level cache while a tile is multiplied: lines from there on, and with each step so many bytes
+// further.
+struct Ahead {
+  const char* from;
+  int64_t step_bytes;
+};
+
 // Panels panels times a tile of Rows rows. Every sum runs over the steps in order, whatever Rows and Panels are, so a row's
-// result does not depend on how many rows there are.
+// result does not depend on how many rows there are. Without anything else to fetch, it is what follows in the panels.
 template <class A, int Rows, int Panels>
-void multiply_tile(const typename A::Input* x, const typename A::Weight* panels, int64_t steps, const Output<A>& out) {
+void multiply_tile(const typename A::Input* x, const typename A::Weight* panels, int64_t steps, const Output<A>& out,
+                   const std::optional<Ahead>& given) {
   typename A::Sum low[Panels][Rows] = {}, high[Panels][Rows] = {};
   constexpr int64_t kStepBytes = A::kWidth * sizeof(typename A::Weight), kPanelAhead = kAheadBytes / Panels;
+  Ahead ahead = given.value_or(Ahead{reinterpret_cast<const char*>(panels) + kPanelAhead, kStepBytes});
   for (int64_t step = 0; step < steps; ++step) {
     // where a panel ends, the one that the next tile has in its place comes next
-    const bool turns = (steps - step) * kStepBytes <= kPanelAhead;
-    const int64_t ahead = kPanelAhead + (turns ? (Panels - 1) * steps * kStepBytes : 0);
+    const bool turns = Panels > 1 && (steps - step) * kStepBytes <= kPanelAhead;
+    const int64_t skipped = turns ? (Panels - 1) * steps * kStepBytes : 0;
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; ++p) {
       const typename A::Weight* from = panels + (p * steps + step) * A::kWidth;
 #pragma GCC unroll 4
       for (int64_t line = 0; line < kStepBytes; line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead + line, 0, 2);  // into the second-level cache
+        __builtin_prefetch(ahead.from + skipped + p * steps * kStepBytes + line, 0, 2);
       const auto w = A::weights(from);
 #pragma GCC unroll 16
       for (int row = 0; row < Rows; ++row) {
@@ -230,6 +239,7 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
         high[p][row] = A::add(high[p][row], w.high, value);
       }
     }
+    ahead.from += ahead.step_bytes;
     x += (step + 1) % kLineSteps > 0 ? 1 : (Rows - 1) * kLineSteps + 1;  // or on to the rows' next lines
   }
 #pragma GCC unroll 4
@@ -250,18 +260,19 @@ constexpr int panels_at_once(int64_t rows) {
 
 template <class A, int Rows = A::kTileRows>
 void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, const typename A::Weight* panels, int64_t steps,
-              const Output<A>& out) {
+              const Output<A>& out, const std::optional<Ahead>& ahead) {
   if (rows == Rows) {
     if constexpr (kHasRuns<A>) {
       with_scales<A>(out.scales.runs, [&]<class Scale>(Scale*) { multiply_runs<A, Rows, Scale>(x, panels, out); });
     } else {
-      if (num_panels == panels_at_once<A>(Rows)) return multiply_tile<A, Rows, panels_at_once<A>(Rows)>(x, panels, steps, out);
+      if (num_panels == panels_at_once<A>(Rows))
+        return multiply_tile<A, Rows, panels_at_once<A>(Rows)>(x, panels, steps, out, ahead);
       for (int64_t p = 0; p < num_panels; ++p)
-        multiply_tile<A, Rows, 1>(x, panels + p * steps * A::kWidth, steps, out.from(0, p * kPanel));
+        multiply_tile<A, Rows, 1>(x, panels + p * steps * A::kWidth, steps, out.from(0, p * kPanel), ahead);
     }
     return;
   }
-  if constexpr (Rows > 1) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out);
+  if constexpr (Rows > 1) multiply<A, Rows - 1>(rows, num_panels, x, panels, steps, out, ahead);
 }
 
 // What a row's inputs and a panel have, in elements.
@@ -351,14 +362,24 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
         const int64_t panel = begin / num_tiles * group, width = std::min(group, num_panels - panel), columns = width * kPanel;
         const int64_t first = begin % num_tiles;
         last = std::min(begin - first + num_tiles, end);
+        const int64_t num = last - begin;
         for (int64_t half = 0; half < num_halves; ++half) {
           const int64_t of_half = half * num_panels + panel;
-          for (int64_t tile = first; tile < first + last - begin; ++tile) {
+          // Several tiles fetch the panel that comes next, each its share: memory has all of their time for it.
+          const int64_t next = half + 1 < num_halves ? num_panels + panel : panel + group;
+          const int64_t panel_bytes = size.panel * sizeof(typename A::Weight);
+          const auto fetched_by = [&](int64_t i) -> std::optional<Ahead> {
+            if (num == 1) return {};
+            const auto* from = reinterpret_cast<const char*>(packed) + next * panel_bytes + i * panel_bytes / num;
+            return Ahead{from, panel_bytes / num / size.steps + 1};
+          };
+          for (int64_t tile = first; tile < first + num; ++tile) {
             const int64_t row = tile_start(tile), num_rows = tile_start(tile + 1) - row;
             T* const gates_of_tile = gates + (row - tile_start(first)) * columns;
             Output<A> to = out.from(row, of_half * kPanel);
             if (activation) to.data = half == 0 ? gates_of_tile : values, to.stride = columns;
-            multiply<A>(num_rows, width, inputs + row * size.inputs, packed + of_half * size.panel, size.steps, to);
+            multiply<A>(num_rows, width, inputs + row * size.inputs, packed + of_half * size.panel, size.steps, to,
+                        fetched_by(tile - first));
             for (int64_t r = 0; half == 1 && r < num_rows; ++r)
               gate_row(*activation, gates_of_tile + r * columns, values + r * columns,
                        out.data + (row + r) * out.stride + panel * kPanel, columns);
