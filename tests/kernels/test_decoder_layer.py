@@ -1,5 +1,6 @@
 """Decoder layers as one op against their parts, one after another."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,13 @@ BATCHES = {
     "a prompt among decodes": ([40, 1, 1], [40, 90, 33]),
     "more rows than a linear layer takes at a time": ([150, 1], [170, 20]),
     "more rows than a layer takes at a time": ([700, 1], [720, 20]),
+}
+EVEN = {  # as much for each of two or three threads
+    "even decodes": ([1] * 90, [50 + 7 * i % 20 for i in range(90)]),
+    "decodes with long contexts": ([1] * 96, [500 + 61 * i % 30 for i in range(96)]),
+    "drafts": ([3] * 60, [40 + i % 3 for i in range(60)]),
+    "prompts": ([40] * 12, [40 + i % 2 for i in range(12)]),
+    "prompts of more rows than a thread takes at a time": ([350] * 6, [350] * 6),
 }
 
 
@@ -137,7 +145,7 @@ def step(
 
     The caches are in the order of the C++ ops.
     """
-    query_lens, context_lens = BATCHES[batch]
+    query_lens, context_lens = (BATCHES | EVEN)[batch]
     given = attention_inputs(
         query_lens, context_lens, head_dim=head_dim, num_kv_heads=num_kv_heads, dtype=dtype, kv_dtype=kv_dtype
     )
@@ -175,15 +183,24 @@ def run(
         ends: embedding and head.
     """
     each = [given, *others]
-    stack = DecoderStack(layers, [(one["k_cache"], one["v_cache"]) for one in each], range(len(each)), **ends)
+    return call(stack_of(layers, each, **ends), each, wanted)
+
+
+def stack_of(layers: list[DecoderLayer], each: list[dict[str, Any]], **ends: Any) -> DecoderStack:
+    return DecoderStack(layers, [(one["k_cache"], one["v_cache"]) for one in each], range(len(each)), **ends)
+
+
+def call(
+    stack: DecoderStack, each: list[dict[str, Any]], wanted: tuple[Tensor, Tensor] | tuple[()] = ()
+) -> tuple[Tensor, Tensor]:
     return stack(
-        given["x"],
-        given["residual"],
-        given["positions"],
+        each[0]["x"],
+        each[0]["residual"],
+        each[0]["positions"],
         [one["slot_mapping"] for one in each],
         [one["block_tables"] for one in each],
-        given["cu_query_lens"],
-        given["context_lens"],
+        each[0]["cu_query_lens"],
+        each[0]["context_lens"],
         *wanted,
     )
 
@@ -512,6 +529,174 @@ def test_layers_that_cannot_run_as_one_are_refused():
     floats = given | {name: given[name].float() for name in ("k_cache", "v_cache")}
     with pytest.raises(ValueError, match="layers that run as one op must have attention of the same sizes and dtype"):
         run([layer, single], given, floats)
+
+
+needs_parts = pytest.mark.usefixtures("parts")
+
+
+@pytest.fixture
+def parts() -> None:
+    if torch.ops.flyball.linear_bf16_arithmetic() == "AMX":
+        pytest.skip("with matrix units threads share each op")
+
+
+MAX_RUNS = 260
+"""After threads that ended at very different times, 250 steps are shared."""
+
+
+def layers_with_windows(kind: str, dtype: torch.dtype, *windows: int | None) -> list[DecoderLayer]:
+    return [
+        DecoderLayer(
+            **with_linears(layer_weights(dtype), kind, CPP),
+            cos_sin_cache=angles(),
+            eps=1e-5,
+            scale=0.2,
+            sliding_window=window,
+        )
+        for window in windows
+    ]
+
+
+def runs(layers: list[DecoderLayer], given: list[dict[str, Any]], wanted: Any = (), **ends: Any) -> Iterator[Any]:
+    """Yield results, caches and whether threads had sequences of their own, of one run after another."""
+    for _ in range(MAX_RUNS):
+        each = [copied(one) for one in given]
+        stack = stack_of(layers, each, **ends)
+        results = call(stack, each, wanted)
+        caches = [one[name] for one in each for name in ("k_cache", "v_cache")]
+        yield [*results, *caches], stack.num_apart > 0
+
+
+def assert_equal_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_parts
+@pytest.mark.parametrize(
+    ("kind", "wants", "num_threads"),
+    [
+        ("plain", "all", 2),
+        ("plain", "the last", 3),
+        ("plain", "some", 2),
+        ("int8", "the last", 2),
+        ("w8a16", "all", 2),
+        ("int4", "some", 2),
+        ("w4a8", "the last", 2),
+    ],
+)
+@pytest.mark.parametrize("batch", EVEN)
+def test_threads_with_sequences_of_their_own_give_the_same_bits(batch, kind, wants, num_threads, set_num_threads):
+    dtype = torch.float32 if wants == "some" else torch.bfloat16
+    layers, given = layers_with_windows(kind, dtype, None, 20), [step(batch, dtype) for _ in range(2)]
+    lens = given[0]["cu_query_lens"].diff().tolist()
+    nums = [1 if wants == "the last" else min(num, (2, 0, 5)[index % 3]) for index, num in enumerate(lens)]
+    wanted = () if wants == "all" else last_tokens(given[0], nums)
+    norm, linear = torch.randn(96).to(dtype), KINDS[kind](torch.randn(133, 96).to(dtype), backend=CPP)
+    head = DecoderHead(norm=norm, linear=linear, eps=1e-5)
+    table, ids = torch.randn(50, 96).to(dtype), torch.randint(50, (sum(lens),))
+    embedded = [given[0] | {"x": ids, "residual": None}, given[1]]
+    for inputs, ends in ((given, {}), (embedded, {"embedding": table, "head": head})):
+        set_num_threads(1)
+        expected, _ = next(runs(layers, inputs, wanted, **ends))
+        set_num_threads(num_threads)
+        for actual, is_apart in runs(layers, inputs, wanted, **ends):
+            assert_equal_bits(actual, expected)
+            if is_apart:
+                break
+        else:
+            pytest.fail(f"none of {MAX_RUNS} steps was in parts")
+
+
+@needs_parts
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens"),
+    [
+        ([1] * 40, [100] * 40),
+        ([1] * 80 + [400], [100] * 80 + [400]),
+        ([1] * 80, [20] * 79 + [1900]),
+        ([200], [200]),
+    ],
+    ids=["few", "a long prompt", "a long context", "one sequence"],
+)
+def test_threads_share_what_would_be_uneven(query_lens, context_lens, monkeypatch, set_num_threads):
+    monkeypatch.setitem(BATCHES, "uneven", (query_lens, context_lens))
+    layers, given = layers_with_windows("plain", torch.bfloat16, None), [step("uneven", torch.bfloat16)]
+    expected, _ = next(runs(layers, given))
+    set_num_threads(2)
+    for actual, is_apart in runs(layers, given):
+        assert not is_apart
+        assert_equal_bits(actual, expected)
+
+
+@needs_parts
+def test_threads_share_a_step_in_which_a_sequence_reads_what_another_one_writes(set_num_threads):
+    layers, given = layers_with_windows("plain", torch.bfloat16, None, 20), [step("prompts", torch.bfloat16)] * 2
+    tables = given[0]["block_tables"]
+    tables[8, 1] = tables[0, 1]  # its second block is that of the first one, who writes it now
+    set_num_threads(1)
+    expected, _ = next(runs(layers, given))
+    set_num_threads(2)
+    for actual, is_apart in runs(layers, given):
+        assert not is_apart
+        assert_equal_bits(actual, expected)
+
+
+@needs_parts
+def test_sequences_in_parts_may_read_what_was_written_before(set_num_threads):
+    layers, given = layers_with_windows("plain", torch.bfloat16, None), [step("even decodes", torch.bfloat16)]
+    tables, lens = given[0]["block_tables"], given[0]["context_lens"]
+    source = next(i for i in range(90) if lens[i] > 32)
+    tables[lens > 32, 0] = tables[source, 0].item()
+    set_num_threads(1)
+    expected, _ = next(runs(layers, given))
+    set_num_threads(2)
+    for actual, is_apart in runs(layers, given):
+        assert_equal_bits(actual, expected)
+        if is_apart:
+            return
+    pytest.fail(f"none of {MAX_RUNS} steps was in parts")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("slot_mapping", lambda x: x - 10**6, "slot_mapping holds"),
+        ("block_tables", lambda x: x + 10**6, "block_tables holds"),
+        ("block_tables", lambda x: x[:, :1], "sequence .* within the 16 of its block table"),
+        ("cu_query_lens", lambda x: x * 2, "cu_query_lens goes from 0 to 180; it must go from 0 to 90"),
+        ("cu_query_lens", lambda x: torch.cat((x[:40], x[40:50].flip(0), x[50:])), "sequence 40 has -1 query tokens"),
+        (
+            "context_lens",
+            lambda x: torch.cat((x[:70], x[70:] * 0)),
+            "sequence 70 has 1 query tokens and a context of 0",
+        ),
+    ],
+)
+def test_inputs_of_even_steps_are_checked(name, change, message, set_num_threads):
+    layers, given = layers_with_windows("plain", torch.bfloat16, None), step("even decodes", torch.bfloat16)
+    given[name] = change(given[name]).contiguous()
+    set_num_threads(2)
+    with pytest.raises(IndexError, match=message):
+        run(layers, given)
+
+
+def test_wanted_tokens_of_even_steps_are_checked(set_num_threads):
+    layers, given = layers_with_windows("plain", torch.bfloat16, None), step("even decodes", torch.bfloat16)
+    indices, lens = last_tokens(given, [1] * 90)
+    set_num_threads(2)
+    for wrong in (lens * 2, lens.flip(0), lens - 1):
+        with pytest.raises(IndexError, match="cu_query_lens goes from"):
+            run(layers, given, wanted=(indices, wrong))
+
+
+def test_after_uneven_threads_steps_are_shared_for_a_while():
+    even, uneven = 0.1, 0.3
+    assert torch.ops.flyball.paced([even] * 100) == [True] * 100
+    assert torch.ops.flyball.paced([uneven, uneven, even] * 100) == [True] * 300
+    expected = [True] * 4 + [False] * 250 + [True] * 3 + [False] * 250 + [True] * 10
+    lags = [even, *[uneven] * 3, *[0.0] * 250, *[uneven] * 3, *[0.0] * 250, *[even] * 10]
+    assert torch.ops.flyball.paced(lags) == expected
 
 
 def test_a_layer_takes_slots_and_block_tables_of_its_group():

@@ -178,6 +178,13 @@ class DecoderStack:
             None if head is None else head.kernel,
         )
         self._run = kernel.run  # to find it takes longer than some ops
+        self._num_apart = kernel.num_apart
+
+    @property
+    def num_apart(self) -> int:
+        """Of its runs, those in which each thread had a part of the sequences, where threads otherwise share each op."""
+        num: int = self._num_apart()
+        return num
 
     def __call__(
         self,

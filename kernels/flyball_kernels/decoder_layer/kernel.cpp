@@ -1,8 +1,13 @@
 // Decoder layers in one parallel region, with embedding and head if wanted: the other ops' work, one after another.
+#include <ATen/ops/cat.h>
+
+#include <deque>
+
 #include "../cpu/amx.h"
 #include "../cpu/kv_cache.h"
 #include "../cpu/works.h"
 #include "../experts/mixture.h"
+#include "parts.h"
 
 namespace flyball {
 namespace {
@@ -18,11 +23,6 @@ void check_tensor(const char* name, const Tensor& tensor, at::ScalarType type, a
 // Of a step, for one layer.
 struct Inputs {
   const Tensor &positions, &k_cache, &v_cache, &slot_mapping, &block_tables, &cu_query_lens, &context_lens;
-};
-
-// Tokens of a step, the last ones of their sequences: which, and how many of each sequence, cumulative.
-struct Wanted {
-  const Tensor &indices, &cu_lens;
 };
 
 struct DecoderLayer : torch::CustomClassHolder {
@@ -115,6 +115,7 @@ Work widen_work(const Tensor& x, const Tensor& out) {
 // than that needs memory, and it is still in a cache when the next one reads it. A multiple of the rows that linear layers take
 // at a time, so that they read weights no more often. With AMX they take more, and no machine has measured it in blocks.
 int64_t rows_at_once() { return has_amx() ? std::numeric_limits<int64_t>::max() : 336; }
+constexpr int64_t kRowsOfThread = 168;  // the same for a thread that runs a step of its own
 
 // Of a tensor, so many rows from one on.
 struct Rows {
@@ -123,16 +124,21 @@ struct Rows {
   Tensor operator()(const Tensor& all) const { return num == all.size(0) ? all : all.narrow(0, begin, num); }
 };
 
-// A step of layers of one size. Those but the first begin with what the one before them left.
+// A step of layers of one size. Those but the first begin with what the one before them left: out and total, for all rows.
 class Step {
  public:
-  Step(const DecoderLayer& first, const Tensor& x, const Tensor& k_cache)
-      : rows_(x.size(0)), block_rows_(std::min(rows_, rows_at_once())), options_(x.options()), entered_(empty(x.size(1))),
+  Step(const DecoderLayer& first, const Tensor& k_cache, const Tensor& out, const Tensor& total, int64_t most_rows)
+      : rows_(out.size(0)), block_rows_(std::min(rows_, most_rows)), options_(out.options()), entered_(at::empty_like(out)),
         query_(at::empty({rows_, first.output->in_features / head_dim_of(k_cache), head_dim_of(k_cache)}, options_)),
-        attended_(at::empty_like(query_)), out_(empty(x.size(1))), total_(empty(x.size(1))), normed_(block(x.size(1))),
-        projected_(block(first.qkv->out_features)), added_(block(x.size(1))) {}
+        attended_(at::empty_like(query_)), out_(out), total_(total), normed_(block(out.size(1))),
+        projected_(block(first.qkv->out_features)), added_(block(out.size(1))) {}
 
-  void embed(const Tensor& ids, const Tensor& table, const Tensor& x) { works_.push_back(gather_work(ids, table, x)); }
+  Tensor embed(const Tensor& ids, const Tensor& table) {
+    const Tensor x = empty(table.size(1));
+    works_.push_back(gather_work(ids, table, x));
+    until_run_.push_back(x);
+    return x;
+  }
 
   void add(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs) {
     const Tensor& entered = residual ? entered_ : x;
@@ -171,23 +177,21 @@ class Step {
   }
 
   // What the layers gave -> logits, in fp32
-  Tensor finish(const DecoderHead& head) {
-    const Tensor logits = empty(head.linear->out_features);
+  void finish(const DecoderHead& head, const Tensor& logits) {
+    const Tensor narrow = logits.scalar_type() == options_.dtype() ? logits : empty(head.linear->out_features);
     for_blocks([&](const Rows& of, const Rows& block) {
       const Tensor normed = block(normed_);
       works_.push_back(rms_norm_work(of(out_), of(total_), head.norm, head.eps, head.norm_offset, normed, of(entered_)));
-      works_.push_back(head.linear->work(normed, of(logits)));
+      works_.push_back(head.linear->work(normed, of(narrow)));
     });
-    if (logits.scalar_type() == at::kFloat) return logits;
-    const Tensor wide = at::empty(logits.sizes(), logits.options().dtype(at::kFloat));
-    works_.push_back(widen_work(logits, wide));
-    until_run_.push_back(logits);
-    return wide;
+    if (narrow.is_same(logits)) return;
+    works_.push_back(widen_work(narrow, logits));
+    until_run_.push_back(narrow);
   }
 
   const Tensor& out() const { return out_; }
   const Tensor& total() const { return total_; }
-  void run() const { run_in_team(works_); }
+  const std::vector<Work>& works() const { return works_; }
 
  private:
   // The ops before attention: keys and values, and queries of as many heads as `query` has, all or none.
@@ -263,6 +267,10 @@ struct DecoderStack : torch::CustomClassHolder {
   std::vector<int64_t> groups;
   OptionalTensor embedding;
   std::optional<Head> head;
+  Effort effort;
+  std::vector<Blocks> blocks_of_groups;
+  bool has_mixtures = false;
+  mutable std::atomic<int64_t> num_apart{0};  // runs in which each thread had a part of the sequences
 
   // A layer takes the slots and block tables of its group. With an embedding, x are token ids; with a head, logits are returned
   // in the place of what is still to be added.
@@ -286,6 +294,7 @@ struct DecoderStack : torch::CustomClassHolder {
     }
     if (embedding) check_tensor("embedding", *embedding, type(), {-1, hidden()});
     if (head) (*head)->check(hidden(), type());
+    for (size_t i = 0; i < num; ++i) weigh(i);
   }
 
   std::tuple<Tensor, Tensor> run(const Tensor& x, const OptionalTensor& residual, const Tensor& positions,
@@ -310,40 +319,137 @@ struct DecoderStack : torch::CustomClassHolder {
       check_tensor("cu_logits_lens", *cu_logits_lens, at::kInt, {num_seqs + 1});
       wanted.emplace(*logits_indices, *cu_logits_lens);
     }
-    Tensor begin = x;
     if (embedding) {
       TORCH_CHECK_VALUE(!residual, "with an embedding there is no residual");
       check_tensor("token ids", x, at::kLong, {rows});
       check_below("token ids", data<const int64_t>(x), rows, embedding->size(0));
-      begin = at::empty({rows, hidden()}, embedding->options());
+    } else {
+      check_tensor("x", x, type(), {rows, hidden()});
     }
-    check_tensor("x", begin, type(), {rows, hidden()});
     if (residual) check_tensor("residual", *residual, type(), {rows, hidden()});
+    for (size_t i = 0; i < layers.size(); ++i)
+      TORCH_CHECK_VALUE(groups[i] < static_cast<int64_t>(num_groups), "layer ", i, " is of group ", groups[i],
+                        "; there are slots and block tables of ", num_groups, ".");
 
-    Step step(*layers[0], begin, k_caches[0]);
-    if (embedding) step.embed(x, *embedding, begin);
-    for (size_t i = 0; i < layers.size(); ++i) {
-      const auto group = static_cast<size_t>(groups[i]);
-      TORCH_CHECK_VALUE(group < num_groups, "layer ", i, " is of group ", group, "; there are slots and block tables of ",
-                        num_groups, ".");
-      const Tensor entering = i == 0 ? begin : step.out();
-      const OptionalTensor added = i == 0 ? residual : OptionalTensor(step.total());
-      const Inputs inputs{positions, k_caches[i], v_caches[i], slot_mappings[group], block_tables[group], cu_query_lens,
-                          context_lens};
-      if (wanted && i + 1 == layers.size()) step.add_last(*layers[i], entering, added, inputs, *wanted);
-      else step.add(*layers[i], entering, added, inputs);
-    }
-    const Tensor out = head ? step.finish(**head) : step.out();
-    step.run();
-    return {out, step.total()};
+    const Batch batch{x, residual, positions, slot_mappings, block_tables, cu_query_lens, context_lens, wanted};
+    const std::vector<int64_t> parts = parts_of(batch);
+    return parts.empty() ? run_together(batch) : run_apart(batch, parts);
   }
 
  private:
+  // What a run writes: out and total are left by each layer but the last, which may leave fewer rows.
+  struct Results {
+    Tensor out, total, logits;
+  };
+
+  Results empty_results(const Batch& batch) const {
+    const auto empty = [&](int64_t rows, int64_t columns, at::ScalarType type) {
+      return at::empty({rows, columns}, at::TensorOptions(type));
+    };
+    const Tensor out = empty(batch.num_rows(), hidden(), type()), total = at::empty_like(out);
+    return {out, total, head ? empty(batch.num_left(), (*head)->linear->out_features, at::kFloat) : Tensor()};
+  }
+
+  // All threads share each op.
+  std::tuple<Tensor, Tensor> run_together(const Batch& batch) const {
+    const Results results = empty_results(batch);
+    Step step(*layers[0], k_caches[0], results.out, results.total, rows_at_once());
+    add(step, batch, results.logits);
+    run_in_team(step.works());
+    return {head ? results.logits : step.out(), step.total()};
+  }
+
+  // Each thread has a part of the sequences.
+  std::tuple<Tensor, Tensor> run_apart(const Batch& batch, const std::vector<int64_t>& parts) const {
+    const Results results = empty_results(batch);
+    std::deque<Batch> batches;
+    std::deque<Step> steps;
+    std::vector<const std::vector<Work>*> works;
+    for (size_t i = 0; i + 1 < parts.size(); ++i) {
+      const Batch& part = batches.emplace_back(batch.part(parts[i], parts[i + 1]));
+      const auto rows_of = [&](const Tensor& all) { return all.narrow(0, batch.first_row(parts[i]), part.num_rows()); };
+      Step& step = steps.emplace_back(*layers[0], k_caches[0], rows_of(results.out), rows_of(results.total), kRowsOfThread);
+      add(step, part, head ? results.logits.narrow(0, batch.first_left(parts[i]), part.num_left()) : Tensor());
+      works.push_back(&step.works());
+    }
+    const auto [first_end, last_end] = run_alone(works);
+    pace().report(first_end, last_end);
+    ++num_apart;
+    const auto whole = [&](const Tensor& all, auto of) {
+      if (!batch.wanted) return all;
+      std::vector<Tensor> left;
+      for (const Step& step : steps) left.push_back(of(step));
+      return at::cat(left);
+    };
+    return {head ? results.logits : whole(results.out, [](const Step& step) { return step.out(); }),
+            whole(results.total, [](const Step& step) { return step.total(); })};
+  }
+
+  // Counts in what a layer has to do.
+  void weigh(size_t i) {
+    constexpr double kOfByte = 6;  // products in the time that a core needs to read one: measured with AVX512_BF16
+    const DecoderLayer& layer = *layers[i];
+    const Tensor& k_cache = k_caches[i];
+    const int64_t window = layer.sliding_window.value_or(kNoWindow), key = k_cache.size(2) * head_dim_of(k_cache);
+    const auto group = static_cast<size_t>(groups[i]);
+    has_mixtures |= layer.mixture.has_value();
+    for (const std::optional<Part>& part : {std::optional(layer.qkv), std::optional(layer.output), layer.gate_up, layer.down})
+      if (part) effort.of_row += static_cast<double>((*part)->in_features) * static_cast<double>((*part)->out_features);
+    effort.of_score = 2.0 * static_cast<double>(layer.output->in_features);
+    effort.of_key = 2.0 * kOfByte * static_cast<double>(key * k_cache.element_size());
+    ++effort.windows[window];
+    if (group >= blocks_of_groups.size()) blocks_of_groups.resize(group + 1);
+    Blocks& blocks = blocks_of_groups[group];
+    blocks = {blocks.num > 0 ? std::min(blocks.num, k_cache.size(0)) : k_cache.size(0), k_cache.size(1),
+              std::max(blocks.window, window)};
+  }
+
+  // Where the sequences of each thread begin; empty where all threads share each op.
+  std::vector<int64_t> parts_of(const Batch& batch) const {
+    if (has_mixtures || has_amx()) return {};  // experts would be read by each thread; matrix units are not measured
+    std::vector<int64_t> parts = balanced_parts(batch, effort, omp_get_max_threads());
+    return parts.empty() || !can_be_apart(batch, parts, blocks_of_groups) || !pace().is_equal() ? std::vector<int64_t>() : parts;
+  }
+
+  // All layers, and what comes before and behind them.
+  void add(Step& step, const Batch& batch, const Tensor& logits) const {
+    const Tensor begin = embedding ? step.embed(batch.x, *embedding) : batch.x;
+    for (size_t i = 0; i < layers.size(); ++i) {
+      const auto group = static_cast<size_t>(groups[i]);
+      const Tensor entering = i == 0 ? begin : step.out();
+      const OptionalTensor added = i == 0 ? batch.residual : OptionalTensor(step.total());
+      const Inputs inputs{batch.positions, k_caches[i], v_caches[i], batch.slot_mappings[group], batch.block_tables[group],
+                          batch.cu_query_lens, batch.context_lens};
+      if (batch.wanted && i + 1 == layers.size()) step.add_last(*layers[i], entering, added, inputs, *batch.wanted);
+      else step.add(*layers[i], entering, added, inputs);
+    }
+    if (head) step.finish(**head, logits);
+  }
+
+  // Of the process: what slows a thread down slows it down in all of them.
+  static Pace& pace() {
+    static Pace pace;
+    return pace;
+  }
+
   at::ScalarType type() const { return layers[0]->attention_norm.scalar_type(); }
   int64_t hidden() const { return layers[0]->qkv->in_features; }
 };
 
+// Whether each of some steps that could be in parts is in parts, if the first thread ends so much earlier, of the last one's time.
+c10::List<bool> paced(at::ArrayRef<double> lags) {
+  Pace pace;
+  c10::List<bool> are_apart;
+  for (const double lag : lags) {
+    const bool is_equal = pace.is_equal();
+    are_apart.push_back(is_equal);
+    if (is_equal) pace.report(1 - lag, 1);
+  }
+  return are_apart;
+}
+
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
+  m.def("paced(float[] lags) -> bool[]", TORCH_FN(paced));
   m.class_<Linear>("Linear")  // before the class that takes it
       .def_static("packed", &packed_linear)
       .def_static("int8", &int8_linear)
@@ -358,7 +464,8 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
   m.class_<DecoderStack>("DecoderStack")
       .def(torch::init<c10::List<Layer>, std::vector<Tensor>, std::vector<Tensor>, std::vector<int64_t>, OptionalTensor,
                        std::optional<Head>>())
-      .def("run", &DecoderStack::run);
+      .def("run", &DecoderStack::run)
+      .def("num_apart", [](const c10::intrusive_ptr<DecoderStack>& stack) { return stack->num_apart.load(); });
 }
 
 }  // namespace

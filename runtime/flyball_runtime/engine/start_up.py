@@ -156,7 +156,7 @@ QUERY_LENS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Longest queries of the small steps: a kernel may use another tile for each power of two, and one for above 64 tokens, or
 above 64 for each expert."""
 
-TIMED_TOKENS, TIMED_RUNS = 32, 2
+TIMED_TOKENS, TIMED_RUNS = 64, 2
 """Tokens of a timed part of a step, and how often it runs: the first run faults pages in and compiles kernels."""
 
 ALL_FILTERS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=0)

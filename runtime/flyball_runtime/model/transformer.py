@@ -55,7 +55,7 @@ class StepInputs(NamedTuple):
     adapted: AdaptedStep = ()
 
 
-LAYERS_AT_ONCE, TOKENS_AT_ONCE = 16, 256
+LAYERS_AT_ONCE, TOKENS_AT_ONCE = 16, 1024
 """Most layers of one op, and most of their number times the step's tokens: with few tokens, to call a layer takes a good part
 of its time. No op takes much longer than a layer of a large step, since a step shows progress only between ops."""
 

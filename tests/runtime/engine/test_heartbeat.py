@@ -3,12 +3,15 @@
 import multiprocessing
 from pathlib import Path
 
+import pytest
+
 from checkpoints import make_checkpoint
 from engines import make_engine, random_prompts
 from flyball_runtime.core.clock import FakeClock
 from flyball_runtime.core.request import Request
 from flyball_runtime.core.sampling_params import SamplingParams
 from flyball_runtime.engine.heartbeat import Heartbeat, PauseLimit, pause_limit
+from flyball_runtime.model import transformer
 
 
 def test_a_beat_in_another_process_counts_here() -> None:
@@ -23,8 +26,9 @@ def test_a_beat_in_another_process_counts_here() -> None:
     assert (child.exitcode, heartbeat.age_s()) == (0, 0)
 
 
-def test_a_step_is_alive_as_long_as_its_layers_end(tmp_path: Path) -> None:
+def test_a_step_is_alive_as_long_as_its_layers_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer takes 20 s here, so a step takes minutes; nothing is ever silent for longer than one layer."""
+    monkeypatch.setattr(transformer, "TOKENS_AT_ONCE", 200)  # as many as the step has: one layer at a time
     clock = FakeClock()
     heartbeat, ages = Heartbeat(clock), []
 
@@ -54,7 +58,7 @@ def test_layers_of_few_tokens_run_as_one(tmp_path: Path) -> None:
         engine.step()
         numbers.append(len(ends))
         ends.clear()
-    assert numbers == [10, 2], "two at once with 100 tokens, and 16 with one"
+    assert numbers == [2, 2], "ten at once with 100 tokens, and 16 with one"
 
 
 def test_a_slow_machine_gets_the_time_that_its_largest_step_needs() -> None:

@@ -143,15 +143,15 @@ class SlowModel:
 
 @pytest.mark.parametrize(
     ("layer_s", "head_s", "pause_s"),
-    [(0.5, 0.01, 4.0), (0.5, 6.0, 12.0)],  # 256 tokens and 64 rows at most, 32 of them timed
+    [(0.5, 0.01, 2.0), (0.5, 6.0, 12.0)],  # 256 tokens and 128 rows at most, 64 of them timed
 )
 def test_the_longest_pause_is_a_layer_or_the_head_of_the_largest_step(
     model: CausalLM, layer_s: float, head_s: float, pause_s: float
 ) -> None:
     slow = SlowModel(model, layer_s, head_s)
-    assert slow.longest_pause_s(max_num_seqs=64, max_num_batched_tokens=256) == pytest.approx(pause_s)
+    assert slow.longest_pause_s(max_num_seqs=128, max_num_batched_tokens=256) == pytest.approx(pause_s)
     _, positions, block_table, context_lens = slow.steps[-1]
-    assert positions.tolist() == list(range(96, 128)), "the end of the longest context"
+    assert positions.tolist() == list(range(64, 128)), "the end of the longest context"
     assert (context_lens.tolist(), block_table.shape) == ([128], (1, 8))
 
 
@@ -162,7 +162,7 @@ def test_a_pause_of_a_step_with_few_tokens_is_not_scaled(model: CausalLM) -> Non
 
 
 def test_few_tokens_that_run_through_several_layers_at_once_may_take_longest(model: CausalLM) -> None:
-    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 128}  # 4 times those that are timed
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 256}  # 4 times those that are timed
     assert SlowModel(model, 0.5, 0.1, layers_at_once=3).longest_pause_s(**settings) == pytest.approx(2.0)
     assert SlowModel(model, 0.5, 0.1, layers_at_once=16).longest_pause_s(**settings) == pytest.approx(
         8.1
