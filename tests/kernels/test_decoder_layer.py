@@ -1,6 +1,6 @@
 """Decoder layers as one op against their parts, one after another."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -567,9 +567,24 @@ def runs(layers: list[DecoderLayer], given: list[dict[str, Any]], wanted: Any = 
         yield [*results, *caches], stack.num_apart > 0
 
 
-def assert_equal_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+def is_ever_apart(
+    layers: list[DecoderLayer],
+    given: list[dict[str, Any]],
+    num_threads: int,
+    set_num_threads: Callable[[int], None],
+    wanted: Any = (),
+    **ends: Any,
+) -> bool:
+    """Run until a step is in parts, at most ``MAX_RUNS`` times; each run must give the bits of one thread."""
+    set_num_threads(1)
+    expected, _ = next(runs(layers, given, wanted, **ends))
+    set_num_threads(num_threads)
+    for actual, is_apart in runs(layers, given, wanted, **ends):
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        if is_apart:
+            return True
+    return False
 
 
 @needs_parts
@@ -597,15 +612,7 @@ def test_threads_with_sequences_of_their_own_give_the_same_bits(batch, kind, wan
     table, ids = torch.randn(50, 96).to(dtype), torch.randint(50, (sum(lens),))
     embedded = [given[0] | {"x": ids, "residual": None}, given[1]]
     for inputs, ends in ((given, {}), (embedded, {"embedding": table, "head": head})):
-        set_num_threads(1)
-        expected, _ = next(runs(layers, inputs, wanted, **ends))
-        set_num_threads(num_threads)
-        for actual, is_apart in runs(layers, inputs, wanted, **ends):
-            assert_equal_bits(actual, expected)
-            if is_apart:
-                break
-        else:
-            pytest.fail(f"none of {MAX_RUNS} steps was in parts")
+        assert is_ever_apart(layers, inputs, num_threads, set_num_threads, wanted, **ends)
 
 
 @needs_parts
@@ -622,11 +629,7 @@ def test_threads_with_sequences_of_their_own_give_the_same_bits(batch, kind, wan
 def test_threads_share_what_would_be_uneven(query_lens, context_lens, monkeypatch, set_num_threads):
     monkeypatch.setitem(BATCHES, "uneven", (query_lens, context_lens))
     layers, given = layers_with_windows("plain", torch.bfloat16, None), [step("uneven", torch.bfloat16)]
-    expected, _ = next(runs(layers, given))
-    set_num_threads(2)
-    for actual, is_apart in runs(layers, given):
-        assert not is_apart
-        assert_equal_bits(actual, expected)
+    assert not is_ever_apart(layers, given, 2, set_num_threads)
 
 
 @needs_parts
@@ -634,12 +637,7 @@ def test_threads_share_a_step_in_which_a_sequence_reads_what_another_one_writes(
     layers, given = layers_with_windows("plain", torch.bfloat16, None, 20), [step("prompts", torch.bfloat16)] * 2
     tables = given[0]["block_tables"]
     tables[8, 1] = tables[0, 1]  # its second block is that of the first one, who writes it now
-    set_num_threads(1)
-    expected, _ = next(runs(layers, given))
-    set_num_threads(2)
-    for actual, is_apart in runs(layers, given):
-        assert not is_apart
-        assert_equal_bits(actual, expected)
+    assert not is_ever_apart(layers, given, 2, set_num_threads)
 
 
 @needs_parts
@@ -648,14 +646,7 @@ def test_sequences_in_parts_may_read_what_was_written_before(set_num_threads):
     tables, lens = given[0]["block_tables"], given[0]["context_lens"]
     source = next(i for i in range(90) if lens[i] > 32)
     tables[lens > 32, 0] = tables[source, 0].item()
-    set_num_threads(1)
-    expected, _ = next(runs(layers, given))
-    set_num_threads(2)
-    for actual, is_apart in runs(layers, given):
-        assert_equal_bits(actual, expected)
-        if is_apart:
-            return
-    pytest.fail(f"none of {MAX_RUNS} steps was in parts")
+    assert is_ever_apart(layers, given, 2, set_num_threads)
 
 
 @pytest.mark.parametrize(

@@ -198,18 +198,12 @@ class Pace {
 // Runs lists of works beside each other, each on one thread, and returns the seconds after which the first and the last of them ended.
 template <class Lists>
 std::pair<double, double> run_alone(const Lists& lists) {
-  struct Memory;
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   std::vector<double> ends(lists.size());
 #pragma omp parallel for schedule(static, 1)
   for (size_t i = 0; i < lists.size(); ++i) {
-    int64_t num_floats = 0;
-    for (const Work& work : *lists[i]) num_floats = std::max(num_floats, work.num_floats);
-    float* const memory = scratch<Memory>(num_floats);
-    Team::Shared shared(1);
-    const Team alone(shared, 0, 1);
-    for (const Work& work : *lists[i]) work.run(alone, memory);
+    run_in_team(*lists[i], false);
     ends[i] = std::chrono::duration<double>(Clock::now() - start).count();
   }
   const auto [first, last] = std::minmax_element(ends.begin(), ends.end());
