@@ -32,25 +32,41 @@ double uniform(int64_t seed, int64_t position) {
   return (mix(mix(seed) + static_cast<uint64_t>(position)) >> 11) * 0x1p-53;
 }
 
-// The largest logit, or NaN where the logits give no distribution: one is NaN or +inf, or all are -inf.
-float top_of(const float* x, int64_t n) {
-  constexpr float kInf = std::numeric_limits<float>::infinity();
-  Vec tops = splat(kNegInf);
-  VecI below_inf = ~VecI{};
+struct Top {
+  float logit;
+  int32_t id;
+
+  // Whether it comes before another one: the lower id of equals does.
+  bool beats(const Top& other) const { return logit > other.logit || (logit == other.logit && id < other.id); }
+};
+
+// The likeliest token, of a logit that is NaN where the logits give no distribution: one is NaN or +inf, or all are -inf.
+Top top_of(const float* x, int64_t n) {
+  constexpr int64_t kChains = 4, kStep = kChains * kLanes;  // chains, since each comparison waits for the one before it
+  constexpr float kInf = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
+  Vec logits[kChains];
+  VecI firsts[kChains] = {}, below_inf = ~VecI{};  // firsts: where the vectors begin that a chain's logits are of
+  std::fill_n(logits, kChains, splat(kNegInf));
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const Vec v = load(x + i);
-    tops = max(tops, v);
-    below_inf &= v < kInf;
+  for (; i + kStep <= n; i += kStep) {
+    for (int64_t c = 0; c < kChains; ++c) {
+      const Vec v = load(x + i + c * kLanes);
+      const VecI is_above = v > logits[c];
+      logits[c] = is_above ? v : logits[c];
+      firsts[c] = is_above ? VecI{} + static_cast<int32_t>(i + c * kLanes) : firsts[c];
+      below_inf &= v < kInf;
+    }
   }
-  float top = max(tops);
-  bool valid = true;
-  for (int lane = 0; lane < kLanes; ++lane) valid &= below_inf[lane] != 0;
+  bool is_valid = fold(below_inf, [](auto a, auto b) { return a & b; }) != 0;
+  Top top{kNegInf, 0};
+  const auto compare = [&](Top other) { top = other.beats(top) ? other : top; };
+  for (int64_t c = 0; c < kChains; ++c)
+    for (int lane = 0; lane < kLanes; ++lane) compare({logits[c][lane], firsts[c][lane] + lane});
   for (; i < n; ++i) {
-    valid &= x[i] < kInf;
-    top = std::max(top, x[i]);
+    is_valid &= x[i] < kInf;
+    compare({x[i], static_cast<int32_t>(i)});
   }
-  return valid && top > kNegInf ? top : std::numeric_limits<float>::quiet_NaN();
+  return is_valid && top.logit > kNegInf ? top : Top{kNaN, 0};
 }
 
 constexpr int64_t kBlock = 256;  // tokens that are looked at together
@@ -257,10 +273,10 @@ int64_t choose(const float* weights, int64_t n, double u) {
 }
 
 int64_t sample_row(const float* logits, int64_t n, const Settings& s, float* weights) {
-  const float top = top_of(logits, n);
-  if (std::isnan(top)) return kNoToken;
-  if (s.is_greedy()) return std::find(logits, logits + n, top) - logits;
-  weigh_tokens(logits, n, top, s, weights);
+  const Top top = top_of(logits, n);
+  if (std::isnan(top.logit)) return kNoToken;
+  if (s.is_greedy()) return top.id;
+  weigh_tokens(logits, n, top.logit, s, weights);
   const double u = uniform(s.seed, s.position);
   return s.ranks() ? choose_among(keep_tokens(logits, weights, n, s), weights, u) : choose(weights, n, u);
 }
