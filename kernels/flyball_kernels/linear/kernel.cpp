@@ -87,8 +87,13 @@ struct Dot {
   static int64_t feature(int64_t i) { return i % 2; }
   static Pair weights(const Weight* from) { return {load_raw<Vec>(from), load_raw<Vec>(from + kPanel)}; }
   static void pack_line(const Weight* x, int64_t num, Input* line) {
-    if (num < kLineSteps * kDepth) std::memset(line, 0, kLineSteps * sizeof(Input));
-    std::memcpy(line, x, num * sizeof(*x));
+    constexpr int64_t kWhole = kLineSteps * kDepth;
+    if (num == kWhole) {
+      std::memcpy(line, x, kWhole * sizeof(*x));  // of a length that the compiler knows: no call
+    } else {
+      std::memset(line, 0, kLineSteps * sizeof(Input));
+      std::memcpy(line, x, num * sizeof(*x));
+    }
   }
   static Vec broadcast(Input x) { return (Vec)splat(Bf16Pair{x}); }
   static Vec add(Vec sum, Vec w, Vec x) { return add_product(sum, (VecU)w, (VecU)x); }
@@ -136,20 +141,29 @@ inline void stream_panel(c10::BFloat16* to, Vec low, Vec high) {
 }
 #endif
 
+// Where an output ends within a panel. Apart from what writes whole panels, which is to be short: the next tile waits for it.
 template <class A>
-void write_row(const Output<A>& out, int64_t row, Vec low, Vec high, bool streams = false) {
+[[gnu::noinline]] void write_part_of_row(const Output<A>& out, int64_t row, Vec low, Vec high) {
   const int64_t rest = out.columns - kLanes;
   auto* to = out.data + row * out.stride;
   if (out.bias) low += load_up_to(out.bias, out.columns);
   if (out.bias && rest > 0) high += load_up_to(out.bias + kLanes, rest);
-  if (rest >= kLanes) return streams ? stream_panel(to, low, high) : store_panel(to, low, high);
   store_up_to(to, low, out.columns);
   if (rest > 0) store_part(to + kLanes, high, rest);
 }
 
+template <class A>
+[[gnu::always_inline]] inline void write_row(const Output<A>& out, int64_t row, Vec low, Vec high, bool streams = false) {
+  if (out.columns < kPanel) return write_part_of_row(out, row, low, high);
+  if (out.bias) low += load(out.bias), high += load(out.bias + kLanes);
+  auto* to = out.data + row * out.stride;
+  streams ? stream_panel(to, low, high) : store_panel(to, low, high);
+}
+
 // The same of sums.
 template <class A>
-void write_sums(const Output<A>& out, int64_t row, typename A::Sum low, typename A::Sum high, bool streams = false) {
+[[gnu::always_inline]] inline void write_sums(const Output<A>& out, int64_t row, typename A::Sum low, typename A::Sum high,
+                                              bool streams = false) {
   if constexpr (std::is_same_v<typename A::Sum, Vec>)
     write_row(out, row, low, high, streams);
   else
@@ -214,12 +228,15 @@ struct Ahead {
 };
 
 // Panels panels times a tile of Rows rows. Every sum runs over the steps in order, whatever Rows and Panels are, so a row's
-// result does not depend on how many rows there are. Without anything else to fetch, it is what follows in the panels.
-template <class A, int Rows, int Panels>
+// result does not depend on how many rows there are. Without anything else to fetch, it is what follows in the panels. A tile that
+// shares with others what is to be fetched has no more than half as much of it: to fetch a line twice would take a place among those
+// that are on their way.
+template <class A, int Rows, int Panels, bool Shares = false>
 void multiply_tile(const typename A::Input* x, const typename A::Weight* panels, int64_t steps, const Output<A>& out,
                    const std::optional<Ahead>& given) {
   typename A::Sum low[Panels][Rows] = {}, high[Panels][Rows] = {};
   constexpr int64_t kStepBytes = A::kWidth * sizeof(typename A::Weight), kPanelAhead = kAheadBytes / Panels;
+  constexpr int64_t kFetchedBytes = Shares ? std::max<int64_t>(64, kStepBytes / 2) : kStepBytes;
   Ahead ahead = given.value_or(Ahead{reinterpret_cast<const char*>(panels) + kPanelAhead, kStepBytes});
   for (int64_t step = 0; step < steps; ++step) {
     // where a panel ends, the one that the next tile has in its place comes next
@@ -229,7 +246,7 @@ void multiply_tile(const typename A::Input* x, const typename A::Weight* panels,
     for (int p = 0; p < Panels; ++p) {
       const typename A::Weight* from = panels + (p * steps + step) * A::kWidth;
 #pragma GCC unroll 4
-      for (int64_t line = 0; line < kStepBytes; line += 64)
+      for (int64_t line = 0; line < kFetchedBytes; line += 64)
         __builtin_prefetch(ahead.from + skipped + p * steps * kStepBytes + line, 0, 2);
       const auto w = A::weights(from);
 #pragma GCC unroll 16
@@ -265,6 +282,8 @@ void multiply(int64_t rows, int64_t num_panels, const typename A::Input* x, cons
     if constexpr (kHasRuns<A>) {
       with_scales<A>(out.scales.runs, [&]<class Scale>(Scale*) { multiply_runs<A, Rows, Scale>(x, panels, out); });
     } else {
+      if constexpr (2 * Rows >= A::kTileRows)
+        if (ahead) return multiply_tile<A, Rows, 1, true>(x, panels, steps, out, ahead);
       if (num_panels == panels_at_once<A>(Rows))
         return multiply_tile<A, Rows, panels_at_once<A>(Rows)>(x, panels, steps, out, ahead);
       for (int64_t p = 0; p < num_panels; ++p)
@@ -338,7 +357,10 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
   const int64_t num_tiles = round_up(rows, A::kTileRows) / A::kTileRows, num_threads = team.size();
   const int64_t group = num_panels >= 2 * num_threads * panels_at_once<A>(rows) ? panels_at_once<A>(rows) : 1;
   const int64_t num_groups = round_up(num_panels, group) / group;
-  const auto tile_start = [=](int64_t tile) { return tile * rows / num_tiles; };  // tiles of equal height, give or take 1
+  // tiles of equal height, give or take a row
+  const auto tile_start = [height = rows / num_tiles, num_taller = rows % num_tiles](int64_t tile) {
+    return tile * height + std::min(tile, num_taller);
+  };
   team.share(num_tiles, [&](int64_t tile) {
     const int64_t row = tile_start(tile), num = tile_start(tile + 1) - row;
     if constexpr (kIsQuantized<A>)
@@ -354,6 +376,7 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
     // A thread's panels follow each other, since each fetches the beginning of the next. A panel's tiles stay on one thread,
     // unless there are few panels.
     const int64_t unit = num_groups < 4 * num_threads ? 1 : num_tiles;
+    const int64_t panel_bytes = size.panel * sizeof(typename A::Weight);
     team.share_runs(num_groups * num_tiles, unit, [&](int64_t begin, int64_t end) {
       using T = typename A::Value;
       alignas(64) T gates[kTilesOfBlock * A::kTileRows * kPanel], values[A::kTileRows * kPanel];
@@ -362,16 +385,14 @@ void linear_block(const typename A::Value* x, int64_t rows, int64_t k, const typ
         const int64_t panel = begin / num_tiles * group, width = std::min(group, num_panels - panel), columns = width * kPanel;
         const int64_t first = begin % num_tiles;
         last = std::min(begin - first + num_tiles, end);
-        const int64_t num = last - begin;
+        const int64_t num = last - begin, share = panel_bytes / num, step_bytes = round_up(share, size.steps) / size.steps;
         for (int64_t half = 0; half < num_halves; ++half) {
           const int64_t of_half = half * num_panels + panel;
           // Several tiles fetch the panel that comes next, each its share: memory has all of their time for it.
           const int64_t next = half + 1 < num_halves ? num_panels + panel : panel + group;
-          const int64_t panel_bytes = size.panel * sizeof(typename A::Weight);
-          const auto fetched_by = [&](int64_t i) -> std::optional<Ahead> {
-            if (num == 1) return {};
-            const auto* from = reinterpret_cast<const char*>(packed) + next * panel_bytes + i * panel_bytes / num;
-            return Ahead{from, panel_bytes / num / size.steps + 1};
+          const auto* from = reinterpret_cast<const char*>(packed + next * size.panel);
+          const auto fetched_by = [&](int64_t i) {
+            return num > 1 ? std::optional(Ahead{from + i * share, step_bytes}) : std::nullopt;
           };
           for (int64_t tile = first; tile < first + num; ++tile) {
             const int64_t row = tile_start(tile), num_rows = tile_start(tile + 1) - row;
@@ -416,10 +437,10 @@ Work linear_work(const typename A::Value* x, int64_t m, int64_t k, const typenam
             if (!kHasTiles<A> && num_blocks > 1 && num_blocks >= team.size()) {
               // Each thread takes blocks through all columns, and waits for no other before the end.
               const int64_t num = round_up(num_blocks, team.size());
-              Team::Shared shared(1);
-              const Team alone(shared, 0, 1);
               team.share_runs(num, 1, [&](int64_t block, int64_t) {
                 struct Inputs;
+                Team::Shared shared(1);
+                const Team alone(shared, 0, 1);
                 run_block(block * m / num, (block + 1) * m / num, alone, scratch<Inputs>(of_inputs));
               });
             } else {

@@ -19,7 +19,7 @@ struct TileBlock {
   Output<A> out;
   bool streams;
 
-  int64_t row(int64_t tile) const { return tile * num_rows / num_tiles; }
+  int64_t row(int64_t tile) const { return tile * (num_rows / num_tiles) + std::min(tile, num_rows % num_tiles); }
   int64_t tile_steps() const { return steps / kLineSteps; }
 
   // Sums of a panel [tiles, rows, columns].
