@@ -11,6 +11,61 @@
 
 namespace flyball {
 
+// What a thread does while it waits: it looks again and again, and after so many times sleeps, if it can.
+struct Wait {
+  // When the library is loaded: later a thread may have a core of its own (place_threads), and knows no others.
+  static inline const int64_t num_cores = omp_get_num_procs();
+
+  // As many as OpenMP's threads are told to (see flyball_runtime/engine), and few where threads have to share cores.
+  static int max_spins(int64_t num_threads) { return num_threads > num_cores ? 100 : 10000; }
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+};
+
+// What a thread that runs works by itself has others do with it, once they have nothing else to do: runs of numbers.
+class Offer {
+ public:
+  // Calls f(i) for each i below n. All are done when it returns.
+  template <class F>
+  void share(int64_t n, const F& f) {
+    const Call call{[](const void* of, int64_t i) { (*static_cast<const F*>(of))(i); }, &f, n};
+    call_.store(&call);
+    call.run();
+    call_.store(nullptr);
+    while (const uint32_t num = num_helpers_.load()) num_helpers_.wait(num);
+  }
+
+  // Takes part in what is offered, by another thread. Returns whether anything was.
+  bool help() {
+    if (!call_.load(std::memory_order_relaxed)) return false;
+    num_helpers_.fetch_add(1);  // before the look at what is offered, or its owner would not know that somebody has seen it
+    if (const Call* const call = call_.load()) call->run();
+    if (num_helpers_.fetch_sub(1) == 1) num_helpers_.notify_all();
+    return true;
+  }
+
+ private:
+  struct Call {
+    void (*const f)(const void*, int64_t);
+    const void* const of;
+    const int64_t n;
+    mutable std::atomic<int64_t> next{0};
+
+    void run() const {
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) f(of, i);
+    }
+  };
+
+  alignas(64) std::atomic<const Call*> call_{nullptr};
+  alignas(64) std::atomic<uint32_t> num_helpers_{0};
+};
+
 // The threads of a parallel region; each has its own object, and they call the same functions in the same order. OpenMP's
 // loops would do, but its barrier makes a system call each time, which takes longer than many of the loops.
 class Team {
@@ -26,8 +81,9 @@ class Team {
     alignas(64) std::atomic<uint32_t> num_barriers{0};
     alignas(64) std::atomic<int64_t> next{0};
     std::vector<Part> parts;
+    Offer* const offer;  // of a single thread, or null
 
-    explicit Shared(int64_t most_threads) : parts(most_threads) {}
+    explicit Shared(int64_t most_threads, Offer* offer = nullptr) : parts(most_threads), offer(offer) {}
   };
 
   Team(Shared& shared, int64_t index, int64_t size) : shared_(shared), index_(index), size_(size) {}
@@ -53,8 +109,10 @@ class Team {
   // from its beginning; one that is done takes runs from the others' parts, so that threads end together.
   template <class F>
   void share_runs(int64_t n, int64_t unit, F f) const {
+    const int64_t num_runs = round_up(n, unit) / unit;
+    if (shared_.offer) return shared_.offer->share(num_runs, [&](int64_t run) { f(run * unit, std::min(n, (run + 1) * unit)); });
     Part& own = shared_.parts[index_];
-    const int64_t num_runs = round_up(n, unit) / unit, turn = own.turn;
+    const int64_t turn = own.turn;
     own.turn = 1 - turn;
     own.num_taken[own.turn].store(0, std::memory_order_relaxed);  // all are here, so none is in the call before
     for (int64_t i = 0; i < size_; ++i) {
@@ -84,26 +142,12 @@ class Team {
       shared_.num_barriers.notify_all();
       return;
     }
-    for (int spins = max_spins(); spins > 0; --spins) {
+    for (int spins = Wait::max_spins(size_); spins > 0; --spins) {
       if (shared_.num_barriers.load(std::memory_order_acquire) != before) return;
-      pause();
+      Wait::pause();
     }
     shared_.num_barriers.wait(before, std::memory_order_acquire);
   }
-
-  // As many as OpenMP's threads are told to (see flyball_runtime/engine), and few where threads have to share cores.
-  int max_spins() const { return size_ > num_cores ? 100 : 10000; }
-
-  static void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-  }
-
-  // When the library is loaded: later a thread may have a core of its own (place_threads), and knows no others.
-  static inline const int64_t num_cores = omp_get_num_procs();
 
   Shared& shared_;
   const int64_t index_, size_;
@@ -117,12 +161,12 @@ struct Work {
 
 // Runs works one after another, in one parallel region if that is worth it.
 template <class Works = std::initializer_list<Work>>
-void run_in_team(const Works& works, bool is_parallel = true) {
+void run_in_team(const Works& works, bool is_parallel = true, Offer* offer = nullptr) {
   struct Memory;
   int64_t num_floats = 0;
   for (const Work& work : works) num_floats = std::max(num_floats, work.num_floats);
   float* const memory = scratch<Memory>(num_floats);
-  Team::Shared shared(is_parallel ? omp_get_max_threads() : 1);
+  Team::Shared shared(is_parallel ? omp_get_max_threads() : 1, offer);
   const auto run = [&](int64_t index, int64_t size) {
     const Team team(shared, index, size);
     for (const Work& work : works) work.run(team, memory);

@@ -372,8 +372,7 @@ struct DecoderStack : torch::CustomClassHolder {
       add(step, part, head ? results.logits.narrow(0, batch.first_left(parts[i]), part.num_left()) : Tensor());
       works.push_back(&step.works());
     }
-    const auto [first_end, last_end] = run_alone(works);
-    pace().report(first_end, last_end);
+    run_alone(works);
     ++num_apart;
     const auto whole = [&](const Tensor& all, auto of) {
       if (!batch.wanted) return all;
@@ -408,7 +407,7 @@ struct DecoderStack : torch::CustomClassHolder {
   std::vector<int64_t> parts_of(const Batch& batch) const {
     if (has_mixtures || has_amx()) return {};  // experts would be read by each thread; matrix units are not measured
     std::vector<int64_t> parts = balanced_parts(batch, effort, omp_get_max_threads());
-    return parts.empty() || !can_be_apart(batch, parts, blocks_of_groups) || !pace().is_equal() ? std::vector<int64_t>() : parts;
+    return parts.empty() || !can_be_apart(batch, parts, blocks_of_groups) ? std::vector<int64_t>() : parts;
   }
 
   // All layers, and what comes before and behind them.
@@ -426,30 +425,37 @@ struct DecoderStack : torch::CustomClassHolder {
     if (head) step.finish(**head, logits);
   }
 
-  // Of the process: what slows a thread down slows it down in all of them.
-  static Pace& pace() {
-    static Pace pace;
-    return pace;
-  }
-
   at::ScalarType type() const { return layers[0]->attention_norm.scalar_type(); }
   int64_t hidden() const { return layers[0]->qkv->in_features; }
 };
 
-// Whether each of some steps that could be in parts is in parts, if the first thread ends so much earlier, of the last one's time.
-c10::List<bool> paced(at::ArrayRef<double> lags) {
-  Pace pace;
-  c10::List<bool> are_apart;
-  for (const double lag : lags) {
-    const bool is_equal = pace.is_equal();
-    are_apart.push_back(is_equal);
-    if (is_equal) pace.report(1 - lag, 1);
+// Works that share so many runs several times, beside each other -> how many runs had not been done once when they were to be
+// done, and how many were done by others.
+std::tuple<int64_t, int64_t> help(at::ArrayRef<int64_t> lens, int64_t num_shares) {
+  std::atomic<int64_t> num_wrong{0}, num_helped{0};
+  std::vector<std::vector<Work>> lists;
+  for (const int64_t len : lens) {
+    const auto run = [&num_wrong, &num_helped, len, num_shares](const Team& team, float*) {
+      const int owner = omp_get_thread_num();
+      std::vector<std::atomic<int64_t>> counts(len);
+      for (int64_t share = 1; share <= num_shares; ++share) {
+        team.share_runs(len, 1, [&](int64_t i, int64_t) {
+          counts[i].fetch_add(1, std::memory_order_relaxed);
+          num_helped += omp_get_thread_num() != owner;
+        });
+        for (const auto& count : counts) num_wrong += count.load(std::memory_order_relaxed) != share;
+      }
+    };
+    lists.push_back({{0, run}});
   }
-  return are_apart;
+  std::vector<const std::vector<Work>*> works;
+  for (const auto& list : lists) works.push_back(&list);
+  run_alone(works);
+  return {num_wrong.load(), num_helped.load()};
 }
 
 TORCH_LIBRARY_FRAGMENT(flyball, m) {
-  m.def("paced(float[] lags) -> bool[]", TORCH_FN(paced));
+  m.def("help(int[] lens, int num_shares) -> (int, int)", TORCH_FN(help));
   m.class_<Linear>("Linear")  // before the class that takes it
       .def_static("packed", &packed_linear)
       .def_static("int8", &int8_linear)

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <map>
 
 #include "../cpu/works.h"
@@ -144,7 +143,7 @@ inline bool are_cumulative(const Tensor& cu_lens, int64_t total) {
 // A thread has at least kFewestRows tokens: with fewer it would read weights faster than memory gives them.
 inline std::vector<int64_t> balanced_parts(const Batch& batch, const Effort& effort, int64_t num_threads) {
   constexpr int64_t kFewestRows = 28;
-  constexpr double kMost = 1.03;  // of the mean: about what threads wait that share each op
+  constexpr double kMost = 1.03;  // of the mean: the others help with the rest, but not with all of it
   const int64_t num = batch.num_sequences();
   if (num_threads < 2 || batch.num_rows() < num_threads * kFewestRows || num < num_threads) return {};
   if (!are_cumulative(batch.cu_query_lens, batch.num_rows())) return {};
@@ -168,46 +167,25 @@ inline std::vector<int64_t> balanced_parts(const Batch& batch, const Effort& eff
   return parts;
 }
 
-// Whether threads ran equally fast of late. One that shares its core with something else would have the others wait for it; ops that
-// threads share give it less to do. Any thread is late now and then, so several steps in a row must tell.
-class Pace {
- public:
-  // Asked before each step that could be in parts.
-  bool is_equal() {
-    int64_t num = num_shared_.load(std::memory_order_relaxed);
-    while (num > 0 && !num_shared_.compare_exchange_weak(num, num - 1, std::memory_order_relaxed)) {}
-    return num == 0;
-  }
-
-  // Told after one, in any unit of time.
-  void report(double first_end, double last_end) {
-    const bool is_late = last_end - first_end > kMostLag * last_end;
-    const int64_t num_late = is_late ? num_late_.load(std::memory_order_relaxed) + 1 : 0;
-    num_late_.store(num_late % kLateSteps, std::memory_order_relaxed);
-    if (num_late == kLateSteps) num_shared_.store(kSharedSteps, std::memory_order_relaxed);
-  }
-
- private:
-  static constexpr double kMostLag = 1.0 / 8;
-  static constexpr int64_t kLateSteps = 3;      // in a row
-  static constexpr int64_t kSharedSteps = 250;  // then; if one thread is half as fast, to try again costs about 1 % of their time
-
-  std::atomic<int64_t> num_late_{0}, num_shared_{0};
-};
-
-// Runs lists of works beside each other, each on one thread, and returns the seconds after which the first and the last of them ended.
+// Runs lists of works beside each other, each on one thread. One that is done helps the others, so that all end together.
 template <class Lists>
-std::pair<double, double> run_alone(const Lists& lists) {
-  using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
-  std::vector<double> ends(lists.size());
-#pragma omp parallel for schedule(static, 1)
-  for (size_t i = 0; i < lists.size(); ++i) {
-    run_in_team(*lists[i], false);
-    ends[i] = std::chrono::duration<double>(Clock::now() - start).count();
+void run_alone(const Lists& lists) {
+  std::vector<Offer> offers(lists.size());
+  std::atomic<size_t> num_left{lists.size()};
+#pragma omp parallel
+  {
+#pragma omp for schedule(static, 1) nowait
+    for (size_t i = 0; i < lists.size(); ++i) {
+      run_in_team(*lists[i], false, &offers[i]);
+      num_left.fetch_sub(1);
+    }
+    const int most_spins = Wait::max_spins(omp_get_num_threads());
+    for (int spins = most_spins; spins > 0 && num_left.load() > 0; --spins) {
+      for (Offer& offer : offers)
+        if (offer.help()) spins = most_spins;
+      Wait::pause();
+    }
   }
-  const auto [first, last] = std::minmax_element(ends.begin(), ends.end());
-  return {*first, *last};
 }
 
 }  // namespace flyball

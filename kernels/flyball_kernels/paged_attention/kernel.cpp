@@ -471,13 +471,13 @@ struct Attention {
               const auto& [tasks, num_partial_rows] = *shared;
               struct Tile;
               const int64_t rows = std::max({kQueryRows, group(), kMaxR * num_kv_heads});
-              float* const memory = scratch<Tile>(Workspace<float>::num_floats(rows, dim()));
+              const auto memory = [&] { return scratch<Tile>(Workspace<float>::num_floats(rows, dim())); };  // of the thread that asks
               team.share_runs(tasks.size(), 1, [&](size_t i, size_t next) {
-                run(tasks[i], next < tasks.size() ? &tasks[next] : nullptr, memory, partials);
+                run(tasks[i], next < tasks.size() ? &tasks[next] : nullptr, memory(), partials);
               });
               if (num_partial_rows == 0) return;
               team.run_once([&] {
-                for (size_t i = 0; i < tasks.size();) i = tasks[i].partial < 0 ? i + 1 : merge(tasks, i, partials, memory);
+                for (size_t i = 0; i < tasks.size();) i = tasks[i].partial < 0 ? i + 1 : merge(tasks, i, partials, memory());
               });
             }};
   }
