@@ -402,7 +402,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm": vllm_table,
     "vllm-zen4": partial(vllm_table, "versus_vllm_zen4"),
     "vllm-xeon": partial(vllm_table, "versus_vllm_xeon"),
-    "vllm-zen4-offline": partial(vllm_table, "versus_vllm_zen4_offline"),
     "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
     "llamacpp": partial(llamacpp_table, "versus_llamacpp"),
     "vllm-avx2": partial(vllm_table, "versus_vllm_avx2"),
