@@ -50,6 +50,23 @@ def test_equals_the_reference(vocab):
     assert sample(logits, **rows).equal(reference.sample(logits, **rows))
 
 
+@pytest.mark.parametrize("backend", [CPP, flyball_kernels.Backend("torch"), TRITON], ids=["op", "reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 100, 4099])
+def test_logits_of_16_bits_give_the_tokens_of_the_same_in_32(vocab, dtype, backend):
+    logits, rows = (torch.randn(60, vocab) * 3).to(dtype), mixed_settings(60)
+    logits[3] = torch.nan
+    logits[7] = -torch.inf
+    given = [one.to(DEVICE) if backend is TRITON else one for one in (logits, logits.float())]
+    settings = {name: one.to(DEVICE) if backend is TRITON else one for name, one in rows.items()}
+    narrow, wide = (flyball_kernels.sample(one, **settings, backend=backend) for one in given)
+    assert narrow.equal(wide)
+    assert narrow[[3, 7]].tolist() == [NO_TOKEN] * 2
+    none = dict.fromkeys(settings)
+    greedy = flyball_kernels.sample(given[0], **none, backend=backend).cpu()
+    assert greedy.equal(reference.sample(logits.float(), **none))
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
 @pytest.mark.parametrize("rounds", [False, True], ids=["", "many equal ones"])
 def test_large_vocabularies_equal_the_reference(spread, rounds):
@@ -366,8 +383,10 @@ def test_refuses_what_does_not_fit(backend):
     with pytest.raises(ValueError, match=r"logits has shape \[8\]; it must be \[any, any\]"):
         sample(torch.zeros(8), **settings(2))
     logits, rows = torch.zeros(2, 8), settings(2)
-    with pytest.raises(ValueError, match=r"logits is torch\.bfloat16; it must be torch\.float32"):
-        sample(logits.bfloat16(), **rows)
+    with pytest.raises(
+        ValueError, match=r"torch\.float64; it must be torch\.float32 or torch\.bfloat16 or torch\.float16"
+    ):
+        sample(logits.double(), **rows)
     with pytest.raises(ValueError, match=r"top_k is torch\.int32; it must be torch\.int64"):
         sample(logits, **{**rows, "top_k": rows["top_k"].int()})
     with pytest.raises(ValueError, match=r"seeds has shape \[1\]; it must be \[2\]"):

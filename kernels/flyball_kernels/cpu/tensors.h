@@ -52,9 +52,12 @@ inline void check_shape(const char* name, const Tensor& tensor, at::IntArrayRef 
   TORCH_CHECK_VALUE(false, name, " has shape ", tensor.sizes(), "; it must be [", wanted, "].");
 }
 
-inline void check_dtype(const char* name, const Tensor& tensor, at::ScalarType type) {
+inline void check_dtype(const char* name, const Tensor& tensor, at::ArrayRef<at::ScalarType> types) {
   const auto called = [](at::ScalarType one) { return "torch." + std::string(c10::getDtypeNames(one).first); };
-  TORCH_CHECK_VALUE(tensor.scalar_type() == type, name, " is ", called(tensor.scalar_type()), "; it must be ", called(type), ".");
+  if (std::find(types.begin(), types.end(), tensor.scalar_type()) != types.end()) return;
+  std::string wanted;
+  for (const at::ScalarType type : types) wanted += (wanted.empty() ? "" : " or ") + called(type);
+  TORCH_CHECK_VALUE(false, name, " is ", called(tensor.scalar_type()), "; it must be ", wanted, ".");
 }
 
 inline void check_contiguous(const char* name, const Tensor& tensor) {

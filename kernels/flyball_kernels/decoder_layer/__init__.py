@@ -211,7 +211,7 @@ class DecoderStack:
                 these are computed. None: all are.
         Returns:
             The last layer's output, which is still to be added, and the running sum of the residual: both new tensors, of all
-            tokens or of those at ``logits_indices``. With a head its logits, fp32, in the place of the output.
+            tokens or of those at ``logits_indices``. With a head its logits in the place of the output.
         Raises:
             ValueError: a shape, dtype or layout is not as above, or a layer's group is not there.
             IndexError: a token id, position, slot, length or block id is out of range.

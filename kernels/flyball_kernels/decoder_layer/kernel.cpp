@@ -96,21 +96,6 @@ Work gather_work(const Tensor& indices, const Tensor& table, const Tensor& out) 
           }};
 }
 
-// x -> out in fp32, of the same size
-Work widen_work(const Tensor& x, const Tensor& out) {
-  constexpr int64_t kRun = 4096;
-  Work work;
-  dispatch(x, "decoder_layers", [&]<class T>(T*) {
-    work.run = [from = data<const T>(x), to = data<float>(out), n = x.numel()](const Team& team, float*) {
-      team.share(round_up(n, kRun) / kRun, [&](int64_t run) {
-        for (int64_t i = run * kRun, end = std::min(n, i + kRun); i < end; i += kLanes)
-          store_up_to(to + i, load_up_to(from + i, end - i), end - i);
-      });
-    };
-  });
-  return work;
-}
-
 // How many rows of a step go through the ops between two attentions together. Of what these ops leave to each other, no more
 // than that needs memory, and it is still in a cache when the next one reads it. A multiple of the rows that linear layers take
 // at a time, so that they read weights no more often. With AMX they take more, and no machine has measured it in blocks.
@@ -176,17 +161,13 @@ class Step {
                           inputs.context_lens});
   }
 
-  // What the layers gave -> logits, in fp32
+  // What the layers gave -> logits
   void finish(const DecoderHead& head, const Tensor& logits) {
-    const Tensor narrow = logits.scalar_type() == options_.dtype() ? logits : empty(head.linear->out_features);
     for_blocks([&](const Rows& of, const Rows& block) {
       const Tensor normed = block(normed_);
       works_.push_back(rms_norm_work(of(out_), of(total_), head.norm, head.eps, head.norm_offset, normed, of(entered_)));
-      works_.push_back(head.linear->work(normed, of(narrow)));
+      works_.push_back(head.linear->work(normed, of(logits)));
     });
-    if (narrow.is_same(logits)) return;
-    works_.push_back(widen_work(narrow, logits));
-    until_run_.push_back(narrow);
   }
 
   const Tensor& out() const { return out_; }
@@ -343,11 +324,9 @@ struct DecoderStack : torch::CustomClassHolder {
   };
 
   Results empty_results(const Batch& batch) const {
-    const auto empty = [&](int64_t rows, int64_t columns, at::ScalarType type) {
-      return at::empty({rows, columns}, at::TensorOptions(type));
-    };
-    const Tensor out = empty(batch.num_rows(), hidden(), type()), total = at::empty_like(out);
-    return {out, total, head ? empty(batch.num_left(), (*head)->linear->out_features, at::kFloat) : Tensor()};
+    const auto empty = [&](int64_t rows, int64_t columns) { return at::empty({rows, columns}, at::TensorOptions(type())); };
+    const Tensor out = empty(batch.num_rows(), hidden()), total = at::empty_like(out);
+    return {out, total, head ? empty(batch.num_left(), (*head)->linear->out_features) : Tensor()};
   }
 
   // All threads share each op.

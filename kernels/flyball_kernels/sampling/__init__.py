@@ -36,7 +36,7 @@ def sample(
     Settings outside the ranges below are safe, but what they choose is not defined.
 
     Args:
-        logits: ``[n, vocab]`` fp32, vocab at least 1.
+        logits: ``[n, vocab]`` fp32, bf16 or fp16, vocab at least 1. What is computed of them is fp32.
         temperature: ``[n]`` fp32, >= 0; None means that every row is greedy.
         top_k: ``[n]`` int64; 0 is off. None means that no row uses it; likewise below.
         top_p: ``[n]`` fp32 in (0, 1]; 1 is off.
@@ -51,13 +51,14 @@ def sample(
     if backend.name == "cpp":  # which makes these checks itself
         return _cpp()(logits, temperature, top_k, top_p, min_p, seeds, positions)
     check_shape("logits", logits, None, None)
-    check_dtype("logits", logits, torch.float32)
+    check_dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
     if logits.shape[1] == 0:
         raise ValueError(f"logits has shape {list(logits.shape)}; a row needs at least 1 logit.")
     _check_rows(logits.shape[0], torch.float32, temperature=temperature, top_p=top_p, min_p=min_p)
     _check_rows(logits.shape[0], torch.int64, top_k=top_k, seeds=seeds, positions=positions)
     if temperature is not None and (seeds is None or positions is None):
         raise ValueError("rows with a temperature need seeds and positions.")
+    logits = logits.float()
     if backend.name == "triton":
         from flyball_kernels.sampling import kernel  # triton is there on Linux only
 

@@ -41,7 +41,8 @@ struct Top {
 };
 
 // The likeliest token, of a logit that is NaN where the logits give no distribution: one is NaN or +inf, or all are -inf.
-Top top_of(const float* x, int64_t n) {
+template <class T>
+Top top_of(const T* x, int64_t n) {
   constexpr int64_t kChains = 4, kStep = kChains * kLanes;  // chains, since each comparison waits for the one before it
   constexpr float kInf = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
   Vec logits[kChains];
@@ -63,8 +64,9 @@ Top top_of(const float* x, int64_t n) {
   for (int64_t c = 0; c < kChains; ++c)
     for (int lane = 0; lane < kLanes; ++lane) compare({logits[c][lane], firsts[c][lane] + lane});
   for (; i < n; ++i) {
-    is_valid &= x[i] < kInf;
-    compare({x[i], static_cast<int32_t>(i)});
+    const auto logit = static_cast<float>(x[i]);
+    is_valid &= logit < kInf;
+    compare({logit, static_cast<int32_t>(i)});
   }
   return is_valid && top.logit > kNegInf ? top : Top{kNaN, 0};
 }
@@ -272,10 +274,25 @@ int64_t choose(const float* weights, int64_t n, double u) {
   return scan(begin, std::min(begin + kBlock, n), [](int64_t i) { return i; }, weights, target - before);
 }
 
-int64_t sample_row(const float* logits, int64_t n, const Settings& s, float* weights) {
-  const Top top = top_of(logits, n);
+// x in fp32: itself, or a copy in memory of so many floats.
+inline const float* widened(const float* x, int64_t, float* (*)(int64_t)) { return x; }
+
+template <class T>
+const float* widened(const T* x, int64_t n, float* (*memory)(int64_t)) {
+  float* const wide = memory(n);
+  for (int64_t i = 0; i < n; i += kLanes) store_up_to(wide + i, load_up_to(x + i, n - i), n - i);
+  return wide;
+}
+
+template <class T>
+int64_t sample_row(const T* row, int64_t n, const Settings& s) {
+  struct Weights;
+  struct Logits;
+  const Top top = top_of(row, n);
   if (std::isnan(top.logit)) return kNoToken;
   if (s.is_greedy()) return top.id;
+  float* const weights = scratch<Weights>(n);
+  const float* const logits = widened(row, n, scratch<Logits>);
   weigh_tokens(logits, n, top.logit, s, weights);
   const double u = uniform(s.seed, s.position);
   return s.ranks() ? choose_among(keep_tokens(logits, weights, n, s), weights, u) : choose(weights, n, u);
@@ -295,9 +312,8 @@ T value_or(const std::optional<Tensor>& setting, int64_t row, T otherwise) {
 Tensor sample(const Tensor& all_logits, const std::optional<Tensor>& temperature, const std::optional<Tensor>& top_k,
               const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p, const std::optional<Tensor>& seeds,
               const std::optional<Tensor>& positions) {
-  struct Weights;
   check_shape("logits", all_logits, {-1, -1});
-  check_dtype("logits", all_logits, at::kFloat);
+  check_dtype("logits", all_logits, {at::kFloat, at::kBFloat16, at::kHalf});
   const Tensor logits = all_logits.contiguous();
   const int64_t rows = logits.size(0), n = logits.size(1);
   TORCH_CHECK_VALUE(n > 0, "logits has shape ", logits.sizes(), "; a row needs at least 1 logit.");
@@ -309,13 +325,15 @@ Tensor sample(const Tensor& all_logits, const std::optional<Tensor>& temperature
   check_setting("positions", positions, rows, at::kLong);
   TORCH_CHECK_VALUE(!temperature || (seeds && positions), "rows with a temperature need seeds and positions.");
   Tensor ids = at::empty({rows}, at::kLong);
+  dispatch(logits, "sample", [&]<class T>(T*) {
 #pragma omp parallel for schedule(dynamic, 1) if (rows > 1 && rows * n > kParallelGrain)
-  for (int64_t row = 0; row < rows; ++row) {
-    const Settings settings{value_or(temperature, row, 0.0f), value_or(top_p, row, 1.0f),  value_or(min_p, row, 0.0f),
-                            value_or<int64_t>(top_k, row, 0), value_or<int64_t>(seeds, row, 0),
-                            value_or<int64_t>(positions, row, 0)};
-    ids.data_ptr<int64_t>()[row] = sample_row(logits.data_ptr<float>() + row * n, n, settings, scratch<Weights>(n));
-  }
+    for (int64_t row = 0; row < rows; ++row) {
+      const Settings settings{value_or(temperature, row, 0.0f), value_or(top_p, row, 1.0f),  value_or(min_p, row, 0.0f),
+                              value_or<int64_t>(top_k, row, 0), value_or<int64_t>(seeds, row, 0),
+                              value_or<int64_t>(positions, row, 0)};
+      ids.data_ptr<int64_t>()[row] = sample_row(data<const T>(logits) + row * n, n, settings);
+    }
+  });
   return ids;
 }
 

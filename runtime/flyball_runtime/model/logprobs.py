@@ -33,7 +33,7 @@ class RawLogprobs:
             counts: for each row of ``logits``; -1 if the row asks for no log probabilities.
         """
         indices = np.flatnonzero(counts >= 0)
-        asked = logits[torch.from_numpy(indices).to(logits.device, non_blocking=True)]
+        asked = logits[torch.from_numpy(indices).to(logits.device, non_blocking=True)].float()
         return cls(indices, counts[indices], asked.log_softmax(dim=-1).clamp_(min=MIN_LOGPROB))
 
     @torch.inference_mode()

@@ -87,7 +87,7 @@ class SamplingTensors:
         """Choose one token per row; what a row gets depends on its own logits, settings and position alone.
 
         Args:
-            logits: ``[n, vocab]`` fp32. Those of rows that ask for it are changed in place.
+            logits: ``[n, vocab]``, see ``sample``. If they are fp32, those of rows that ask for it are changed in place.
             rows: ``[n]`` integers, in the order of ``logits``.
             positions: ``[n]`` int64, how many tokens the sequence has before the sampled one.
         Returns:
@@ -100,7 +100,10 @@ class SamplingTensors:
         return token_ids, None if raw is None else raw.of_tokens(token_ids)
 
     def _sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, asked: int) -> Tensor:
-        self.stuck = self._processor.apply(logits, rows, positions) if asked & CHANGES else {}
+        self.stuck = {}
+        if asked & CHANGES:
+            logits = logits.float()
+            self.stuck = self._processor.apply(logits, rows, positions)
         drawing = bool(asked & TEMPERATURE)
         token_ids = sample(
             logits,

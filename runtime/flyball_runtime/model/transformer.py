@@ -98,7 +98,7 @@ class LanguageModel(Protocol):
     ) -> tuple[Callable[[], object], Callable[[], Tensor]]:
         """Return what start-up times: the layer that attends to the most tokens, and the head for ``num_rows`` tokens.
 
-        The head returns logits, fp32.
+        The head returns logits.
         """
         ...
 
@@ -437,7 +437,8 @@ class CausalLM:
             score: called with a function that returns the logits of any of the step's tokens, by their indices.
             pool: likewise, of their hidden states after the last norm.
         Returns:
-            Logits ``[num_sampled, vocab_size]`` fp32 of the tokens at ``inputs.logits_indices``.
+            Logits ``[num_sampled, vocab_size]`` of the tokens at ``inputs.logits_indices``: in the model's dtype, or in fp32
+            where it divides or bounds them.
         """
         x, residual, wanted = inputs.token_ids, None, inputs.logits_indices
         may_want_others, num_tokens, num_wanted = score is not None or pool is not None, x.shape[0], wanted.shape[0]
@@ -456,11 +457,11 @@ class CausalLM:
             if head is not None:
                 return self._scaled(x)
         if score is not None:
-            score(lambda wanted: self._logits(x[wanted], residual[wanted]))
+            score(lambda wanted: self._logits(x[wanted], residual[wanted]).float())
         if pool is not None:
             pool(lambda wanted: self.norm.add(x[wanted], residual[wanted])[0])
         if num_wanted == 0:
-            return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+            return x.new_empty((0, self.config.vocab_size))
         if num_wanted == num_left:  # these tokens and no others, in their order
             return self._logits(x, residual)
         return self._logits(x[wanted], residual[wanted])
@@ -474,7 +475,7 @@ class CausalLM:
         layer, caches = self.layers[index], kv[self.layout.places[index][1]]
         stack = None if layer.op is None else self._bound(index, index + 1, kv)
         run = partial(layer, x, None, inputs, caches) if stack is None else partial(_run_stack, stack, x, None, inputs)
-        return run, lambda: self.lm_head(x[:num_rows]).float()
+        return run, lambda: self.lm_head(x[:num_rows])
 
     def _stretches(self, inputs: StepInputs) -> Iterator[tuple[int, int]]:
         """Cut the layers into those that run as one; each stretch ends before its second number."""
@@ -525,7 +526,7 @@ class CausalLM:
 
     def _logits(self, x: Tensor, residual: Tensor) -> Tensor:
         hidden, _ = self.norm.add(x, residual)
-        return self._scaled(self.lm_head(hidden).float())
+        return self._scaled(self.lm_head(hidden))
 
     __call__ = forward
 
@@ -535,7 +536,7 @@ class CausalLM:
 
     def _scaled(self, logits: Tensor) -> Tensor:
         if self.config.logits_divisor != 1.0:
-            logits = logits / self.config.logits_divisor
+            logits = logits.float() / self.config.logits_divisor
         if self.config.logits_softcap is not None:
-            logits = torch.tanh(logits / self.config.logits_softcap) * self.config.logits_softcap
+            logits = torch.tanh(logits.float() / self.config.logits_softcap) * self.config.logits_softcap
         return logits
