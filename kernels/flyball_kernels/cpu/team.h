@@ -159,7 +159,8 @@ struct Work {
   std::function<void(const Team& team, float* memory)> run;
 };
 
-// Runs works one after another, in one parallel region if that is worth it.
+// Runs works one after another, in one parallel region if that is worth it. Of a single thread, others may take runs that it shares:
+// those of its offer, if it has one.
 template <class Works = std::initializer_list<Work>>
 void run_in_team(const Works& works, bool is_parallel = true, Offer* offer = nullptr) {
   struct Memory;
