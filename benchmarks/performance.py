@@ -98,8 +98,7 @@ def vllm_table(name: str = "versus_vllm") -> str:
         return NOT_MEASURED
     offline = result.get("offline_output_tokens_per_s", {})
     rows = [[f"offline, {load.replace('x', ' x ')}", *beside(figures, "vllm")] for load, figures in offline.items()]
-    if "online_128_in_64_out" in result:
-        rows += online_rows(result, "vllm")
+    rows += online_rows(result, "vllm")
     under = [f"vLLM {result['vllm']['vllm']}. {where(result)}", *bounds_lines(result)]
     return "\n\n".join([markdown(("Load", "Flyball", "vLLM", ""), rows), *under])
 
@@ -110,9 +109,7 @@ def bounds_lines(result: Result) -> list[str]:
         return []
     product = result["bounds"]["matmul_gflop_per_s"]["median"]
     layers, head = (result["num_weights"][name] for name in ("of_layers", "of_head"))
-    lines = [torch_reached(result)]
-    if "online_128_in_64_out" in result:
-        lines.append(one_stream(result, result["online_128_in_64_out"]["by_concurrency"]))
+    lines = [torch_reached(result), one_stream(result, result["online_128_in_64_out"]["by_concurrency"])]
     load = "16x1024x16"
     if load in result.get("offline_output_tokens_per_s", {}):
         _, num_input, num_output = map(int, load.split("x"))

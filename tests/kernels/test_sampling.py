@@ -58,11 +58,11 @@ def test_logits_of_16_bits_give_the_tokens_of_the_same_in_32(vocab, dtype, backe
     logits[3] = torch.nan
     logits[7] = -torch.inf
     given = [one.to(DEVICE) if backend is TRITON else one for one in (logits, logits.float())]
-    settings = {name: one.to(DEVICE) if backend is TRITON else one for name, one in rows.items()}
-    narrow, wide = (flyball_kernels.sample(one, **settings, backend=backend) for one in given)
+    rows = {name: one.to(DEVICE) if backend is TRITON else one for name, one in rows.items()}
+    narrow, wide = (flyball_kernels.sample(one, **rows, backend=backend) for one in given)
     assert narrow.equal(wide)
     assert narrow[[3, 7]].tolist() == [NO_TOKEN] * 2
-    none = dict.fromkeys(settings)
+    none = dict.fromkeys(rows)
     greedy = flyball_kernels.sample(given[0], **none, backend=backend).cpu()
     assert greedy.equal(reference.sample(logits.float(), **none))
 
