@@ -13,13 +13,19 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from machine import median_of
+
+if TYPE_CHECKING:
+    from flyball_clients.bench.settings import BenchSettings
 
 OURS = "flyball"
 CONCURRENCIES = (1, 8, 32)
 INPUT_LEN, OUTPUT_LEN = 128, 64
+OUTPUT_LENS = "uniform:16:112"
+"""Of requests that arrive by themselves: what ends at different times does not begin together again."""
+ARRIVALS_S = 20
 START_S = 300.0
 PREFIX_HITS = re.compile(
     r"^(?:flyball_prefix_cache_hit_tokens|vllm:prefix_cache_hits)_total(?:{.*})? (\S+)$", re.MULTILINE
@@ -28,7 +34,7 @@ MAX_WARNINGS, MAX_WARNING_CHARS = 20, 200
 
 Engines = Mapping[str, Any]
 Bench = Callable[["Server", Path, int, int], dict[str, float]]
-"""The figures of a load: server, checkpoint, clients, seed."""
+"""The figures of a load: server, checkpoint, clients or requests a second, seed."""
 
 
 def in_turns(engines: Engines, runs: int) -> Iterator[tuple[str, Any]]:
@@ -114,38 +120,32 @@ def warm_up(servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int
     for concurrency in CONCURRENCIES:
         seed = next(seeds)
         for one in servers.values():
-            bench(one, checkpoint, concurrency, seed)
+            bench_closed(one, checkpoint, concurrency, seed)
 
 
-def measure_all(name: str, servers: Mapping[str, Server], checkpoint: Path, runs: int) -> dict[str, Any]:
-    """Print, under this name, and return the figures of each concurrency, after a warm-up; each run has prompts of its own."""
-    seeds = itertools.count(1)
-    warm_up(servers, checkpoint, seeds)
-    by_concurrency = {}
-    for concurrency in CONCURRENCIES:
-        figures = by_concurrency[str(concurrency)] = measure(servers, checkpoint, seeds, concurrency, runs)
-        for figure, values in figures.items():
-            print(f"{name}, concurrency {concurrency} {figure}: {show(values)}", flush=True)
-    return by_concurrency
-
-
-def measure(
-    servers: Mapping[str, Server], checkpoint: Path, seeds: Iterator[int], concurrency: int, runs: int
-) -> dict[str, Any]:
-    """Return each figure's summary over ``runs`` loads, each sent to both servers."""
-    runs_of = bench_in_turns(servers, checkpoint, seeds, concurrency, runs)
-    return {
-        figure: summary(
-            {name: [run[figure] for run in all_runs] for name, all_runs in runs_of.items()},
-            higher_is_better=figure == "output_tokens_per_s",
-        )
-        for figure in runs_of[OURS][0]
-    }
-
-
-def bench(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict[str, float]:
+def bench_closed(server: Server, checkpoint: Path, concurrency: int, seed: int) -> dict[str, float]:
     with awake(server.group):
         return asyncio.run(load(server, checkpoint, concurrency, seed, num_requests=max(12, 4 * concurrency)))
+
+
+def bench_arrivals(server: Server, checkpoint: Path, requests_per_s: int, seed: int) -> dict[str, float]:
+    """Send requests that do not wait for each other, with outputs of different lengths, and return what clients wait for."""
+    from flyball_clients.bench.settings import BenchSettings
+
+    settings = BenchSettings(
+        base_url=server.url,
+        tokenizer=str(checkpoint),
+        num_requests=requests_per_s * ARRIVALS_S,
+        request_rate=requests_per_s,
+        input_len=str(INPUT_LEN),
+        output_len=OUTPUT_LENS,
+        ignore_eos=True,
+        seed=seed,
+    )
+    with awake(server.group):
+        figures = asyncio.run(send(server, settings))
+    del figures["output_tokens_per_s"]  # as many as arrive
+    return figures
 
 
 async def load(
@@ -166,7 +166,6 @@ async def load(
     Raises:
         RuntimeError: a request failed or ended early.
     """
-    from flyball_clients.bench.benchmark import run_benchmark
     from flyball_clients.bench.settings import BenchSettings
 
     settings = BenchSettings(
@@ -180,14 +179,24 @@ async def load(
         keep_alive=keep_alive,
         seed=seed,
     )
+    return await send(server, settings)
+
+
+async def send(server: Server, settings: "BenchSettings") -> dict[str, float]:
+    """Send a load, and return what its clients see. Raises RuntimeError when a request failed or ended early."""
+    from flyball_clients.bench.benchmark import run_benchmark
+    from flyball_clients.bench.workload import plan_requests
+
     result = await run_benchmark(settings)
     if result.requests.failed:
         raise RuntimeError(f"{server.url}: {result.requests.errors}")
-    if result.throughput.output_tokens != output_len * num_requests:
-        raise RuntimeError(f"{server.url}: {result.throughput.output_tokens} tokens, so some streams ended early")
+    asked, given = sum(plan.output_len for plan in plan_requests(settings)), result.throughput.output_tokens
+    if given != asked:
+        raise RuntimeError(f"{server.url}: {given} of {asked} tokens, so some streams ended early")
     return {
         "output_tokens_per_s": result.throughput.output_tokens_per_s,
         "ttft_p50_ms": 1000 * result.latency.ttft_s.p50,
+        "ttft_p95_ms": 1000 * result.latency.ttft_s.p95,
         "itl_p50_ms": 1000 * result.latency.itl_s.p50,
         "itl_p95_ms": 1000 * result.latency.itl_s.p95,
         "itl_p99_ms": 1000 * result.latency.itl_s.p99,
@@ -198,20 +207,52 @@ def bench_in_turns(
     servers: Mapping[str, Server],
     checkpoint: Path,
     seeds: Iterator[int],
-    concurrency: int,
+    size: int,
     runs: int,
-    bench: Bench = bench,
+    bench: Bench = bench_closed,
 ) -> dict[str, list[dict[str, float]]]:
     """Return the figures of each server in ``runs`` loads, each with a seed of its own and sent to all of them.
 
     Args:
+        size: of a load, for ``bench``: how many clients, or requests a second.
         bench: gives the figures of one load.
     """
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
     seed_of_run = [next(seeds) for _ in range(runs)]
     for name, one in in_turns(servers, runs):
-        seen[name].append(bench(one, checkpoint, concurrency, seed_of_run[len(seen[name])]))
+        seen[name].append(bench(one, checkpoint, size, seed_of_run[len(seen[name])]))
     return seen
+
+
+def measure_all(name: str, servers: Mapping[str, Server], checkpoint: Path, runs: int) -> dict[str, Any]:
+    """Print, under this name, and return the figures of each concurrency, after a warm-up; each run has prompts of its own."""
+    seeds = itertools.count(1)
+    warm_up(servers, checkpoint, seeds)
+    by_concurrency = {}
+    for concurrency in CONCURRENCIES:
+        figures = by_concurrency[str(concurrency)] = measure(servers, checkpoint, seeds, concurrency, runs)
+        for figure, values in figures.items():
+            print(f"{name}, concurrency {concurrency} {figure}: {show(values)}", flush=True)
+    return by_concurrency
+
+
+def measure(
+    servers: Mapping[str, Server],
+    checkpoint: Path,
+    seeds: Iterator[int],
+    size: int,
+    runs: int,
+    bench: Bench = bench_closed,
+) -> dict[str, Any]:
+    """Return each figure's summary over ``runs`` loads of a size, each sent to both servers; in a closed loop unless told."""
+    runs_of = bench_in_turns(servers, checkpoint, seeds, size, runs, bench)
+    return {
+        figure: summary(
+            {name: [run[figure] for run in all_runs] for name, all_runs in runs_of.items()},
+            higher_is_better=figure == "output_tokens_per_s",
+        )
+        for figure in runs_of[OURS][0]
+    }
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, dict[str, float]]:

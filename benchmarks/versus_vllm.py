@@ -3,10 +3,11 @@
     python benchmarks/versus_vllm.py --vllm /path/to/vllm-venv/bin/python [--runs 5] [--vllm-env NAME=VALUE ...]
 
 Offline: output tokens per second on three loads. Online: `flyball bench` in a closed loop at concurrency 1, 8 and 32
-against both servers. Each run has a seed of its own, the same for both sides, so that no prompt is sent twice; the tokens
-that each server found in its prefix cache are in the result, and the run fails if there are any. The side that goes first
-changes from run to run. The side that is not measured is stopped (SIGSTOP), so that an idle engine that polls takes nothing
-from the other.
+against both servers. Arrivals: `flyball bench` in an open loop, with Poisson arrivals of --rate requests a second for 20 s and
+outputs of 16 to 112 tokens: clients in a closed loop whose outputs have one length may go on in step. Each run has a seed, the
+same for both sides, so that no prompt is sent twice; the tokens that each server found in its prefix cache are in the
+result, and the run fails if there are any. The side that goes first changes from run to run. The side that is not measured is
+stopped (SIGSTOP), so that an idle engine that polls takes nothing from the other.
 
 Beside it, a profile of this engine's time while it decodes and while it computes prompts, and what the machine reached between
 these parts: the bytes a second that torch copies, and the operations of its matrix product. Writes results/versus_vllm.json,
@@ -17,6 +18,7 @@ compare: machines and neighbours differ.
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -33,11 +35,12 @@ from typing import Any
 
 from common import make_checkpoint, save
 from machine import bounds_of
-from servers import awake, in_turns, measure_all, server, show, summary
+from servers import Server, awake, bench_arrivals, in_turns, measure, measure_all, server, show, summary, warm_up
 
 LOADS = ("96x128x64", "64x32x128", "16x1024x16")
 OFFLINE = Path(__file__).with_name("offline.py")
 DTYPE = "bfloat16"
+PARTS = ("offline", "online", "arrivals", "profile")
 VLLM_PACKAGES = ("vllm", "torch", "transformers", "triton")
 
 
@@ -127,6 +130,36 @@ def offline_speeds(
 
 
 def online(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
+    """Return what clients in a closed loop see."""
+    return beside_each_other(
+        vllm, checkpoint, lambda servers: {"by_concurrency": measure_all("online", servers, checkpoint, runs)}
+    )
+
+
+def arrivals(vllm: Vllm, checkpoint: Path, runs: int, rates: Sequence[int]) -> dict[str, Any]:
+    """Return what clients see that do not wait for each other, by requests a second."""
+
+    def measure_rates(servers: Mapping[str, Server]) -> dict[str, Any]:
+        seeds = itertools.count(1)
+        warm_up(servers, checkpoint, seeds)
+        by_rate = {}
+        for rate in rates:
+            figures = by_rate[str(rate)] = measure(servers, checkpoint, seeds, rate, runs, bench_arrivals)
+            for figure, values in figures.items():
+                print(f"{rate} requests a second, {figure}: {show(values)}", flush=True)
+        return {"by_rate": by_rate}
+
+    return beside_each_other(vllm, checkpoint, measure_rates)
+
+
+def beside_each_other(
+    vllm: Vllm, checkpoint: Path, measure_servers: Callable[[Mapping[str, Server]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what is measured of both servers, with their flags, warnings and tokens that were in a prefix cache: none.
+
+    Raises:
+        RuntimeError: some prompts were in a prefix cache.
+    """
     flags = [str(checkpoint), "--max-model-len", "4096", "--served-model-name", "m"]
     theirs = [str(Path(vllm.python).with_name("vllm")), "serve", *flags, "--dtype", vllm.dtype]
     ours = [sys.executable, "-m", "flyball_runtime.cli", "serve", *flags, "--dtype", DTYPE]
@@ -136,8 +169,7 @@ def online(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
             "vllm": stack.enter_context(server(theirs, logs / "vllm", vllm.variables)),
             "flyball": stack.enter_context(server(ours, logs / "flyball", {})),
         }
-        by_concurrency = measure_all("online", servers, checkpoint, runs)
-        result: dict[str, Any] = {"flags": flags[1:], "by_concurrency": by_concurrency}
+        result = {"flags": flags[1:]} | measure_servers(servers)
         result["prefix_cache_hit_tokens"] = {name: one.num_prefix_hits() for name, one in servers.items()}
         result["warnings"] = {name: one.warnings() for name, one in servers.items()}
     if any(result["prefix_cache_hit_tokens"].values()):
@@ -246,7 +278,8 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", default="small")
-    parser.add_argument("--part", choices=("offline", "online", "profile"), action="append", help="default: all three")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
+    parser.add_argument("--rate", type=int, action="append", help="of arrivals, requests a second; default: 2 and 4")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     # Left alone, vLLM's CPU build may keep a core back for its front end; both engines get all of them.
@@ -254,19 +287,19 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     checkpoint = make_checkpoint(Path("out/checkpoints").absolute(), args.shape)
-    parts = args.part or ["offline", "online", "profile"]
     vllm = Vllm(args.vllm, dict(variable.split("=", 1) for variable in args.vllm_env), args.vllm_dtype)
     result: dict[str, Any] = {"shape": args.shape, "vllm": vllm_environment(vllm), "vllm_dtype": vllm.dtype}
     measures: dict[str, tuple[str, Callable[[], object]]] = {
         "offline": ("offline_output_tokens_per_s", lambda: offline(vllm, checkpoint, args.runs)),
         "online": ("online_128_in_64_out", lambda: online(vllm, checkpoint, args.runs)),
+        "arrivals": ("arrivals_128_in", lambda: arrivals(vllm, checkpoint, args.runs, args.rate or (2, 4))),
         "profile": ("share_of_time", lambda: profile(checkpoint)),
     }
     from flyball_runtime.bounds import Bounds  # here, because older checkouts have no such module
 
     bounds = Bounds()
     reached = [bounds.measure()]
-    for name in parts:
+    for name in args.part or PARTS:
         figures, measure = measures[name]
         result[figures] = measure()
         reached.append(bounds.measure())
