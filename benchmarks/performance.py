@@ -343,8 +343,8 @@ def parts_of(ops: dict[str, float]) -> dict[str, float]:
     return parts | {OTHERS: 1.0 - sum(parts.values())}
 
 
-def before_table() -> str:
-    result = read("versus_checkout_profile_avx2")
+def before_table(name: str) -> str:
+    result = read(name)
     if result is None:
         return NOT_MEASURED
     rows = []
@@ -425,9 +425,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention-zen4": partial(attention_table, "paged_attention_decode_zen4"),
     "attention-zen5": partial(attention_table, "paged_attention_decode_zen5"),
     "prompts-avx2": partial(prompts_table, "paged_attention_prompts_avx2"),
+    "prompts-zen4": partial(prompts_table, "paged_attention_prompts_zen4"),
     "step-tokens": step_tokens_table,
     "time": time_table,
-    "time-before": before_table,
+    "time-before-zen4": partial(before_table, "versus_checkout_profile_zen4"),
+    "time-before-avx2": partial(before_table, "versus_checkout_profile_avx2"),
     "host": host_table,
     "instruction-sets": instruction_sets_table,
 }
