@@ -103,6 +103,20 @@ def vllm_table(name: str = "versus_vllm") -> str:
     return "\n\n".join([markdown(("Load", "Flyball", "vLLM", ""), rows), *under])
 
 
+def arrivals_table(name: str) -> str:
+    """Return what clients see that do not wait for each other."""
+    result = read(name)
+    if result is None:
+        return NOT_MEASURED
+    rows = []
+    for rate, figures in result["arrivals_128_in"]["by_rate"].items():
+        for figure in ("ttft", "itl"):
+            cells = [beside(figures[key], "vllm") for key in figures if key.startswith(figure)]
+            rows.append([rate, figure.upper(), *(" / ".join(column) for column in zip(*cells, strict=True))])
+    header = ("Requests a second", "ms", "Flyball", "vLLM", "")
+    return markdown(header, rows) + f"\n\nvLLM {result['vllm']['vllm']}. {where(result)}"
+
+
 def bounds_lines(result: Result) -> list[str]:
     """Return what the machine reached in a run beside vLLM, and Flyball's shares of that; nothing of runs without."""
     if "bounds" not in result:
@@ -398,6 +412,7 @@ def instruction_sets_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "vllm": vllm_table,
     "vllm-zen4": partial(vllm_table, "versus_vllm_zen4"),
+    "vllm-zen4-arrivals": partial(arrivals_table, "versus_vllm_zen4_arrivals"),
     "vllm-xeon": partial(vllm_table, "versus_vllm_xeon"),
     "vllm-zen4-plain": partial(vllm_table, "versus_vllm_zen4_plain"),
     "llamacpp": partial(llamacpp_table, "versus_llamacpp"),
