@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 from machine import environment
 
 RESULTS = Path(__file__).parent / "results"
+MACHINE_VARIABLE = "BENCHMARK_MACHINE"
+"""If set, names of result files end in it, so that results of several machines stand beside each other."""
 
 SHAPES: dict[str, dict[str, int]] = {
     # 88M parameters with an 8k vocabulary: what a 2-core machine can serve at a useful rate
@@ -100,8 +103,9 @@ def random_prompts(
 
 
 def save(name: str, result: dict[str, Any]) -> Path:
-    """Write ``results/NAME.json`` with the environment beside the figures."""
-    path = RESULTS / f"{name}.json"
+    """Write ``results/NAME.json``, or ``NAME_MACHINE.json`` (MACHINE_VARIABLE), with the environment beside the figures."""
+    machine = os.environ.get(MACHINE_VARIABLE)
+    path = RESULTS / (f"{name}_{machine}.json" if machine else f"{name}.json")
     write(path, {"environment": environment(), **result})
     print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
     return path

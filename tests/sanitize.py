@@ -19,7 +19,7 @@ from pathlib import Path
 import avx512
 from flyball_kernels.cpu import build, library, variants
 
-WITH_AMX = ("test_linear.py", "test_paged_attention.py", "test_decoder_layer.py")
+WITH_AMX = ("test_linear.py", "test_paged_attention.py", "test_decoder_layer.py", "test_experts.py")
 LOAD = "import torch; from flyball_kernels.cpu import library; library.load(); "
 CONTROLS = {
     "AddressSanitizer": "torch.ops.flyball.rms_norm(torch.ones(4, 64), torch.ones(8), 1e-6, 0.0)",
