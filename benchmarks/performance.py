@@ -72,6 +72,11 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def listed(items: Iterable[str]) -> str:
+    *others, last = items
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def beside(figures: Result, other: str) -> list[str]:
     """Return the medians of both sides and the ratio that is above 1 where Flyball is better."""
     return [
@@ -124,15 +129,16 @@ def bounds_lines(result: Result) -> list[str]:
     product = result["bounds"]["matmul_gflop_per_s"]["median"]
     layers, head = (result["num_weights"][name] for name in ("of_layers", "of_head"))
     lines = [torch_reached(result), one_stream(result, result["online_128_in_64_out"]["by_concurrency"])]
-    load = "16x1024x16"
-    if load in result.get("offline_output_tokens_per_s", {}):
+    rates = {}
+    for load, figures in result.get("offline_output_tokens_per_s", {}).items():
         _, num_input, num_output = map(int, load.split("x"))
-        output_tokens_per_s = result["offline_output_tokens_per_s"][load]["flyball"]["median"]
         operations = 2 * (layers * (num_input + num_output - 1) / num_output + head)
-        gflop_per_s = operations * output_tokens_per_s * 1e-9
+        rates[load.replace("x", " x ")] = operations * figures["flyball"]["median"] * 1e-9
+    if rates:
+        shares = [f"{rate / product:.0%}" for rate in rates.values()]
         lines.append(
-            f"Over the whole time of {load.replace('x', ' x ')}, linear layers multiply at {number(gflop_per_s)} GFLOP/s "
-            f"({gflop_per_s / product:.0%} of the product)."
+            f"Over the whole time of {listed(rates)}, linear layers multiply at {listed(map(number, rates.values()))} GFLOP/s "
+            f"({listed(shares)} of the product), counted as if each computed all tokens."
         )
     return [" ".join(lines)]
 
