@@ -61,7 +61,7 @@ def main() -> None:
             folder = stack.enter_context(cgroup(f"flyball-benchmark-{number}", args.cpus))
             command = ["sh", "-c", ENTER, str(folder), *serve, *own]
             servers[name] = stack.enter_context(server(command, logs / str(number), {}))
-        by_concurrency = measure_all(f"{args.cpus:g} CPUs", servers, checkpoint, args.runs)
+        by_concurrency = measure_all(f"{args.cpus:g} CPUs, concurrency", servers, checkpoint, args.runs)
     save("cpu_limit", {"shape": args.shape, "cpus": args.cpus, "by_concurrency": by_concurrency})
 
 

@@ -10,15 +10,12 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from machine import median_of
-
-if TYPE_CHECKING:
-    from flyball_clients.bench.settings import BenchSettings
 
 OURS = "flyball"
 CONCURRENCIES = (1, 8, 32)
@@ -130,20 +127,11 @@ def bench_closed(server: Server, checkpoint: Path, concurrency: int, seed: int) 
 
 def bench_arrivals(server: Server, checkpoint: Path, requests_per_s: int, seed: int) -> dict[str, float]:
     """Send requests that do not wait for each other, with outputs of different lengths, and return what clients wait for."""
-    from flyball_clients.bench.settings import BenchSettings
-
-    settings = BenchSettings(
-        base_url=server.url,
-        tokenizer=str(checkpoint),
-        num_requests=requests_per_s * ARRIVALS_S,
-        request_rate=requests_per_s,
-        input_len=str(INPUT_LEN),
-        output_len=OUTPUT_LENS,
-        ignore_eos=True,
-        seed=seed,
-    )
+    arrivals = {"num_requests": requests_per_s * ARRIVALS_S, "request_rate": requests_per_s}
     with awake(server.group):
-        figures = asyncio.run(send(server, settings))
+        figures = asyncio.run(
+            send(server, checkpoint, seed, input_len=str(INPUT_LEN), output_len=OUTPUT_LENS, **arrivals)
+        )
     del figures["output_tokens_per_s"]  # as many as arrive
     return figures
 
@@ -166,27 +154,31 @@ async def load(
     Raises:
         RuntimeError: a request failed or ended early.
     """
-    from flyball_clients.bench.settings import BenchSettings
-
-    settings = BenchSettings(
-        base_url=server.url,
-        tokenizer=str(checkpoint),
+    return await send(
+        server,
+        checkpoint,
+        seed,
         num_requests=num_requests,
         concurrency=concurrency,
         input_len=str(input_len),
         output_len=str(output_len),
-        ignore_eos=True,
         keep_alive=keep_alive,
-        seed=seed,
     )
-    return await send(server, settings)
 
 
-async def send(server: Server, settings: "BenchSettings") -> dict[str, float]:
-    """Send a load, and return what its clients see. Raises RuntimeError when a request failed or ended early."""
+async def send(server: Server, checkpoint: Path, seed: int, **load: Any) -> dict[str, float]:
+    """Send a load to a server that is awake, and return what its clients see.
+
+    Args:
+        load: further settings of ``flyball bench``.
+    Raises:
+        RuntimeError: a request failed or ended early.
+    """
     from flyball_clients.bench.benchmark import run_benchmark
+    from flyball_clients.bench.settings import BenchSettings
     from flyball_clients.bench.workload import plan_requests
 
+    settings = BenchSettings(base_url=server.url, tokenizer=str(checkpoint), ignore_eos=True, seed=seed, **load)
     result = await run_benchmark(settings)
     if result.requests.failed:
         raise RuntimeError(f"{server.url}: {result.requests.errors}")
@@ -224,35 +216,35 @@ def bench_in_turns(
     return seen
 
 
-def measure_all(name: str, servers: Mapping[str, Server], checkpoint: Path, runs: int) -> dict[str, Any]:
-    """Print, under this name, and return the figures of each concurrency, after a warm-up; each run has prompts of its own."""
-    seeds = itertools.count(1)
-    warm_up(servers, checkpoint, seeds)
-    by_concurrency = {}
-    for concurrency in CONCURRENCIES:
-        figures = by_concurrency[str(concurrency)] = measure(servers, checkpoint, seeds, concurrency, runs)
-        for figure, values in figures.items():
-            print(f"{name}, concurrency {concurrency} {figure}: {show(values)}", flush=True)
-    return by_concurrency
-
-
-def measure(
+def measure_all(
+    name: str,
     servers: Mapping[str, Server],
     checkpoint: Path,
-    seeds: Iterator[int],
-    size: int,
     runs: int,
+    sizes: Sequence[int] = CONCURRENCIES,
     bench: Bench = bench_closed,
 ) -> dict[str, Any]:
-    """Return each figure's summary over ``runs`` loads of a size, each sent to both servers; in a closed loop unless told."""
-    runs_of = bench_in_turns(servers, checkpoint, seeds, size, runs, bench)
-    return {
-        figure: summary(
-            {name: [run[figure] for run in all_runs] for name, all_runs in runs_of.items()},
-            higher_is_better=figure == "output_tokens_per_s",
-        )
-        for figure in runs_of[OURS][0]
-    }
+    """Print and return each figure's summary by the size of a load, after a warm-up; each run has prompts of its own.
+
+    Args:
+        name: what a size is, in front of it.
+        sizes: see ``bench_in_turns``.
+    """
+    seeds = itertools.count(1)
+    warm_up(servers, checkpoint, seeds)
+    by_size: dict[str, Any] = {}
+    for size in sizes:
+        runs_of = bench_in_turns(servers, checkpoint, seeds, size, runs, bench)
+        by_size[str(size)] = {
+            figure: summary(
+                {side: [run[figure] for run in all_runs] for side, all_runs in runs_of.items()},
+                higher_is_better=figure == "output_tokens_per_s",
+            )
+            for figure in runs_of[OURS][0]
+        }
+        for figure, values in by_size[str(size)].items():
+            print(f"{name} {size} {figure}: {show(values)}", flush=True)
+    return by_size
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, dict[str, float]]:

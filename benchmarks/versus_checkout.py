@@ -57,7 +57,7 @@ def online(before: Path, checkpoint: Path, runs: int) -> dict[str, Any]:
         servers = {
             name: stack.enter_context(server([python, *serve], logs / name, {})) for name, python in pythons.items()
         }
-        return measure_all("online", servers, checkpoint, runs)
+        return measure_all("online, concurrency", servers, checkpoint, runs)
 
 
 def profiles(before: Path, checkpoint: Path, loads: list[str], times: int) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def main() -> None:
             flags, kind = PAIRS[name]
             gguf = quantized(args.gguf, kind, args.llamacpp, Path(folder))
             with both(args.checkpoint, flags, gguf, args.llamacpp, Path(folder)) as servers:
-                by_concurrency = measure_all(name, servers, args.checkpoint, args.runs)
+                by_concurrency = measure_all(f"{name}, concurrency", servers, args.checkpoint, args.runs)
             about = {"flags": flags, "gguf": kind, "gguf_bytes": gguf.stat().st_size}
             pairs[name] = about | {"by_concurrency": by_concurrency}
             reached.append(bounds.measure())

@@ -18,7 +18,6 @@ compare: machines and neighbours differ.
 
 import argparse
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -35,7 +34,7 @@ from typing import Any
 
 from common import make_checkpoint, save
 from machine import bounds_of
-from servers import Server, awake, bench_arrivals, in_turns, measure, measure_all, server, show, summary, warm_up
+from servers import Server, awake, bench_arrivals, in_turns, measure_all, server, show, summary
 
 LOADS = ("96x128x64", "64x32x128", "16x1024x16")
 OFFLINE = Path(__file__).with_name("offline.py")
@@ -131,25 +130,20 @@ def offline_speeds(
 
 def online(vllm: Vllm, checkpoint: Path, runs: int) -> dict[str, Any]:
     """Return what clients in a closed loop see."""
-    return beside_each_other(
-        vllm, checkpoint, lambda servers: {"by_concurrency": measure_all("online", servers, checkpoint, runs)}
-    )
+
+    def measured(servers: Mapping[str, Server]) -> dict[str, Any]:
+        return {"by_concurrency": measure_all("online, concurrency", servers, checkpoint, runs)}
+
+    return beside_each_other(vllm, checkpoint, measured)
 
 
 def arrivals(vllm: Vllm, checkpoint: Path, runs: int, rates: Sequence[int]) -> dict[str, Any]:
     """Return what clients see that do not wait for each other, by requests a second."""
 
-    def measure_rates(servers: Mapping[str, Server]) -> dict[str, Any]:
-        seeds = itertools.count(1)
-        warm_up(servers, checkpoint, seeds)
-        by_rate = {}
-        for rate in rates:
-            figures = by_rate[str(rate)] = measure(servers, checkpoint, seeds, rate, runs, bench_arrivals)
-            for figure, values in figures.items():
-                print(f"{rate} requests a second, {figure}: {show(values)}", flush=True)
-        return {"by_rate": by_rate}
+    def measured(servers: Mapping[str, Server]) -> dict[str, Any]:
+        return {"by_rate": measure_all("requests a second:", servers, checkpoint, runs, rates, bench_arrivals)}
 
-    return beside_each_other(vllm, checkpoint, measure_rates)
+    return beside_each_other(vllm, checkpoint, measured)
 
 
 def beside_each_other(
