@@ -1,7 +1,6 @@
 """Prometheus' own programs, as Debian's package prometheus has them: promtool, and a server that scrapes one address."""
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import programs
+from ports import free_port
 
 START_TIMEOUT_S = 120.0
 """Generous: it takes a second where nothing else runs."""
@@ -49,7 +49,7 @@ def scraping(targets: Mapping[str, Mapping[str, str]], folder: Path, *, interval
     config.write_text(
         json.dumps({"global": {"scrape_interval": interval, "scrape_timeout": interval}, "scrape_configs": [job]})
     )
-    port = _free_port()
+    port = free_port()
     command = [
         find("prometheus"),
         f"--config.file={config}",
@@ -75,10 +75,3 @@ def _until(holds: Callable[[], bool], problem: str) -> None:
             pass
         time.sleep(0.2)
     raise TimeoutError(problem)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,17 +12,12 @@ from pathlib import Path
 import httpx
 
 from flyball_protocol import endpoints
+from ports import free_port
 
 ROOT = Path(__file__).parent.parent
 ADMIN_TOKEN = "a-test-token"
 START_DEADLINE_S = 60.0
 COMPLETION = {"model": "test", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -17,7 +17,8 @@ from adversary_kit.generator import API, mutated
 from adversary_kit.malformed import BODY, LENGTH, MALFORMED, request
 from adversary_kit.raw import Answer, ask, connections, is_closed_within, post, post_head, read_until_silent
 from adversary_kit.shared import Shared
-from replicas import environment, free_port, wait_until
+from ports import free_port
+from replicas import environment, wait_until
 
 MB = 1 << 20
 HELD_BYTES = 32 * MB

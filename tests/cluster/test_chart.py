@@ -19,8 +19,8 @@ from chart_kit.helm import NAMESPACE, RELEASE, objects
 from cluster_kit import Cluster, CommandFailed, ControlPlane, find_assets
 from cluster_kit.api import until
 from cluster_kit.cluster import PATIENCE_S
-from cluster_kit.control_plane import free_port
 from operator_kit.foreign_crds import PROMETHEUS_OPERATOR
+from ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

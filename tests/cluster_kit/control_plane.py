@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import ssl
 import tempfile
 import urllib.error
@@ -15,6 +14,7 @@ from typing import Self
 from cluster_kit.cluster import Cluster
 from cluster_kit.pki import Pki
 from cluster_kit.processes import ProcessGroup
+from ports import free_port
 
 LOOPBACK = "127.0.0.1"
 SERVICE_RANGE = "10.96.0.0/16"
@@ -151,9 +151,3 @@ class ControlPlane(Cluster):
             "current-context": "test",
         }
         self.kubeconfig.write_text(json.dumps(config))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        return int(listener.getsockname()[1])

@@ -17,8 +17,8 @@ import yaml
 
 from cluster_kit.api import until
 from cluster_kit.cluster import PATIENCE_S, Cluster
-from cluster_kit.control_plane import free_port
 from flyball_operator.cluster.operator import OperatorOptions
+from ports import free_port
 
 ACCOUNT = "flyball-operator"
 WRITES = ("create", "update", "patch", "delete")

@@ -20,7 +20,7 @@ import programs
 from checkpoints import make_checkpoint
 from flyball_kernels.cpu import build
 from flyball_protocol import endpoints, installed_version
-from replicas import free_port
+from ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,8 @@ import pytest
 from checkpoints import make_checkpoint
 from flyball_protocol import endpoints
 from flyball_runtime.serve import SHUTDOWN_GRACE_S
-from replicas import ADMIN_TOKEN, Replica, environment, free_port, replica, wait_until
+from ports import free_port
+from replicas import ADMIN_TOKEN, Replica, environment, replica, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ from flyball_runtime.listener import holder
 from flyball_runtime.listener.holder import parse_service, taken_listener
 from flyball_runtime.listener.relay import Relay, ServiceAddress
 from flyball_runtime.serve import bind
-from replicas import Replica, environment, free_port, replica, wait_until
+from ports import free_port
+from replicas import Replica, environment, replica, wait_until
 
 DEADLINE_S = 20.0
 
