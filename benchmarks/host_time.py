@@ -122,11 +122,15 @@ def watch(parts: Parts) -> None:
 
 def measure(checkpoint: str) -> dict[str, dict[str, float]]:
     """Return the microseconds of each part in a step, for each load: means of one run."""
+    from flyball_runtime.core.config import EngineConfig
     from flyball_runtime.llm import LLM, SamplingParams
 
     parts, found, rng = Parts(), {}, random.Random(time.time_ns())
     watch(parts)
-    engine = LLM(checkpoint, dtype=DTYPE, max_model_len=4096, enable_prefix_caching=False)
+    settings: dict[str, Any] = {"dtype": DTYPE, "max_model_len": 4096, "enable_prefix_caching": False}
+    if "num_scheduler_steps" in EngineConfig.__dataclass_fields__:  # older checkouts have only single steps
+        settings["num_scheduler_steps"] = 1
+    engine = LLM(checkpoint, **settings)
     for load, (num, num_tokens, temperature) in LOADS.items():
         filters: dict[str, Any] = {"top_k": 50, "top_p": 0.95} if temperature else {}
         sampling = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True, **filters)

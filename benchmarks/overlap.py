@@ -1,10 +1,13 @@
-"""What planning the next step while one runs is worth (``--async-scheduling``): the same engine with it and without, in turns.
+"""What planning ahead is worth: the same engine with it and without, in turns.
 
-    python benchmarks/overlap.py [--shape small --shape tiny] [--load 96x128x64 ...] [--runs 5]
+    python benchmarks/overlap.py [--way steps] [--shape small --shape tiny] [--load 96x128x64 ...] [--runs 5]
+
+Ways: with ``async`` the next step is planned while one runs (``--async-scheduling``); with ``steps`` several tokens of each
+sequence are planned and computed together, as ``LLM`` does unless told (``num_scheduler_steps``).
 
 A load is NUM x INPUT x OUTPUT tokens, all submitted at once, prompts fresh in each run, greedy, without end-of-sequence.
 Both answer the same prompts, and their tokens are compared. ``on_over_off`` is the ratio of the medians of output tokens
-per second. Writes results/overlap.json.
+per second. Writes results/overlap_async.json or results/overlap_steps.json.
 """
 
 import argparse
@@ -17,7 +20,10 @@ from flyball_runtime.llm import LLM
 from modes import Requests, on_over_off
 
 LOADS = ("1x32x128", "8x32x128", "64x32x128", "256x32x64", "96x128x64", "16x1024x16")
-MODES = {"off": False, "on": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "async": {"off": {"num_scheduler_steps": 1}, "on": {"async_scheduling": True}},
+    "steps": {"off": {"num_scheduler_steps": 1}, "on": {}},
+}
 
 
 def measure(llms: dict[str, LLM], load: str, runs: int) -> dict[str, Any]:
@@ -32,6 +38,7 @@ def measure(llms: dict[str, LLM], load: str, runs: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--way", choices=WAYS, default="steps")
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: small and tiny")
     parser.add_argument("--load", action="append", help=f"default: {', '.join(LOADS)}")
     parser.add_argument("--runs", type=int, default=5)
@@ -44,12 +51,12 @@ def main() -> None:
         llms = {
             mode: LLM(
                 path, dtype=args.dtype, max_model_len=2048, kv_cache_memory_bytes=2**30, enable_prefix_caching=False,
-                async_scheduling=on,
+                **settings,
             )
-            for mode, on in MODES.items()
+            for mode, settings in WAYS[args.way].items()
         }  # fmt: skip
         results[shape] = {load: measure(llms, load, args.runs) for load in args.load or LOADS}
-    save("overlap", {"dtype": args.dtype, "runs": args.runs, "shapes": results})
+    save(f"overlap_{args.way}", {"dtype": args.dtype, "runs": args.runs, "shapes": results})
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def main() -> None:
     def engine(config: dict[str, object] | None) -> LLM:
         return LLM(
             path, dtype=args.dtype, max_model_len=2048, kv_cache_memory_bytes=2**29, enable_prefix_caching=False,
-            speculative_config=config,
+            speculative_config=config, num_scheduler_steps=1,  # as in a server
         )  # fmt: skip
 
     off = engine(None)

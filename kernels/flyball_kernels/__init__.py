@@ -2,7 +2,7 @@
 
 from flyball_kernels.backend import Backend, choose_backend
 from flyball_kernels.cache_blocks import CacheBlocks
-from flyball_kernels.decoder_layer import DecoderHead, DecoderLayer, DecoderStack, Mixture, SharedExpert
+from flyball_kernels.decoder_layer import DecoderHead, DecoderLayer, DecoderStack, DecodeSampling, Mixture, SharedExpert
 from flyball_kernels.linear import Float8Linear, GroupedLinear, Int8Linear, PackedLinear
 from flyball_kernels.paged_attention import paged_attention
 from flyball_kernels.penalties import penalize
@@ -17,6 +17,7 @@ from flyball_kernels.token_bitmask import apply_token_bitmask
 __all__ = [
     "Backend",
     "CacheBlocks",
+    "DecodeSampling",
     "DecoderHead",
     "DecoderLayer",
     "DecoderStack",

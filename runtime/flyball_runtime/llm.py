@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flyball_runtime.core.beam_search import BeamSearch, EarlyStopping
-from flyball_runtime.core.config import OFFLINE_BATCHED_TOKENS, EngineConfig
+from flyball_runtime.core.config import OFFLINE_BATCHED_TOKENS, OFFLINE_SCHEDULER_STEPS, EngineConfig
 from flyball_runtime.core.errors import ConfigError, InvalidAdapter, InvalidRequest, RequestError
 from flyball_runtime.core.generation_config import AUTO, default_sampling
 from flyball_runtime.core.lora import LoraConfig
@@ -156,6 +156,8 @@ class LLM:
         self.tokenizer = load_tokenizer(path)
         self._max_adapters = max_cpu_loras if enable_lora else 0
         self._adapters: dict[LoRARequest, int] = {}
+        if not settings.get("async_scheduling") and speculative_config is None:
+            settings.setdefault("num_scheduler_steps", OFFLINE_SCHEDULER_STEPS)
         settings.setdefault("max_num_batched_tokens", max(OFFLINE_BATCHED_TOKENS, settings.get("max_num_seqs", 0)))
         self.engine = start_engine(EngineConfig(model=str(path), served_model_name=str(model), **settings))
         self._num_requests = 0
@@ -217,6 +219,8 @@ class LLM:
             self._submit(requests)
             while any(output.finish_reason is None for output in outputs.values()):
                 self._step(outputs)
+            while self.engine.has_work():  # steps that were launched ahead of the last ending
+                self.engine.step()
         finally:  # also when interrupted: the engine goes on clean
             for request in requests:
                 self.engine.abort(request.request_id)

@@ -52,6 +52,12 @@ class PlantExecutor:
         )
         return Launched(self._free_s, plan.samples.count(True))
 
+    def decodes_ahead(self, plan: BatchPlan) -> bool:
+        return False
+
+    def launch_decodes(self, plans: list[BatchPlan]) -> list[Launched]:
+        return [self.launch(plan) for plan in plans]
+
     @property
     def kv_share(self) -> float:
         """Of all KV blocks, those that there is memory for."""

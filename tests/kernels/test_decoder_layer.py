@@ -14,6 +14,7 @@ from flyball_kernels import (
     DecoderHead,
     DecoderLayer,
     DecoderStack,
+    DecodeSampling,
     GroupedLinear,
     Int8Linear,
     Mixture,
@@ -23,6 +24,7 @@ from flyball_kernels import (
 )
 from flyball_kernels.decoder_layer import reference
 from flyball_kernels.rms_norm import add_rms_norm
+from flyball_kernels.sampling import NO_TOKEN, sample
 from kernel_checks import CPP
 
 TORCH = Backend("torch")
@@ -133,6 +135,14 @@ def with_mixture(layer: dict[str, Any]) -> dict[str, Any]:
     return layer | ({"mixture": Mixture(**layer["mixture"])} if layer.get("mixture") else {})
 
 
+NUM_STEPS = 7
+DECODES = {  # so many tokens that are to come, and contexts with all of them
+    "one": ([NUM_STEPS], [70]),
+    "several": ([NUM_STEPS] * 9, [7, 16, 17, 22, 40, 64, 100, 8, 600]),
+    "many": ([NUM_STEPS] * 90, [50 + 7 * i % 20 for i in range(90)]),
+}
+
+
 def step(
     batch: str,
     dtype: torch.dtype,
@@ -145,7 +155,7 @@ def step(
 
     The caches are in the order of the C++ ops.
     """
-    query_lens, context_lens = (BATCHES | EVEN)[batch]
+    query_lens, context_lens = (BATCHES | EVEN | DECODES)[batch]
     given = attention_inputs(
         query_lens, context_lens, head_dim=head_dim, num_kv_heads=num_kv_heads, dtype=dtype, kv_dtype=kv_dtype
     )
@@ -676,6 +686,157 @@ def test_wanted_tokens_of_even_steps_are_checked(set_num_threads):
     for wrong in (lens * 2, lens.flip(0), lens - 1):
         with pytest.raises(IndexError, match="cu_query_lens goes from"):
             run(layers, given, wanted=(indices, wrong))
+
+
+VOCAB = 133
+
+
+def ends_of(kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return an embedding and a head. Behind token 7, logits are NaN."""
+    table = torch.randn(VOCAB, 96).to(dtype)
+    table[7] = torch.nan
+    linear = KINDS[kind](torch.randn(VOCAB, 96).to(dtype), backend=CPP)
+    return {"embedding": table, "head": DecoderHead(norm=torch.randn(96).to(dtype), linear=linear, eps=1e-5)}
+
+
+def to_decode(batch: str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Return sequences that are to get NUM_STEPS tokens, each with a token; where these will be, caches hold NaN."""
+    given = step(batch, dtype, kv_dtype=kv_dtype)
+    num = len(given["context_lens"])
+    ids = torch.randint(8, VOCAB, (num,))
+    return given | {"x": ids, "context_lens": given["context_lens"] - NUM_STEPS + 1}
+
+
+def one_token_a_step(
+    stack: DecoderStack, given: list[dict[str, Any]], stops: list[list[int]], sampling: DecodeSampling
+) -> Tensor:
+    """Return what ``stack.decode`` is to return, by the op and ``sample``."""
+    ids, lens = given[0]["x"].clone(), given[0]["context_lens"].clone()
+    chosen = torch.full((NUM_STEPS, len(ids)), NO_TOKEN)
+    left = torch.arange(len(ids))
+    for of_step in chosen:
+        if not len(left):
+            break
+        positions, tables = lens[left].long() - 1, [one["block_tables"][left] for one in given]
+        slots = [table[torch.arange(len(left)), positions // 16].long() * 16 + positions % 16 for table in tables]
+        cu_lens = torch.arange(len(left) + 1, dtype=torch.int32)
+        logits, _ = stack(ids[left], None, positions, slots, tables, cu_lens, lens[left])
+        settings = (None if one is None else one[left] for one in sampling)
+        ids[left] = of_step[left] = sample(logits, *settings, positions=lens[left].long(), backend=CPP)
+        lens += 1
+        left = torch.tensor([i for i in left.tolist() if ids[i] not in (*stops[i], NO_TOKEN)], dtype=torch.int64)
+    return chosen
+
+
+def decode(
+    stack: DecoderStack, given: list[dict[str, Any]], stops: list[list[int]], sampling: DecodeSampling | None = None
+) -> Tensor:
+    return stack.decode(
+        given[0]["x"],
+        [one["block_tables"] for one in given],
+        given[0]["context_lens"],
+        NUM_STEPS,
+        torch.tensor([stop for each in stops for stop in each], dtype=torch.int64),
+        torch.tensor([0, *(len(each) for each in stops)]).cumsum(0).int(),
+        sampling,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_dtype", "num_threads", "draws"),
+    [
+        ("plain", None, 1, False),
+        ("plain", None, 2, True),
+        ("plain", torch.int8, 3, False),
+        ("int8", None, 2, True),
+        ("int4", torch.int8, 2, False),
+    ],
+)
+@pytest.mark.parametrize("has_mixture", [False, True])
+@pytest.mark.parametrize("batch", DECODES)
+def test_decodes_have_the_tokens_of_single_steps(
+    batch, has_mixture, kind, kv_dtype, num_threads, draws, dtype, set_num_threads
+):
+    layers = layers_with_windows(kind, dtype, None, 20)
+    if has_mixture:
+        weights = instead_of_mlp(with_linears(layer_weights(dtype), kind, CPP), mixture_of(kind, dtype))
+        settings = {"cos_sin_cache": angles(), "eps": 1e-5, "scale": 0.2}
+        layers = [DecoderLayer(**with_mixture(weights | settings | {"sliding_window": one})) for one in (None, 20)]
+    given = [to_decode(batch, dtype, kv_dtype) for _ in range(2)]
+    num, ends = len(given[0]["x"]), ends_of(kind, dtype)
+    stops = [torch.randint(VOCAB, (i % 4 * 5,)).tolist() for i in range(num)]
+    sampling = DecodeSampling()
+    if draws:
+        temperature, top_p = torch.arange(num) % 3 * 0.7, 1.0 - torch.arange(num) % 2 * 0.2
+        sampling = DecodeSampling(temperature, torch.arange(num) % 5 * 9, top_p, None, torch.arange(num) + 100)
+    set_num_threads(1)
+    expected_in = [copied(one) for one in given]
+    expected = one_token_a_step(stack_of(layers, expected_in, **ends), expected_in, stops, sampling)
+    set_num_threads(num_threads)
+    stack = stack_of(layers, given, **ends)
+    assert torch.equal(decode(stack, given, stops, sampling), expected)
+    for one, other in zip(given, expected_in, strict=True):
+        for name in ("k_cache", "v_cache"):
+            torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, equal_nan=True)
+    assert (expected != NO_TOKEN).any(0).all()
+    if num > 1:
+        assert (expected[-1] == NO_TOKEN).any() and (expected[-1] != NO_TOKEN).any()
+    if torch.ops.flyball.linear_bf16_arithmetic() != "AMX":
+        assert stack.num_apart == (batch == "many" and num_threads > 1 and not has_mixture)
+
+
+@needs_parts
+@pytest.mark.parametrize("shared", ["written", "read"])
+def test_threads_share_decodes_that_come_to_what_another_one_writes(shared, set_num_threads):
+    layers, given = layers_with_windows("plain", torch.bfloat16, None), [to_decode("many", torch.bfloat16)]
+    tables, first = given[0]["block_tables"], given[0]["context_lens"].long() - 1
+    # a sequence of the second thread comes to a block, or has one, that is the last one of a sequence of the first thread
+    other = next(i for i in range(60, 90) if (first[i] + NUM_STEPS - 1) // 16 > first[i] // 16)
+    block = (first[other] + NUM_STEPS - 1) // 16 if shared == "written" else 0
+    tables[other, block] = tables[0, (first[0] + NUM_STEPS - 1) // 16].item()
+    stack = stack_of(layers, given, **ends_of("plain", torch.bfloat16))
+    set_num_threads(2)
+    decode(stack, given, [[]] * 90)
+    assert stack.num_apart == 0
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("x", lambda x: x - VOCAB, IndexError, "token ids holds"),
+        ("x", lambda x: x[1:], ValueError, "token ids is"),
+        ("block_tables", lambda x: x + 10**6, IndexError, "slot_mapping holds"),
+        ("block_tables", lambda x: x[:, :3], IndexError, "goes past the 48 tokens of its block table in 7 steps"),
+        ("context_lens", lambda x: x * 0, IndexError, "context_lens has 0"),
+        ("context_lens", lambda x: x + 2000, IndexError, "goes past the"),
+    ],
+)
+def test_decodes_are_checked(name, change, error, message, num_threads, set_num_threads):
+    layers, given = layers_with_windows("plain", torch.bfloat16, None), [to_decode("many", torch.bfloat16)]
+    stack = stack_of(layers, given, **ends_of("plain", torch.bfloat16))
+    set_num_threads(num_threads)
+    num = len(given[0]["x"])
+    given[0][name] = change(given[0][name]).contiguous()
+    with pytest.raises(error, match=message):
+        decode(stack, given, [[]] * num)
+
+
+def test_what_decodes_has_ends_and_steps():
+    layers, given = layers_with_windows("plain", torch.bfloat16, None), [to_decode("one", torch.bfloat16)]
+    no_stops = torch.empty(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    arguments = given[0]["x"], [given[0]["block_tables"]], given[0]["context_lens"]
+    with pytest.raises(ValueError, match="layers need an embedding in front of them and a head behind"):
+        stack_of(layers, given).decode(*arguments, 3, *no_stops)
+    stack = stack_of(layers, given, **ends_of("plain", torch.bfloat16))
+    with pytest.raises(ValueError, match="there are 1 sequences and 0 steps"):
+        stack.decode(*arguments, 0, *no_stops)
+    with pytest.raises(ValueError, match="cu_stops must go up from 0 to 0"):
+        stack.decode(*arguments, 1, no_stops[0], torch.tensor([0, 3], dtype=torch.int32))
+    with pytest.raises(ValueError, match="rows with a temperature need seeds"):
+        stack.decode(*arguments, 1, *no_stops, DecodeSampling(temperature=torch.ones(1)))
+    with pytest.raises(ValueError, match="layer 0 is of group 0; there are slots and block tables of 0"):
+        stack.decode(given[0]["x"], [], given[0]["context_lens"], 1, *no_stops)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])

@@ -144,6 +144,16 @@ class DecoderHead:
         self.kernel: Any = torch.classes.flyball.DecoderHead(norm, eps, norm_offset, linear.kernel)
 
 
+class DecodeSampling(NamedTuple):
+    """How ``DecoderStack.decode`` chooses tokens: ``[num_seqs]`` tensors, see ``sample``."""
+
+    temperature: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    seeds: Tensor | None = None
+
+
 class DecoderStack:
     """Layers that follow each other, as one op: ``reference.decoder_layer`` of each; with what comes before and behind.
 
@@ -178,6 +188,7 @@ class DecoderStack:
             None if head is None else head.kernel,
         )
         self._run = kernel.run  # to find it takes longer than some ops
+        self._decode = kernel.decode
         self._num_apart = kernel.num_apart
 
     @property
@@ -228,6 +239,41 @@ class DecoderStack:
             cu_logits_lens,
         )
         return out
+
+    def decode(
+        self,
+        token_ids: Tensor,
+        block_tables: Sequence[Tensor],
+        context_lens: Tensor,
+        num_steps: int,
+        stops: Tensor,
+        cu_stops: Tensor,
+        sampling: DecodeSampling | None = None,
+    ) -> Tensor:
+        """Decode several tokens of each sequence: each is chosen from the logits that the one before it gives.
+
+        What would lie between as many steps of one token is left out. Where each thread has sequences of its own, threads meet
+        only at the end. It takes an embedding and a head.
+
+        Args:
+            token_ids: ``[num_seqs]`` int64, the last token of each sequence.
+            block_tables: of each group, see ``paged_attention``; also for the tokens that are to come.
+            context_lens: ``[num_seqs]`` int32, tokens of each sequence, with the one in ``token_ids``.
+            num_steps: how many tokens each is to get, at least 1.
+            stops: int64, tokens that end a sequence, ``cu_stops[i]`` to ``cu_stops[i + 1]`` the i-th.
+            cu_stops: ``[num_seqs + 1]`` int32, from 0.
+            sampling: None: the likeliest tokens.
+        Returns:
+            ``[num_steps, num_seqs]`` int64: what ``sample`` chooses. Behind a token that ends a sequence, or where the logits
+            give none, NO_TOKEN: it is not computed any further.
+        Raises:
+            ValueError, IndexError: as a call does, or a sequence would go past its block table.
+        """
+        settings = sampling or DecodeSampling()
+        token_ids_of_steps: Tensor = self._decode(
+            token_ids, block_tables, context_lens, num_steps, *settings, stops, cu_stops
+        )
+        return token_ids_of_steps
 
 
 def _check_sizes(

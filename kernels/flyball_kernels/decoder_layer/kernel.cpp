@@ -1,5 +1,7 @@
 // Decoder layers in one parallel region, with embedding and head if wanted: the other ops' work, one after another.
 #include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <c10/core/InferenceMode.h>
 
 #include <deque>
 
@@ -7,6 +9,7 @@
 #include "../cpu/kv_cache.h"
 #include "../cpu/works.h"
 #include "../experts/mixture.h"
+#include "decoding.h"
 #include "parts.h"
 
 namespace flyball {
@@ -127,7 +130,7 @@ class Step {
 
   void add(const DecoderLayer& layer, const Tensor& x, const OptionalTensor& residual, const Inputs& inputs) {
     const Tensor& entered = residual ? entered_ : x;
-    const auto work = [&](Work one) { works_.push_back(std::move(one)); };
+    const auto work = [&](Work one) { add(std::move(one)); };
     project(layer, x, residual, inputs, query_);
     work(paged_attention_work(query_, inputs.k_cache, inputs.v_cache, inputs.block_tables, inputs.cu_query_lens,
                               inputs.context_lens, layer.scale, layer.sliding_window, layer.softcap, {}, {}, attended_,
@@ -169,6 +172,8 @@ class Step {
       works_.push_back(head.linear->work(normed, of(logits)));
     });
   }
+
+  void add(Work work) { works_.push_back(std::move(work)); }
 
   const Tensor& out() const { return out_; }
   const Tensor& total() const { return total_; }
@@ -308,13 +313,62 @@ struct DecoderStack : torch::CustomClassHolder {
       check_tensor("x", x, type(), {rows, hidden()});
     }
     if (residual) check_tensor("residual", *residual, type(), {rows, hidden()});
-    for (size_t i = 0; i < layers.size(); ++i)
-      TORCH_CHECK_VALUE(groups[i] < static_cast<int64_t>(num_groups), "layer ", i, " is of group ", groups[i],
-                        "; there are slots and block tables of ", num_groups, ".");
+    check_groups(num_groups);
 
     const Batch batch{x, residual, positions, slot_mappings, block_tables, cu_query_lens, context_lens, wanted};
-    const std::vector<int64_t> parts = parts_of(batch);
+    const std::vector<int64_t> parts = parts_of(batch, batch);
     return parts.empty() ? run_together(batch) : run_apart(batch, parts);
+  }
+
+  // Several tokens of each sequence, one after another -> [num_steps, sequences], kNoToken behind the last one of a sequence that
+  // has ended.
+  Tensor decode(const Tensor& token_ids, const std::vector<Tensor>& block_tables, const Tensor& context_lens, int64_t num_steps,
+                const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
+                const OptionalTensor& min_p, const OptionalTensor& seeds, const Tensor& stops, const Tensor& cu_stops) const {
+    const int64_t num = context_lens.numel();
+    TORCH_CHECK_VALUE(embedding && head, "to decode, layers need an embedding in front of them and a head behind");
+    TORCH_CHECK_VALUE(num > 0 && num_steps > 0, "there are ", num, " sequences and ", num_steps, " steps; at least one of each");
+    check_tensor("token ids", token_ids, at::kLong, {num});
+    check_tensor("context_lens", context_lens, at::kInt, {num});
+    check_tensor("stops", stops, at::kLong, {-1});
+    check_tensor("cu_stops", cu_stops, at::kInt, {num + 1});
+    TORCH_CHECK_VALUE(are_cumulative(cu_stops, stops.numel()), "cu_stops must go up from 0 to ", stops.numel());
+    const auto* const lens = data<const int32_t>(context_lens);
+    const auto [least, most] = std::minmax_element(lens, lens + num);
+    TORCH_CHECK_INDEX(*least > 0, "context_lens has ", *least, "; a sequence has at least the token that it computes.");
+    check_groups(block_tables.size());
+    for (size_t group = 0; group < block_tables.size(); ++group) {
+      check_tensor("block_tables", block_tables[group], at::kInt, {num, -1});
+      const int64_t room = block_tables[group].size(1) * block_size_of(group);
+      TORCH_CHECK_INDEX(*most + num_steps - 1 <= room, "a context of ", *most, " goes past the ", room,
+                        " tokens of its block table in ", num_steps, " steps.");
+    }
+    Decodes all{token_ids, context_lens, block_tables, {}, {temperature, top_k, top_p, min_p, seeds}, stops, cu_stops};
+    for (size_t group = 0; group < block_tables.size(); ++group) all.block_sizes.push_back(block_size_of(group));
+    all.sampling.check(num);
+    const Tensor chosen = at::full({num_steps, num}, kNoToken, at::kLong);
+    const auto run = [&](int64_t first, int64_t last, int64_t most_rows, Offer* offer) {
+      const c10::InferenceMode guard;  // the thread may be one of OpenMP's
+      Decoding some(all, first, last);
+      for (int64_t i = 0; i < num_steps && !some.is_over(); ++i) {
+        const Batch batch = some.batch();
+        check_below("token ids", data<const int64_t>(batch.x), batch.num_rows(), embedding->size(0));
+        const Results results = empty_results(batch);
+        Step step(*layers[0], k_caches[0], results.out, results.total, most_rows);
+        add(step, batch, results.logits);
+        step.add(some.sample(results.logits));
+        run_in_team(step.works(), !offer, offer);
+        some.take(data<int64_t>(chosen) + i * num);
+      }
+    };
+    const std::vector<int64_t> parts = parts_of(Decoding(all, 0, num).batch(), all.all(num_steps));
+    if (parts.empty()) {
+      run(0, num, rows_at_once(), nullptr);
+    } else {
+      run_alone(parts.size() - 1, [&](size_t i, Offer& offer) { run(parts[i], parts[i + 1], kRowsOfThread, &offer); });
+      ++num_apart;
+    }
+    return chosen;
   }
 
  private:
@@ -351,7 +405,7 @@ struct DecoderStack : torch::CustomClassHolder {
       add(step, part, head ? results.logits.narrow(0, batch.first_left(parts[i]), part.num_left()) : Tensor());
       works.push_back(&step.works());
     }
-    run_alone(works);
+    run_alone(works.size(), [&](size_t i, Offer& offer) { run_in_team(*works[i], false, &offer); });
     ++num_apart;
     const auto whole = [&](const Tensor& all, auto of) {
       if (!batch.wanted) return all;
@@ -362,6 +416,15 @@ struct DecoderStack : torch::CustomClassHolder {
     return {head ? results.logits : whole(results.out, [](const Step& step) { return step.out(); }),
             whole(results.total, [](const Step& step) { return step.total(); })};
   }
+
+  void check_groups(size_t num_groups) const {
+    for (size_t i = 0; i < layers.size(); ++i)
+      TORCH_CHECK_VALUE(groups[i] < static_cast<int64_t>(num_groups), "layer ", i, " is of group ", groups[i],
+                        "; there are slots and block tables of ", num_groups, ".");
+  }
+
+  // 1 where no layer is of the group.
+  int64_t block_size_of(size_t group) const { return group < blocks_of_groups.size() ? blocks_of_groups[group].size : 1; }
 
   // Counts in what a layer has to do.
   void weigh(size_t i) {
@@ -382,11 +445,12 @@ struct DecoderStack : torch::CustomClassHolder {
               std::max(blocks.window, window)};
   }
 
-  // Where the sequences of each thread begin; empty where all threads share each op.
-  std::vector<int64_t> parts_of(const Batch& batch) const {
+  // Where the sequences of each thread begin, in a step and in all that come before threads meet again; empty where all threads share
+  // each op.
+  std::vector<int64_t> parts_of(const Batch& step, const Batch& all) const {
     if (has_mixtures || has_amx()) return {};  // experts would be read by each thread; matrix units are not measured
-    std::vector<int64_t> parts = balanced_parts(batch, effort, omp_get_max_threads());
-    return parts.empty() || !can_be_apart(batch, parts, blocks_of_groups) ? std::vector<int64_t>() : parts;
+    std::vector<int64_t> parts = balanced_parts(step, effort, omp_get_max_threads());
+    return parts.empty() || !can_be_apart(all, parts, blocks_of_groups) ? std::vector<int64_t>() : parts;
   }
 
   // All layers, and what comes before and behind them.
@@ -427,9 +491,7 @@ std::tuple<int64_t, int64_t> help(at::ArrayRef<int64_t> lens, int64_t num_shares
     };
     lists.push_back({{0, run}});
   }
-  std::vector<const std::vector<Work>*> works;
-  for (const auto& list : lists) works.push_back(&list);
-  run_alone(works);
+  run_alone(lists.size(), [&](size_t i, Offer& offer) { run_in_team(lists[i], false, &offer); });
   return {num_wrong.load(), num_helped.load()};
 }
 
@@ -450,6 +512,7 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
       .def(torch::init<c10::List<Layer>, std::vector<Tensor>, std::vector<Tensor>, std::vector<int64_t>, OptionalTensor,
                        std::optional<Head>>())
       .def("run", &DecoderStack::run)
+      .def("decode", &DecoderStack::decode)
       .def("num_apart", [](const c10::intrusive_ptr<DecoderStack>& stack) { return stack->num_apart.load(); });
 }
 

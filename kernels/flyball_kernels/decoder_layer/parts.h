@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <map>
 
 #include "../cpu/works.h"
@@ -167,16 +168,22 @@ inline std::vector<int64_t> balanced_parts(const Batch& batch, const Effort& eff
   return parts;
 }
 
-// Runs lists of works beside each other, each on one thread. One that is done helps the others, so that all end together.
-template <class Lists>
-void run_alone(const Lists& lists) {
-  std::vector<Offer> offers(lists.size());
-  std::atomic<size_t> num_left{lists.size()};
+// Calls run(i, offer) for each i below num beside each other, each on one thread. One that is done helps those that offer something,
+// so that all end together. What one of them throws is thrown when all have ended.
+template <class F>
+void run_alone(size_t num, F run) {
+  std::vector<Offer> offers(num);
+  std::vector<std::exception_ptr> errors(num);
+  std::atomic<size_t> num_left{num};
 #pragma omp parallel
   {
 #pragma omp for schedule(static, 1) nowait
-    for (size_t i = 0; i < lists.size(); ++i) {
-      run_in_team(*lists[i], false, &offers[i]);
+    for (size_t i = 0; i < num; ++i) {
+      try {
+        run(i, offers[i]);
+      } catch (...) {
+        errors[i] = std::current_exception();
+      }
       num_left.fetch_sub(1);
     }
     const int most_spins = Wait::max_spins(omp_get_num_threads());
@@ -186,6 +193,8 @@ void run_alone(const Lists& lists) {
       Wait::pause();
     }
   }
+  for (const std::exception_ptr& error : errors)
+    if (error) std::rethrow_exception(error);
 }
 
 }  // namespace flyball

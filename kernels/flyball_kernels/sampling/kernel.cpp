@@ -4,21 +4,13 @@
 #include <functional>
 #include <vector>
 
-#include "../cpu/tensors.h"
+#include "../cpu/works.h"
+#include "sample.h"
 
 namespace flyball {
 namespace {
 
-constexpr int64_t kNoToken = -1;
-constexpr float kGreedyBelow = 1e-5f;  // GREEDY_BELOW of reference.py
-
-struct Settings {
-  float temperature, top_p, min_p;
-  int64_t top_k, seed, position;
-
-  bool is_greedy() const { return !(temperature >= kGreedyBelow); }
-  bool ranks() const { return top_k > 0 || top_p < 1.0f; }
-};
+using Settings = SamplingSettings;
 
 // SplitMix64's finaliser (Steele et al. 2014)
 uint64_t mix(uint64_t x) {
@@ -298,41 +290,34 @@ int64_t sample_row(const T* row, int64_t n, const Settings& s) {
   return s.ranks() ? choose_among(keep_tokens(logits, weights, n, s), weights, u) : choose(weights, n, u);
 }
 
-void check_setting(const char* name, const std::optional<Tensor>& setting, int64_t rows, at::ScalarType type) {
+void check_setting(const char* name, const OptionalTensor& setting, int64_t rows, at::ScalarType type) {
   if (!setting) return;
   check_shape(name, *setting, {rows});
   check_dtype(name, *setting, type);
 }
 
 template <class T>
-T value_or(const std::optional<Tensor>& setting, int64_t row, T otherwise) {
+T value_or(const OptionalTensor& setting, int64_t row, T otherwise) {
   return setting.has_value() ? setting->data_ptr<T>()[row * setting->stride(0)] : otherwise;
 }
 
-Tensor sample(const Tensor& all_logits, const std::optional<Tensor>& temperature, const std::optional<Tensor>& top_k,
-              const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p, const std::optional<Tensor>& seeds,
-              const std::optional<Tensor>& positions) {
+Tensor sample(const Tensor& all_logits, const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
+              const OptionalTensor& min_p, const OptionalTensor& seeds, const OptionalTensor& positions) {
   check_shape("logits", all_logits, {-1, -1});
   check_dtype("logits", all_logits, {at::kFloat, at::kBFloat16, at::kHalf});
   const Tensor logits = all_logits.contiguous();
   const int64_t rows = logits.size(0), n = logits.size(1);
   TORCH_CHECK_VALUE(n > 0, "logits has shape ", logits.sizes(), "; a row needs at least 1 logit.");
-  check_setting("temperature", temperature, rows, at::kFloat);
-  check_setting("top_p", top_p, rows, at::kFloat);
-  check_setting("min_p", min_p, rows, at::kFloat);
-  check_setting("top_k", top_k, rows, at::kLong);
-  check_setting("seeds", seeds, rows, at::kLong);
+  const SamplingTensors settings{temperature, top_k, top_p, min_p, seeds};
+  settings.check(rows);
   check_setting("positions", positions, rows, at::kLong);
-  TORCH_CHECK_VALUE(!temperature || (seeds && positions), "rows with a temperature need seeds and positions.");
+  TORCH_CHECK_VALUE(!temperature || positions, "rows with a temperature need seeds and positions.");
   Tensor ids = at::empty({rows}, at::kLong);
   dispatch(logits, "sample", [&]<class T>(T*) {
 #pragma omp parallel for schedule(dynamic, 1) if (rows > 1 && rows * n > kParallelGrain)
-    for (int64_t row = 0; row < rows; ++row) {
-      const Settings settings{value_or(temperature, row, 0.0f), value_or(top_p, row, 1.0f),  value_or(min_p, row, 0.0f),
-                              value_or<int64_t>(top_k, row, 0), value_or<int64_t>(seeds, row, 0),
-                              value_or<int64_t>(positions, row, 0)};
-      ids.data_ptr<int64_t>()[row] = sample_row(data<const T>(logits) + row * n, n, settings);
-    }
+    for (int64_t row = 0; row < rows; ++row)
+      ids.data_ptr<int64_t>()[row] =
+          sample_row(data<const T>(logits) + row * n, n, settings.of_row(row, value_or<int64_t>(positions, row, 0)));
   });
   return ids;
 }
@@ -345,4 +330,30 @@ TORCH_LIBRARY_FRAGMENT(flyball, m) {
 }
 
 }  // namespace
+
+void SamplingTensors::check(int64_t rows) const {
+  check_setting("temperature", temperature, rows, at::kFloat);
+  check_setting("top_p", top_p, rows, at::kFloat);
+  check_setting("min_p", min_p, rows, at::kFloat);
+  check_setting("top_k", top_k, rows, at::kLong);
+  check_setting("seeds", seeds, rows, at::kLong);
+  TORCH_CHECK_VALUE(!temperature || seeds, "rows with a temperature need seeds and positions.");
+}
+
+SamplingSettings SamplingTensors::of_row(int64_t row, int64_t position) const {
+  return {value_or(temperature, row, 0.0f), value_or(top_p, row, 1.0f), value_or(min_p, row, 0.0f),
+          value_or<int64_t>(top_k, row, 0), value_or<int64_t>(seeds, row, 0), position};
+}
+
+Work sample_work(const Tensor& logits, std::vector<SamplingSettings> settings, int64_t* token_ids) {
+  Work work;
+  dispatch(logits, "sample", [&]<class T>(T*) {
+    work.run = [rows = data<const T>(logits), n = logits.size(1), settings = std::move(settings), token_ids](const Team& team,
+                                                                                                             float*) {
+      team.share(settings.size(), [&](int64_t row) { token_ids[row] = sample_row(rows + row * n, n, settings[row]); });
+    };
+  });
+  return work;
+}
+
 }  // namespace flyball

@@ -32,6 +32,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 256, 2048
 """Tokens of a step unless told. A CPU computes hardly faster in larger steps, and running streams wait for a step's end."""
 OFFLINE_BATCHED_TOKENS = 2048
+OFFLINE_SCHEDULER_STEPS = 16
 
 LOOPBACK_PROXIES = "127.0.0.1,::1"
 """Proxies on this machine, such as local mode's balancer."""
@@ -60,6 +61,8 @@ class EngineConfig:
         kv_drain_timeout_s: how long running sequences hold up a lowered KV limit before some are preempted for it.
         block_size: tokens per KV block.
         async_scheduling: the next step is planned while one runs, and runs without a pause after it.
+        num_scheduler_steps: most tokens that running sequences get between two looks at what else there is to do, where
+            nobody waits and only tokens are asked for. For callers that take an output as a whole, as ``LLM`` does.
         fair_share: clients take turns, by tokens, within what the policy treats alike.
         max_queued_requests: most requests that wait; more are refused with 429. With ``fair_share`` twice as many may wait
             in all: a client below its share of a full queue is still taken.
@@ -96,6 +99,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     fair_share: bool = True
     async_scheduling: bool = False
+    num_scheduler_steps: int = 1
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 * 1024 * 1024
     kernel_backend: str = "auto"
@@ -123,6 +127,7 @@ class EngineConfig:
         _check_range("max-model-len", self.max_model_len, 2, 2**24)
         _check_range("max-num-seqs", self.max_num_seqs, 1, 4096)
         _check_range("max-num-batched-tokens", self.max_num_batched_tokens, 1, 2**20)
+        _check_range("num-scheduler-steps", self.num_scheduler_steps, 1, 1024)
         _check_range("max-queued-requests", self.max_queued_requests, 1, 2**20)
         _check_range("max-queued-tokens", self.max_queued_tokens, 1, 2**40)
         _check_range("num-threads", self.num_threads, 1, 1024)
@@ -151,6 +156,11 @@ class EngineConfig:
                     "--speculative-config and --async-scheduling exclude each other: tokens are drafted from those of the "
                     "step before, which the next step would not wait for. Leave one of them out."
                 )
+        if self.num_scheduler_steps > 1 and (self.async_scheduling or self.speculative_config is not None):
+            raise ConfigError(
+                f"num_scheduler_steps is {self.num_scheduler_steps} with async_scheduling or a speculative_config: either of "
+                "them decides in its own way how many tokens are planned at once. Leave one of them out."
+            )
 
     def kv_dtype(self, dtype: DType) -> KVDType:
         """Return the dtype of the KV cache of a model with weights of ``dtype``."""

@@ -79,6 +79,14 @@ class Executor(Protocol):
         """Start a step, and return at once if the device works by itself."""
         ...
 
+    def decodes_ahead(self, plan: BatchPlan) -> bool:
+        """Return whether plans that go on like this one can be launched together. Asked with ``num_scheduler_steps`` alone."""
+        ...
+
+    def launch_decodes(self, plans: list[BatchPlan]) -> list[Handle]:
+        """Run such plans, of the same sequences, in their order; tokens behind a sequence's end are none."""
+        ...
+
     def resize(self, num_blocks: int) -> None:
         """Have memory for KV blocks ``0..num_blocks - 1``, and give back what lies above, after what was launched before."""
         ...
@@ -118,6 +126,12 @@ class InThread:
     def launch(self, plan: BatchPlan) -> Future[Sampled]:
         return self._worker.submit(self._run, plan)
 
+    def decodes_ahead(self, plan: BatchPlan) -> bool:
+        return False
+
+    def launch_decodes(self, plans: list[BatchPlan]) -> list[Future[Sampled]]:
+        return [self.launch(plan) for plan in plans]
+
     def resize(self, num_blocks: int) -> None:
         self._worker.submit(self._executor.resize, num_blocks).result()
 
@@ -136,13 +150,26 @@ COMPILE_WAIT_S = 0.005
 """How long a step without work waits for a grammar, before requests that have come meanwhile are looked after."""
 
 
+LONGEST_AHEAD_S = 0.5
+"""Most seconds of steps that are planned together: so long nothing else is looked after."""
+
+
 class _InFlight(NamedTuple):
+    """A step that was launched.
+
+    Attributes:
+        seconds: that it took, if it was planned together with others: its share, if it was launched together with them.
+        shows_time: whether the governor is to learn from it; of steps launched together, from one.
+    """
+
     step: Step
     work: Work
     handle: Handle
     started_s: float
     predicted_s: float | None
     after_idle: bool
+    seconds: float | None = None
+    shows_time: bool = True
 
 
 class Engine:
@@ -199,6 +226,7 @@ class Engine:
         self._rng = random.Random(config.seed)
         self._has_draft_model = config.speculative_config is not None and config.speculative_config.model is not None
         self._max_in_flight = 2 if config.async_scheduling else 1
+        self._num_scheduler_steps = config.num_scheduler_steps
         self._in_flight: deque[_InFlight] = deque()
         self._last_end_s = self._clock.now()
         self._idle = True
@@ -323,11 +351,59 @@ class Engine:
         predicted_s = self.governor.predict(work)
         if predicted_s is not None and self._has_draft_model:
             predicted_s += self.governor.drafting_s(_drafting(step))
-        handle = self._executor.launch(step.plan)
-        self._in_flight.append(_InFlight(step, work, handle, started_s, predicted_s, after_idle))
+        ahead = self._plan_ahead(step, predicted_s) if self._num_scheduler_steps > 1 else []
+        if ahead:
+            self._launch_ahead([step, *ahead], started_s, after_idle)
+        else:
+            handle = self._executor.launch(step.plan)
+            self._in_flight.append(_InFlight(step, work, handle, started_s, predicted_s, after_idle))
         self._idle = False
         self._fit_memory()  # the step may have moved blocks out of what is given back
         return True
+
+    def _plan_ahead(self, step: Step, predicted_s: float | None) -> list[Step]:
+        """Plan further steps, as long as they are decodes of the same sequences, none of which has all its tokens.
+
+        Only where nothing else is there to run, and how long a step takes is known. The last one may be another step, such as
+        one that moves blocks.
+        """
+        if predicted_s is None or self._compiling or self.scheduler.num_waiting:
+            return []
+        if len(step.sequences) < self.scheduler.num_running:
+            return []
+        most = min(self._num_scheduler_steps, int(LONGEST_AHEAD_S / max(predicted_s, 1e-6)))
+        steps = [step]
+        while len(steps) < most and not steps[-1].last and self._goes_on(steps[-1], step):
+            following = self.scheduler.plan(self._clock.now())
+            if following is None:
+                break
+            steps.append(following)
+        return steps[1:]
+
+    def _goes_on(self, step: Step, first: Step) -> bool:
+        """Return whether a step, or ``first`` itself, can be launched together with ``first``."""
+        is_same = step.sequences == first.sequences and not step.num_beams
+        return is_same and self._executor.decodes_ahead(step.plan)
+
+    def _launch_ahead(self, steps: list[Step], started_s: float, after_idle: bool) -> None:
+        """Launch steps that were planned one behind the other, together if they go on."""
+        if self.kv_cache.size > self._num_blocks_there:
+            self._fit_memory()
+        num = len(steps) if self._goes_on(steps[-1], steps[0]) else len(steps) - 1
+        for group in (steps[:num], steps[num:]):
+            if not group:
+                continue
+            plans = [step.plan for step in group]
+            handles = self._executor.launch_decodes(plans) if len(plans) > 1 else [self._executor.launch(plans[0])]
+            end_s = self._clock.now()
+            seconds, middle = (end_s - started_s) / len(group), len(group) // 2
+            for index, (step, handle) in enumerate(zip(group, handles, strict=True)):
+                work = work_of(step.plan)
+                predicted_s = self.governor.predict(work)
+                self._in_flight.append(
+                    _InFlight(step, work, handle, started_s, predicted_s, after_idle, seconds, index == middle)
+                )
+            started_s = end_s
 
     def _fit_memory(self) -> None:
         """Have as much memory for KV blocks as the scheduler counts on."""
@@ -363,9 +439,15 @@ class Engine:
             endings += self._take_refused()
         request_ids, token_ids = _new_tokens(step)
         now_s = self._clock.now()
-        self._learn(oldest, now_s - self._last_end_s - sampled.swapping_s, sampled.drafting_s)
-        # a step that was launched behind another one began when that ended
-        duration_s, self._last_end_s = now_s - max(oldest.started_s, self._last_end_s), now_s
+        if oldest.seconds is None:
+            self._learn(oldest, now_s - self._last_end_s - sampled.swapping_s, sampled.drafting_s)
+            # a step that was launched behind another one began when that ended
+            duration_s = now_s - max(oldest.started_s, self._last_end_s)
+        else:
+            duration_s = oldest.seconds
+            if oldest.shows_time:
+                self._learn(oldest, duration_s - sampled.swapping_s, 0.0)
+        self._last_end_s = now_s
         self._idle = not self.has_work()
         return StepOutput(
             request_ids=request_ids,

@@ -18,6 +18,7 @@ from flyball_runtime.core.grammar import Grammar
 from flyball_runtime.core.quantization import resolve_quantization
 from flyball_runtime.core.stats import EngineInfo, Sampled
 from flyball_runtime.engine.adapted_rows import AdaptedRows, check_can_adapt
+from flyball_runtime.engine.ahead import DecodesAhead
 from flyball_runtime.engine.draft_model import DraftModel
 from flyball_runtime.engine.engine import Engine, Executor, InThread, Progress
 from flyball_runtime.engine.physical_pool import make_pool
@@ -234,6 +235,7 @@ class ModelRunner:
         )
         self._sampling = SamplingTensors(config.max_num_seqs, self._device, self._backend, self._grammars)
         self._sums: Sums = {}
+        self._ahead = self._decodes_ahead() if config.num_scheduler_steps > 1 else None
         self._stages.done("kv_cache")
         self.info = EngineInfo(
             model=config.served_model_name,
@@ -271,8 +273,7 @@ class ModelRunner:
 
     def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Run a step; on a GPU, return when its kernels are launched."""
-        if self._threads is not None and self._threads.update():
-            compute_with(self._threads.current, self._cores, apart=self._threads.are_apart, backend=self._backend)
+        self._update_threads()
         copies = [(one.source, one.target) for one in plan.block_copies]
         if self._swap_space is None or not (plan.swap_outs or plan.swap_ins):
             self._blocks.copy(copies)
@@ -283,6 +284,26 @@ class ModelRunner:
         self._swap_space.swap_in(plan.swap_ins)
         end = self._now()
         return self._compute(plan)._replace(swapping=(start, end))
+
+    def _decodes_ahead(self) -> DecodesAhead | None:
+        model, kv = self._model, self._pool.tensors
+        if self._adapted is not None or not isinstance(model, CausalLM) or not model.can_decode:
+            return None
+        return DecodesAhead(model, kv, self._rows, self._sampling, self.eos_token_ids, self._config.max_num_seqs)
+
+    def decodes_ahead(self, plan: BatchPlan) -> bool:
+        return self._ahead is not None and self._ahead.can_run(plan)
+
+    def launch_decodes(self, plans: list[BatchPlan]) -> list[LaunchedStep]:
+        assert self._ahead is not None, "there is no op that decodes by itself"
+        self._update_threads()
+        token_ids = self._ahead.run(plans)
+        self._on_progress()
+        return [self._to_host(of_step, None, None, None) for of_step in token_ids]
+
+    def _update_threads(self) -> None:
+        if self._threads is not None and self._threads.update():
+            compute_with(self._threads.current, self._cores, apart=self._threads.are_apart, backend=self._backend)
 
     def _now(self) -> Moment:
         """Return the time, or on a GPU an event that stands for it."""
@@ -298,6 +319,8 @@ class ModelRunner:
         for start in plan.row_starts:
             self._sampling.set_row(start.row, start.sampling, start.past)
             self._sums.pop(start.row, None)
+            if self._ahead is not None:
+                self._ahead.set_row(start.row, start.sampling)
         if self._draft_model is not None:
             plan = self._draft_model.fill(plan, self._rows, self._sampling, self._on_progress)
         entries = entries_of(plan)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flyball_kernels import DecodeSampling
 from flyball_kernels.backend import Backend
 from flyball_kernels.sampling import NO_TOKEN, sample
 from flyball_runtime.core.past import Past
@@ -77,6 +78,15 @@ class SamplingTensors:
         self.stuck = {}
         return sample(logits, None, None, None, None, None, None, backend=self._backend)
 
+    def only_choose(self, rows: Sequence[int]) -> bool:
+        """Return whether rows ask for a token of each step's logits and nothing else."""
+        return not any(self._asks[row] & (LOGPROBS | CHANGES) for row in rows)
+
+    def choice_of(self, rows: np.ndarray) -> DecodeSampling:
+        """Return the settings of rows that only choose."""
+        self.stuck = {}
+        return DecodeSampling(*self._choice_of(rows, self._ask(rows)))
+
     def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Choose one token per row; see ``sample_and_score``."""
         return self._sample(logits, rows, positions, self._ask(rows))
@@ -104,20 +114,24 @@ class SamplingTensors:
         if asked & CHANGES:
             logits = logits.float()
             self.stuck = self._processor.apply(logits, rows, positions)
-        drawing = bool(asked & TEMPERATURE)
-        token_ids = sample(
-            logits,
-            self._tensor(self._temperature[rows]) if drawing else None,
-            self._tensor(self._top_k[rows]) if drawing and asked & TOP_K else None,
-            self._tensor(self._top_p[rows]) if drawing and asked & TOP_P else None,
-            self._tensor(self._min_p[rows]) if drawing and asked & MIN_P else None,
-            self._tensor(self._seeds[rows]) if drawing else None,
-            self._tensor(positions) if drawing else None,
-            backend=self._backend,
-        )
+        choice = self._choice_of(rows, asked)
+        at = self._tensor(positions) if asked & TEMPERATURE else None
+        token_ids = sample(logits, *choice, at, backend=self._backend)
         if asked & CHANGES:
             self._processor.remember(rows, positions, token_ids)
         return token_ids
+
+    def _choice_of(self, rows: np.ndarray, asked: int) -> tuple[Tensor | None, ...]:
+        """Return temperature, top_k, top_p, min_p and seeds, None where no row needs them."""
+        if not asked & TEMPERATURE:
+            return (None,) * 5
+        return (
+            self._tensor(self._temperature[rows]),
+            self._tensor(self._top_k[rows]) if asked & TOP_K else None,
+            self._tensor(self._top_p[rows]) if asked & TOP_P else None,
+            self._tensor(self._min_p[rows]) if asked & MIN_P else None,
+            self._tensor(self._seeds[rows]),
+        )
 
     def _ask(self, rows: np.ndarray) -> int:
         """Return what any of the rows asks for."""

@@ -3,15 +3,16 @@
 Plain classes and not nn.Modules: nothing here is trained, hooked or moved, and a call costs no more than a call.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flyball_kernels import DecoderHead, DecoderStack
+from flyball_kernels import DecoderHead, DecoderStack, DecodeSampling
 from flyball_kernels import DecoderLayer as DecoderLayerOp
 from flyball_kernels.backend import Backend
 from flyball_kernels.paged_attention import paged_attention
@@ -504,12 +505,50 @@ class CausalLM:
         if self.layers[start].op is None or inputs.adapted:
             caches = kv[self.layout.places[start][1]]
             return self.layers[start](x, residual, inputs, caches, only_logits=only_logits)
+        return _run_stack(self._stack(start, end, kv, embeds, head), x, residual, inputs, only_logits=only_logits)
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether the whole model can run as one op, whose logits tokens are chosen from as they are."""
+        changes = self.embedding_scale, self.config.logits_divisor, self.config.logits_softcap
+        return self._head_op is not None and self._ends[0] == len(self.layers) and changes == (1.0, 1.0, None)
+
+    def decode(
+        self,
+        inputs: StepInputs,
+        kv: KVTensors,
+        num_steps: int,
+        stops: Sequence[Collection[int]],
+        sampling: DecodeSampling,
+    ) -> Tensor:
+        """Decode several tokens of each sequence, if the model ``can_decode``; see ``DecoderStack.decode``.
+
+        Args:
+            inputs: of the last of the steps, with the tokens of the first.
+            stops: the tokens that end each sequence.
+        Returns:
+            ``[num_steps, num_seqs]`` int64.
+        """
+        return self._stack(0, len(self.layers), kv, embeds=True, head=self._head_op).decode(
+            inputs.token_ids,
+            inputs.block_tables,
+            inputs.context_lens - (num_steps - 1),
+            num_steps,
+            torch.tensor([stop for each in stops for stop in each], dtype=torch.int64),
+            torch.tensor([0, *accumulate(map(len, stops))], dtype=torch.int32),
+            sampling,
+        )
+
+    def _stack(
+        self, start: int, end: int, kv: KVTensors, embeds: bool = False, head: DecoderHead | None = None
+    ) -> DecoderStack:
+        """Return a stretch as one op, made once for the same caches."""
         if kv is not self._kv:  # in an engine they are the same in all steps
             self._kv, self._stacks = kv, {}
         key = start, end, embeds, head is not None
         if (stack := self._stacks.get(key)) is None:
             stack = self._stacks[key] = self._bound(start, end, kv, embeds, head)
-        return _run_stack(stack, x, residual, inputs, only_logits=only_logits)
+        return stack
 
     def _bound(
         self, start: int, end: int, kv: KVTensors, embeds: bool = False, head: DecoderHead | None = None

@@ -145,6 +145,28 @@ def test_planned_ahead_and_preempted(case: Case) -> None:
     assert generate(engine, case.prompts) == case.expected
 
 
+@pytest.mark.parametrize("num_steps", [2, 16])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_seqs": 4, "max_num_batched_tokens": 7}, {"max_num_seqs": 1}],
+    ids=["whole", "chunked", "alone"],
+)
+def test_several_tokens_at_once(case: Case, settings: dict[str, int], num_steps: int) -> None:
+    assert generate(case.engine(num_scheduler_steps=num_steps, **settings), case.prompts) == case.expected
+
+
+def test_several_tokens_at_once_and_preempted(case: Case) -> None:
+    kv_bytes = _bytes_of_blocks(case, 10)
+    engine = case.engine(num_scheduler_steps=8, max_model_len=144, kv_cache_memory_bytes=kv_bytes)
+    assert generate(engine, case.prompts) == case.expected
+
+
+def test_several_tokens_at_once_and_sampled(case: Case) -> None:
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, top_k=40, seed=11, max_tokens=24)
+    expected = generate(case.engine(), case.prompts, sampling)
+    assert generate(case.engine(num_scheduler_steps=8), case.prompts, sampling) == expected
+
+
 def test_speculated(case: Case) -> None:
     """Beside chunks, prefix hits and preemptions, with drafts across the edges of blocks."""
     engine = case.engine(
@@ -207,6 +229,12 @@ def test_all_at_once(case: Case, ahead: bool) -> None:
         known = [prompt + output for prompt, output in zip(case.prompts, case.expected, strict=True)]
         have_drafted(engine, Oracle(5, known))
     shake(engine, _requests(case, rng), case.expected, rng)
+
+
+def test_all_at_once_with_several_tokens_at_once(case: Case) -> None:
+    rng = random.Random(2)
+    settings = tight(_bytes_of_blocks(case, 1), True) | {"async_scheduling": False, "num_scheduler_steps": 5}
+    shake(case.engine(**settings), _requests(case, rng), case.expected, rng)
 
 
 def _requests(case: Case, rng: random.Random) -> list[Request]:
