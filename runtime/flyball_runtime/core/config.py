@@ -31,8 +31,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 256, 2048
 """Tokens of a step unless told. A CPU computes hardly faster in larger steps, and running streams wait for a step's end."""
-OFFLINE_BATCHED_TOKENS = 2048
-OFFLINE_SCHEDULER_STEPS = 16
+OFFLINE_BATCHED_TOKENS, OFFLINE_SCHEDULER_STEPS = 2048, 16
+"""The same where no stream waits for a step's end, and how many decodes are planned together there."""
 
 LOOPBACK_PROXIES = "127.0.0.1,::1"
 """Proxies on this machine, such as local mode's balancer."""
