@@ -26,7 +26,7 @@ struct Decodes {
   }
 
   // All tokens that are computed in so many steps, as one step would compute them. It has no token ids.
-  Batch all(int64_t num_steps) const {
+  Batch in_one(int64_t num_steps) const {
     Batch batch{{}, {}, at::empty({num() * num_steps}, at::kLong), {}, block_tables,
                 at::empty({num() + 1}, at::kInt), at::empty_like(context_lens), {}};
     const auto* const lens = data<const int32_t>(context_lens);

@@ -361,7 +361,7 @@ struct DecoderStack : torch::CustomClassHolder {
         some.take(data<int64_t>(chosen) + i * num);
       }
     };
-    const std::vector<int64_t> parts = parts_of(Decoding(all, 0, num).batch(), all.all(num_steps));
+    const std::vector<int64_t> parts = parts_of(all.in_one(1), all.in_one(num_steps));
     if (parts.empty()) {
       run(0, num, rows_at_once(), nullptr);
     } else {

@@ -288,8 +288,7 @@ class Sequence:
         max_tokens = request.sampling.max_tokens
         room = 0 if self.pooling is not None else max_model_len - self.num_prompt_tokens
         self.max_total_tokens = self.num_prompt_tokens + (room if max_tokens is None else min(max_tokens, room))
-        own_stops = frozenset(request.sampling.stop_token_ids)
-        self.stop_token_ids = own_stops if request.sampling.ignore_eos else own_stops | eos_token_ids
+        self.stop_token_ids = request.sampling.stops(eos_token_ids)
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
         self.block_tables: list[list[int]] = []

@@ -97,6 +97,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
         """Whether several tokens of it may be verified at once: nothing looks at how each comes about."""
         return not self.changes_logits and self.logprobs is None and self.beam_search is None
 
+    def stops(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end the output of a model with these end-of-sequence ids."""
+        own = frozenset(self.stop_token_ids)
+        return own if self.ignore_eos else own | eos_token_ids
+
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0

@@ -32,18 +32,17 @@ class DecodesAhead:
         kv: KVTensors,
         rows: Rows,
         sampling: SamplingTensors,
-        eos_token_ids: Collection[int],
+        eos_token_ids: frozenset[int],
         num_rows: int,
     ) -> None:
         self._model, self._kv, self._rows, self._sampling = model, kv, rows, sampling
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._eos_token_ids = eos_token_ids
         self._stops: list[Collection[int]] = [()] * num_rows
         self._has_strings = [False] * num_rows  # which end it too, and only text shows them
 
     def set_row(self, row: int, sampling: SamplingParams) -> None:
         """Take over what ends the sequence that now owns a row."""
-        stops = frozenset(sampling.stop_token_ids)
-        self._stops[row] = stops if sampling.ignore_eos else stops | self._eos_token_ids
+        self._stops[row] = sampling.stops(self._eos_token_ids)
         self._has_strings[row] = bool(sampling.stop)
 
     def can_run(self, plan: BatchPlan) -> bool:

@@ -235,7 +235,7 @@ class ModelRunner:
         )
         self._sampling = SamplingTensors(config.max_num_seqs, self._device, self._backend, self._grammars)
         self._sums: Sums = {}
-        self._ahead = self._decodes_ahead() if config.num_scheduler_steps > 1 else None
+        self._ahead = self._make_ahead() if config.num_scheduler_steps > 1 else None
         self._stages.done("kv_cache")
         self.info = EngineInfo(
             model=config.served_model_name,
@@ -285,7 +285,7 @@ class ModelRunner:
         end = self._now()
         return self._compute(plan)._replace(swapping=(start, end))
 
-    def _decodes_ahead(self) -> DecodesAhead | None:
+    def _make_ahead(self) -> DecodesAhead | None:
         model, kv = self._model, self._pool.tensors
         if self._adapted is not None or not isinstance(model, CausalLM) or not model.can_decode:
             return None
