@@ -5,7 +5,8 @@ each sequence's blocks and padding to the longest, which is how one would do it 
 
 With ``--decode``: contexts of 1k to 16k against the bytes a second that torch copies, measured in turns in the same run. As
 many calls as a small model has layers follow each other, as in a step of it: a call just after a copy finds threads asleep, and
-nothing in the CPU's caches. Keys and values come from memory: the sequences change from call to call.
+nothing in the CPU's caches. Keys and values come from memory: the sequences change from call to call. With ``--layers`` too:
+as it is served, in decoder layers that are one op. Their linear layers are small, and all of a layer's time counts.
 
 With ``--prompts``: prompts, and chunks of them, as a share of the rate that torch's matrix product reaches in the same run
 (see Bounds), and against fp32 FMAs where the CPU has a bf16 dot product.
@@ -15,7 +16,7 @@ take turns, as in a model, so that no cache of the CPU keeps their keys and valu
 reads and writes.
 
     python benchmarks/paged_attention.py [--dtype bfloat16]
-    python benchmarks/paged_attention.py --decode
+    python benchmarks/paged_attention.py --decode [--layers]
     python benchmarks/paged_attention.py --prompts
     python benchmarks/paged_attention.py --kv-dtype int8
 """
@@ -32,7 +33,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from common import save
-from flyball_kernels import Backend, choose_backend, kv_cache, paged_attention
+from flyball_kernels import (
+    Backend,
+    DecoderLayer,
+    DecoderStack,
+    PackedLinear,
+    choose_backend,
+    kv_cache,
+    paged_attention,
+)
 from flyball_runtime.bounds import COPIED_BYTES, MATRIX, Bounds
 from machine import compare, describe, median_of
 
@@ -59,6 +68,8 @@ DECODES = (
     (32, 4096),
 )  # sequences, context
 LAYERS = 12
+STEPS = 4  # of all layers, which follow each other
+HIDDEN = 64  # sizes of the layers around attention
 CACHE_BYTES = 2**28
 """Of keys, and of values: more than CPUs' caches hold."""
 
@@ -124,10 +135,15 @@ def in_huge_pages(part: Tensor, count: int) -> Tensor:
     return blocks.copy_(part.expand_as(blocks)).flatten(0, 1)
 
 
-def decode_of_changing_sequences(
+def repeat(run: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        run()
+
+
+def decoding_calls(
     backend: Backend, heads: tuple[int, int, int], num_seqs: int, context_len: int
-) -> Callable[[], Tensor]:
-    """Return a function that decodes a token of each of so many sequences: other ones each time."""
+) -> Callable[[], object]:
+    """Return a function that calls attention LAYERS times for a token of each of so many sequences: other ones each time."""
     q_heads, kv_heads, head_dim = heads
     blocks_of_call = num_seqs * -(-context_len // BLOCK)
     num_calls = max(1, CACHE_BYTES // (2 * BLOCK * kv_heads * head_dim) // blocks_of_call)
@@ -139,28 +155,78 @@ def decode_of_changing_sequences(
     lens = torch.full((num_seqs,), context_len, dtype=torch.int32)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32)
     scale = head_dim**-0.5
-    return lambda: paged_attention(
-        query, k_cache, v_cache, next(tables), starts, lens, scale=scale, max_query_len=1, backend=backend
+    return partial(
+        repeat,
+        lambda: paged_attention(
+            query, k_cache, v_cache, next(tables), starts, lens, scale=scale, max_query_len=1, backend=backend
+        ),
+        LAYERS,
     )
 
 
-def repeat(run: Callable[[], object], times: int) -> None:
-    for _ in range(times):
-        run()
+def decoding_layers(
+    backend: Backend, heads: tuple[int, int, int], num_seqs: int, context_len: int
+) -> Callable[[], object]:
+    """Return a function that decodes a token of each of so many sequences in LAYERS layers: other ones each time.
+
+    Layers have caches of their own as long as those have less than CACHE_BYTES together.
+    """
+    q_heads, kv_heads, head_dim = heads
+    blocks_of_call = num_seqs * -(-context_len // BLOCK)
+    bytes_of_call = 2 * blocks_of_call * BLOCK * kv_heads * head_dim
+    num_caches = min(LAYERS, max(1, CACHE_BYTES // bytes_of_call))
+    num_calls = max(1, CACHE_BYTES // num_caches // bytes_of_call)
+    noise = torch.randn(2, 64, BLOCK, kv_heads, head_dim, dtype=torch.bfloat16)
+    num_blocks = num_calls * blocks_of_call
+    caches = [tuple(in_huge_pages(part, -(-num_blocks // len(part))) for part in noise) for _ in range(num_caches)]
+    position = context_len - 1
+    calls = itertools.cycle(
+        [
+            ([table[:, -1].long() * BLOCK + position % BLOCK], [table])
+            for table in torch.randperm(num_blocks).int().view(num_calls, num_seqs, -1)
+        ]
+    )
+
+    def linear(out_features: int, in_features: int) -> PackedLinear:
+        weight = torch.randn(out_features, in_features).mul(in_features**-0.5)
+        return PackedLinear(weight.to(torch.bfloat16), None, backend=backend)
+
+    norm = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    layers = [
+        DecoderLayer(
+            qkv=linear((q_heads + 2 * kv_heads) * head_dim, HIDDEN),
+            output=linear(HIDDEN, q_heads * head_dim),
+            gate_up=linear(2 * HIDDEN, HIDDEN),
+            down=linear(HIDDEN, HIDDEN),
+            attention_norm=norm,
+            mlp_norm=norm,
+            cos_sin_cache=torch.randn(context_len, head_dim),
+            eps=1e-6,
+            scale=head_dim**-0.5,
+        )
+        for _ in range(LAYERS)
+    ]
+    stack = DecoderStack(layers, [caches[i % num_caches] for i in range(LAYERS)], [0] * LAYERS)
+    x = torch.randn(num_seqs, HIDDEN, dtype=torch.bfloat16)
+    positions = torch.full((num_seqs,), position)
+    lens = torch.full((num_seqs,), context_len, dtype=torch.int32)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    return lambda: stack(x, None, positions, *next(calls), starts, lens)
 
 
-def measure_decodes(backend: Backend) -> None:
+def measure_decodes(backend: Backend, *, in_layers: bool) -> None:
     result: dict[str, Any] = {}
     bounds = Bounds()
+    decode, num_steps = (decoding_layers, STEPS) if in_layers else (decoding_calls, 1)
+    num_layers = num_steps * LAYERS
     for heads in HEADS:
         name = "{}/{} heads of {}".format(*heads)
         result[name] = []
         for num_seqs, context_len in DECODES:
-            run = decode_of_changing_sequences(backend, heads, num_seqs, context_len)
-            shortest = decode_of_changing_sequences(backend, heads, num_seqs, BLOCK)
-            step_s, copy_s = compare(partial(repeat, run, LAYERS), bounds.copy)
-            shortest_s, _ = compare(partial(repeat, shortest, LAYERS), bounds.copy, seconds=0.2)
-            decode_s, call_s = step_s / LAYERS, shortest_s / LAYERS
+            run, shortest = (decode(backend, heads, num_seqs, length) for length in (context_len, BLOCK))
+            steps_s, copy_s = compare(partial(repeat, run, num_steps), bounds.copy)
+            shortest_s, _ = compare(partial(repeat, shortest, num_steps), bounds.copy, seconds=0.2)
+            decode_s, call_s = steps_s / num_layers, shortest_s / num_layers
             read = 4e-9 * num_seqs * context_len * heads[1] * heads[2]  # keys and values, two bytes each
             more = read * (1 - BLOCK / context_len)
             copied = 2e-9 * COPIED_BYTES
@@ -181,7 +247,10 @@ def measure_decodes(backend: Backend) -> None:
                 f"{row['share_of_copy_beyond_it']:5.1%} beyond the {row['us_of_one_block']:.0f} us of one block",
                 flush=True,
             )
-    save("paged_attention_decode", {"instruction_set": torch.ops.flyball.instruction_set(), "decodes": result})
+    save(
+        "paged_attention_layers" if in_layers else "paged_attention_decode",
+        {"instruction_set": torch.ops.flyball.instruction_set(), "decodes": result},
+    )
 
 
 def measure_prompt(
@@ -297,8 +366,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--prompts", action="store_true", help="prompts against the rate of a matrix product")
     parser.add_argument("--decode", action="store_true", help="decodes against the bytes a second of a copy")
+    parser.add_argument("--layers", action="store_true", help="with --decode: as decoder layers that are one op run it")
     parser.add_argument("--kv-dtype", choices=["int8"], help="a KV cache of int8 against one of bf16")
     options = parser.parse_args()
+    if options.layers and not options.decode:
+        parser.error("--layers is about decodes: give --decode too.")
     dtype = getattr(torch, options.dtype)
     backend = choose_backend("cpu")
     print(f"{describe()}; backend {backend.name}; {dtype}, {Q_HEADS}/{KV_HEADS} heads of {HEAD_DIM}")
@@ -306,7 +378,7 @@ def main() -> None:
         measure_caches(backend)
         return
     if options.decode:
-        measure_decodes(backend)
+        measure_decodes(backend, in_layers=options.layers)
         return
     if options.prompts:
         measure_prompts(backend)
