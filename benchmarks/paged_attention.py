@@ -24,6 +24,7 @@ reads and writes.
 import argparse
 import itertools
 import mmap
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -214,42 +215,52 @@ def decoding_layers(
     return lambda: stack(x, None, positions, *next(calls), starts, lens)
 
 
-def measure_decodes(backend: Backend, *, in_layers: bool) -> None:
-    result: dict[str, Any] = {}
-    bounds = Bounds()
+def measure_decode(
+    backend: Backend, bounds: Bounds, heads: tuple[int, int, int], num_seqs: int, context_len: int, *, in_layers: bool
+) -> dict[str, Any]:
+    """Return medians of rounds in turns with a copy, for the attention of one layer."""
     decode, num_steps = (decoding_layers, STEPS) if in_layers else (decoding_calls, 1)
-    num_layers = num_steps * LAYERS
+    run, shortest = (
+        partial(repeat, decode(backend, heads, num_seqs, length), num_steps) for length in (context_len, BLOCK)
+    )
+    read = 4e-9 * num_seqs * context_len * heads[1] * heads[2]  # keys and values, two bytes each
+    more = read * (1 - BLOCK / context_len)
+    rounds = []
+    for _ in range(ROUNDS):
+        run_s, copy_s = compare(run, bounds.copy, seconds=0.3)
+        shortest_s, _ = compare(shortest, bounds.copy, seconds=0.1)
+        layer_s, block_s = run_s / (num_steps * LAYERS), shortest_s / (num_steps * LAYERS)
+        copied = 2e-9 * COPIED_BYTES / copy_s
+        rounds.append(
+            {
+                "us": 1e6 * layer_s,
+                "gb_per_s": read / layer_s,
+                "copy_gb_per_s": copied,
+                "share_of_copy": read / layer_s / copied,
+                "us_of_one_block": 1e6 * block_s,
+                "share_of_copy_beyond_it": more / (layer_s - block_s) / copied,
+            }
+        )
+    medians = {figure: statistics.median(one[figure] for one in rounds) for figure in rounds[0]}
+    return {"sequences": num_seqs, "context": context_len, **medians}
+
+
+def measure_decodes(backend: Backend, *, in_layers: bool) -> None:
+    result = {}
+    bounds = Bounds()
     for heads in HEADS:
         name = "{}/{} heads of {}".format(*heads)
-        result[name] = []
-        for num_seqs, context_len in DECODES:
-            run, shortest = (decode(backend, heads, num_seqs, length) for length in (context_len, BLOCK))
-            steps_s, copy_s = compare(partial(repeat, run, num_steps), bounds.copy)
-            shortest_s, _ = compare(partial(repeat, shortest, num_steps), bounds.copy, seconds=0.2)
-            decode_s, call_s = steps_s / num_layers, shortest_s / num_layers
-            read = 4e-9 * num_seqs * context_len * heads[1] * heads[2]  # keys and values, two bytes each
-            more = read * (1 - BLOCK / context_len)
-            copied = 2e-9 * COPIED_BYTES
-            row = {
-                "sequences": num_seqs,
-                "context": context_len,
-                "us": 1e6 * decode_s,
-                "gb_per_s": read / decode_s,
-                "copy_gb_per_s": copied / copy_s,
-                "share_of_copy": read / decode_s / (copied / copy_s),
-                "us_of_one_block": 1e6 * call_s,
-                "share_of_copy_beyond_it": more / (decode_s - call_s) / (copied / copy_s),
-            }
-            result[name].append(row)
+        result[name] = [measure_decode(backend, bounds, heads, *lengths, in_layers=in_layers) for lengths in DECODES]
+        for row in result[name]:
             print(
-                f"{name}  {num_seqs:2} x {context_len:5}  {row['us']:8.0f} us  {row['gb_per_s']:5.1f} GB/s  "
+                f"{name}  {row['sequences']:2} x {row['context']:5}  {row['us']:8.0f} us  {row['gb_per_s']:5.1f} GB/s  "
                 f"{row['share_of_copy']:5.1%} of the copy's {row['copy_gb_per_s']:5.1f}, "
                 f"{row['share_of_copy_beyond_it']:5.1%} beyond the {row['us_of_one_block']:.0f} us of one block",
                 flush=True,
             )
     save(
         "paged_attention_layers" if in_layers else "paged_attention_decode",
-        {"instruction_set": torch.ops.flyball.instruction_set(), "decodes": result},
+        {"instruction_set": torch.ops.flyball.instruction_set(), "medians_of": ROUNDS, "decodes": result},
     )
 
 
