@@ -3,10 +3,11 @@
 Prefill: sdpa gets contiguous keys and values, which a paged cache does not have. Decode: sdpa gets them by gathering
 each sequence's blocks and padding to the longest, which is how one would do it in torch.
 
-With ``--decode``: contexts of 1k to 16k against the bytes a second that torch copies, measured in turns in the same run. As
-many calls as a small model has layers follow each other, as in a step of it: a call just after a copy finds threads asleep, and
-nothing in the CPU's caches. Keys and values come from memory: the sequences change from call to call. With ``--layers`` too:
-as it is served, in decoder layers that are one op. Their linear layers are small, and all of a layer's time counts.
+With ``--decode``: contexts of 1k to 16k against the bytes a second that torch copies, and those that it reads where it only
+reads (for the largest number of a tensor), measured in turns in the same run. As many calls as a small model has layers follow
+each other, as in a step of it: a call just after a copy finds threads asleep, and nothing in the CPU's caches. Keys and values
+come from memory: the sequences change from call to call. With ``--layers`` too: as it is served, in decoder layers that are one
+op. Their linear layers are small, and all of a layer's time counts.
 
 With ``--prompts``: prompts, and chunks of them, as a share of the rate that torch's matrix product reaches in the same run
 (see Bounds), and against fp32 FMAs where the CPU has a bf16 dot product.
@@ -228,17 +229,20 @@ def measure_decode(
     rounds = []
     for _ in range(ROUNDS):
         run_s, copy_s = compare(run, bounds.copy, seconds=0.3)
-        shortest_s, _ = compare(shortest, bounds.copy, seconds=0.1)
+        shortest_s, read_s = compare(shortest, bounds.read, seconds=0.2)
         layer_s, block_s = run_s / (num_steps * LAYERS), shortest_s / (num_steps * LAYERS)
-        copied = 2e-9 * COPIED_BYTES / copy_s
+        copied, only_read = 2e-9 * COPIED_BYTES / copy_s, 1e-9 * COPIED_BYTES / read_s
         rounds.append(
             {
                 "us": 1e6 * layer_s,
                 "gb_per_s": read / layer_s,
                 "copy_gb_per_s": copied,
+                "read_gb_per_s": only_read,
                 "share_of_copy": read / layer_s / copied,
+                "share_of_read": read / layer_s / only_read,
                 "us_of_one_block": 1e6 * block_s,
                 "share_of_copy_beyond_it": more / (layer_s - block_s) / copied,
+                "share_of_read_beyond_it": more / (layer_s - block_s) / only_read,
             }
         )
     medians = {figure: statistics.median(one[figure] for one in rounds) for figure in rounds[0]}
@@ -255,7 +259,9 @@ def measure_decodes(backend: Backend, *, in_layers: bool) -> None:
             print(
                 f"{name}  {row['sequences']:2} x {row['context']:5}  {row['us']:8.0f} us  {row['gb_per_s']:5.1f} GB/s  "
                 f"{row['share_of_copy']:5.1%} of the copy's {row['copy_gb_per_s']:5.1f}, "
-                f"{row['share_of_copy_beyond_it']:5.1%} beyond the {row['us_of_one_block']:.0f} us of one block",
+                f"{row['share_of_read']:5.1%} of the {row['read_gb_per_s']:5.1f} that are only read; beyond the "
+                f"{row['us_of_one_block']:.0f} us of one block {row['share_of_copy_beyond_it']:5.1%} and "
+                f"{row['share_of_read_beyond_it']:5.1%}",
                 flush=True,
             )
     save(

@@ -45,6 +45,9 @@ class Bounds:
     def copy(self) -> object:
         return self._to.copy_(self._from)
 
+    def read(self) -> object:
+        return self._from.max()
+
     def matmul(self) -> object:
         return self._left @ self._right
 
