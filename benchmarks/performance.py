@@ -444,6 +444,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "attention-avx2": partial(attention_table, "paged_attention_decode_avx2"),
     "attention-zen4": partial(attention_table, "paged_attention_decode_zen4"),
+    "attention-layers-zen4": partial(attention_table, "paged_attention_layers_zen4"),
     "attention-zen5": partial(attention_table, "paged_attention_decode_zen5"),
     "prompts-avx2": partial(prompts_table, "paged_attention_prompts_avx2"),
     "prompts-zen4": partial(prompts_table, "paged_attention_prompts_zen4"),
