@@ -26,7 +26,7 @@ import argparse
 import itertools
 import mmap
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -142,25 +142,45 @@ def repeat(run: Callable[[], object], times: int) -> None:
         run()
 
 
+def scattered_contexts(
+    heads: tuple[int, int, int], num_seqs: int, context_len: int, most_caches: int = 1
+) -> tuple[list[tuple[Tensor, Tensor]], Iterator[Tensor]]:
+    """Return caches of keys and values, and block tables without end: of other sequences each time.
+
+    Caches have CACHE_BYTES of keys together, or those of one call if they are more. So there may be fewer than are asked for.
+    """
+    _, kv_heads, head_dim = heads
+    blocks_of_call = num_seqs * -(-context_len // BLOCK)
+    bytes_of_call = 2 * blocks_of_call * BLOCK * kv_heads * head_dim
+    num_caches = min(most_caches, max(1, CACHE_BYTES // bytes_of_call))
+    num_calls = max(1, CACHE_BYTES // num_caches // bytes_of_call)
+    noise = torch.randn(2, 64, BLOCK, kv_heads, head_dim, dtype=torch.bfloat16)
+    num_blocks = num_calls * blocks_of_call
+    caches = []
+    for _ in range(num_caches):
+        k_cache, v_cache = (in_huge_pages(part, -(-num_blocks // len(part))) for part in noise)
+        caches.append((k_cache, v_cache))
+    return caches, itertools.cycle(torch.randperm(num_blocks).int().view(num_calls, num_seqs, -1))
+
+
+def decode_lengths(num_seqs: int, context_len: int) -> tuple[Tensor, Tensor]:
+    """Return cu_query_lens and context_lens where each sequence has one token to compute."""
+    return torch.arange(num_seqs + 1, dtype=torch.int32), torch.full((num_seqs,), context_len, dtype=torch.int32)
+
+
 def decoding_calls(
     backend: Backend, heads: tuple[int, int, int], num_seqs: int, context_len: int
 ) -> Callable[[], object]:
     """Return a function that calls attention LAYERS times for a token of each of so many sequences: other ones each time."""
-    q_heads, kv_heads, head_dim = heads
-    blocks_of_call = num_seqs * -(-context_len // BLOCK)
-    num_calls = max(1, CACHE_BYTES // (2 * BLOCK * kv_heads * head_dim) // blocks_of_call)
-    noise = torch.randn(2, 64, BLOCK, kv_heads, head_dim, dtype=torch.bfloat16)
-    num_blocks = num_calls * blocks_of_call
-    k_cache, v_cache = (in_huge_pages(part, -(-num_blocks // len(part))) for part in noise)
-    tables = itertools.cycle(torch.randperm(num_blocks).int().view(num_calls, num_seqs, -1))
+    q_heads, _, head_dim = heads
+    [(k_cache, v_cache)], tables = scattered_contexts(heads, num_seqs, context_len)
     query = torch.randn(num_seqs, q_heads, head_dim, dtype=torch.bfloat16)
-    lens = torch.full((num_seqs,), context_len, dtype=torch.int32)
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    lengths = decode_lengths(num_seqs, context_len)
     scale = head_dim**-0.5
     return partial(
         repeat,
         lambda: paged_attention(
-            query, k_cache, v_cache, next(tables), starts, lens, scale=scale, max_query_len=1, backend=backend
+            query, k_cache, v_cache, next(tables), *lengths, scale=scale, max_query_len=1, backend=backend
         ),
         LAYERS,
     )
@@ -169,25 +189,10 @@ def decoding_calls(
 def decoding_layers(
     backend: Backend, heads: tuple[int, int, int], num_seqs: int, context_len: int
 ) -> Callable[[], object]:
-    """Return a function that decodes a token of each of so many sequences in LAYERS layers: other ones each time.
-
-    Layers have caches of their own as long as those have less than CACHE_BYTES together.
-    """
+    """Return a function that decodes a token of each of so many sequences in LAYERS layers: other ones each time."""
     q_heads, kv_heads, head_dim = heads
-    blocks_of_call = num_seqs * -(-context_len // BLOCK)
-    bytes_of_call = 2 * blocks_of_call * BLOCK * kv_heads * head_dim
-    num_caches = min(LAYERS, max(1, CACHE_BYTES // bytes_of_call))
-    num_calls = max(1, CACHE_BYTES // num_caches // bytes_of_call)
-    noise = torch.randn(2, 64, BLOCK, kv_heads, head_dim, dtype=torch.bfloat16)
-    num_blocks = num_calls * blocks_of_call
-    caches = [tuple(in_huge_pages(part, -(-num_blocks // len(part))) for part in noise) for _ in range(num_caches)]
+    caches, tables = scattered_contexts(heads, num_seqs, context_len, most_caches=LAYERS)
     position = context_len - 1
-    calls = itertools.cycle(
-        [
-            ([table[:, -1].long() * BLOCK + position % BLOCK], [table])
-            for table in torch.randperm(num_blocks).int().view(num_calls, num_seqs, -1)
-        ]
-    )
 
     def linear(out_features: int, in_features: int) -> PackedLinear:
         weight = torch.randn(out_features, in_features).mul(in_features**-0.5)
@@ -208,12 +213,17 @@ def decoding_layers(
         )
         for _ in range(LAYERS)
     ]
-    stack = DecoderStack(layers, [caches[i % num_caches] for i in range(LAYERS)], [0] * LAYERS)
+    stack = DecoderStack(layers, [caches[i % len(caches)] for i in range(LAYERS)], [0] * LAYERS)
     x = torch.randn(num_seqs, HIDDEN, dtype=torch.bfloat16)
     positions = torch.full((num_seqs,), position)
-    lens = torch.full((num_seqs,), context_len, dtype=torch.int32)
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
-    return lambda: stack(x, None, positions, *next(calls), starts, lens)
+    lengths = decode_lengths(num_seqs, context_len)
+
+    def run() -> object:
+        table = next(tables)
+        slots = table[:, -1].long() * BLOCK + position % BLOCK
+        return stack(x, None, positions, [slots], [table], *lengths)
+
+    return run
 
 
 def measure_decode(

@@ -298,7 +298,7 @@ struct Attention {
           return CachedKeys<E, C, V>(tile, coming, vector, fetches);
         });
       }
-      if (fetches) fetch_beginning(coming);
+      if (fetches) fetch_first_values(coming);
       soften(t, tile, of_tile, work, row, height, begin, end);
       const int64_t first = begin / kDepth<E>, last = (end + kDepth<E> - 1) / kDepth<E>;
       if (packs_values) {

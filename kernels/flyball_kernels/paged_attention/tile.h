@@ -359,9 +359,9 @@ template <class C>
   }
 }
 
-// The first values of such a tile, while nothing is loaded: as many lines as a core has on their way, since with more it would wait.
+// The first values of such a tile, before a softmax, in which nothing is loaded from the cache. With more lines it takes longer.
 template <class C>
-[[gnu::always_inline]] inline void fetch_beginning(const KeyTile<C>& tile) {
+[[gnu::always_inline]] inline void fetch_first_values(const KeyTile<C>& tile) {
   constexpr int64_t kLines = 16, kStep = kLineBytes / sizeof(C);
   for (int64_t i = 0, n = std::min(kLines * kStep, kLanes * tile.head_dim); i < n; i += kStep) prefetch_line(tile.values[0] + i);
 }
